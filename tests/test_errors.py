@@ -145,7 +145,7 @@ g.weights[0] = g.weights[0][:3] | combine_wait; router_weights; 3; 128 rows; onl
 g.weights[1] = g.weights[1][:0] | combine_wait; router_weights; 0; 128 rows; only 0
 """ + "\n".join(
     f"g.ids[{rank}][[2, 4], [1, 0]] = {i} | dispatch_async; rank {rank}; token 2; k 1; "
-    f"expert {i}; [-1, 14); 2 of 128; reset()"
+    f"expert {i}; [-1, n_experts); 2 of 128; reset()"
     for rank, i in BAD_IDS
 )
 
@@ -232,7 +232,7 @@ def test_memory_of_another_config(graphs):
 @refused("""
 w[0] = w[0][:6] | combine_wait; rank 0; 6 tokens; 32 were dispatched; reset()
 w[1] = w[1][:0] | combine_wait; rank 1; 0 tokens; 32 were dispatched; reset()
-got[0][0] = got[0][0][:511, :] | combine_wait on rank 0; end at 512; holds 511
+got[0][0] = got[0][0][:511, :] | combine_wait on rank 0; 512 rows; hold 511
 sums.send(given); sums.receive() | combine_wait on rank 0; combine_async answered \
 dispatch 1; last dispatch_wait was of 2; before the next one
 """)

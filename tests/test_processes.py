@@ -110,7 +110,7 @@ def test_two_processes_of_two_ranks(graphs):
     [
         # (killed in front of, what the others then say they wait for)
         ("dispatch_async", "dispatch_wait|count"),
-        ("combine_async", "combine_wait|rows"),
+        ("combine_async", "combine_wait|count"),
         # In a program that only dispatches the killed rank has sent; what is
         # missing is its word that it has read.
         ("dispatch_wait", "dispatch_async|word that it has read"),

@@ -77,7 +77,6 @@ from .arguments import (
     given_tokens,
     GivenRows,
     GivenTokens,
-    RouterWeights,
 )
 from .device.phase import InputScales
 from .kernel_argument import unused
@@ -128,9 +127,7 @@ def ep_dispatch_async_kernel_api[
     )
     launch_dispatch[token_fmt_type, target, Form.ASYNC, input_scales_wrapper](
         call,
-        given_tokens[token_fmt_type, target](
-            call, input_tokens, topk_ids, unused[RouterWeights]()
-        ),
+        given_tokens[token_fmt_type, target](call, input_tokens, topk_ids),
         unused[DispatchedRows[group, token_fmt_type]](),
         context,
     )

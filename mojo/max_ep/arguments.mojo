@@ -6,18 +6,14 @@ All checks come before the first send.
 from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu
 
-from .counters import COUNTERS_MAGIC, EPLocalSyncCounters, Word
+from .counters import COUNTERS_MAGIC, EPLocalSyncCounters, wanted_word, Word
+from .failures import Failure, NEXT, what_failed
 from .flags import FlagPointer
-from .kernel_argument import KernelArgument
-from .layout import Group, MAX_RANKS, MAX_TOP_K
+from .kernel_argument import KernelArgument, unused
+from .layout import Group, MAX_RANKS, MAX_TOP_K, N_GROUP_WORDS
 from .row_tables import RowTables
 from .token_format import BytePointer, SharedRows, TokenFormat
 from .transport import PeerBuffers
-
-comptime _NEXT = (
-    " Before the next run call EPCommInitializer.reset() (or restart the group,"
-    " where each rank is a process of its own)."
-)
 
 
 @fieldwise_init
@@ -28,9 +24,7 @@ struct Form(TrivialRegisterPassable):
     var receives: Bool
 
     comptime ASYNC = Self(True, False)
-    """Starts sending."""
     comptime WAIT = Self(False, True)
-    """Completes receiving."""
     comptime FUSED = Self(True, True)
     """Both in one launch; all ranks must run at the same time."""
 
@@ -66,7 +60,6 @@ def mapped_buffers[
 ](buffers: PeerBuffers[group.n_ranks]) -> Array[
     Pointer[T, MutUntrackedOrigin], group.n_mapped()
 ]:
-    """Makes kernel arguments of mapped buffers."""
     var first_rank = buffers.first_mapped()
     var result = Array[Pointer[T, MutUntrackedOrigin], group.n_mapped()](
         fill=buffers[first_rank].unsafe_bitcast[T]()
@@ -83,7 +76,6 @@ struct Buffers[group: Group](Copyable, KernelArgument):
     var recv_bufs: Array[BytePointer, Self.group.n_mapped()]
     """Recv buffers of the ranks that are mapped, of dispatch or of combine."""
     var counts: Array[FlagPointer, Self.group.n_mapped()]
-    """Their counts buffers."""
     var counters: EPLocalSyncCounters[Self.group.n_experts]
 
 
@@ -91,7 +83,6 @@ struct Buffers[group: Group](Copyable, KernelArgument):
 
 
 def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
-    """Checks, at compile time, that the phases support a group."""
     comptime assert (
         is_cpu[target]() or is_gpu[target]()
     ), "max_ep: there are kernels for targets 'cpu' and 'gpu'"
@@ -139,9 +130,8 @@ def check_dispatch[
 
 
 def check_size(op: StaticString, what: String, size: Int, wanted: Int) raises:
-    """Checks one size of a tensor."""
     if size != wanted:
-        raise Error(t"max_ep: {op}: {what} are {size}, not {wanted}.", _NEXT)
+        raise Error(t"max_ep: {op}: {what} are {size}, not {wanted}.", NEXT)
 
 
 def check_shape(
@@ -151,7 +141,6 @@ def check_shape(
     n_rows: Int,
     n_columns: Int,
 ) raises:
-    """Checks both sizes of a tensor."""
     var sizes = (Int(tensor.dim[0]()), Int(tensor.dim[1]()))
     if sizes[0] != n_rows:
         check_size(op, String("rows of ", what), sizes[0], n_rows)
@@ -168,11 +157,9 @@ struct Call[group: Group](TrivialRegisterPassable):
 
     var op: StaticString
     var counters: EPLocalSyncCounters[Self.group.n_experts]
-    """This rank's local words."""
     var send_bufs: PeerBuffers[Self.group.n_ranks]
     """Every rank's send buffer; an op that only receives does not use them."""
     var recv_bufs: PeerBuffers[Self.group.n_ranks]
-    """Every rank's receive buffer."""
     var counts: PeerBuffers[Self.group.n_ranks]
 
     @staticmethod
@@ -207,7 +194,6 @@ struct Call[group: Group](TrivialRegisterPassable):
         return Self(op, counters, recv_bufs, recv_bufs, counts)
 
     def buffers(self) -> Buffers[Self.group]:
-        """Makes kernel arguments of the buffers and the counters."""
         return {
             mapped_buffers[Self.group, UInt8](self.recv_bufs),
             mapped_buffers[Self.group, UInt64](self.counts),
@@ -221,14 +207,13 @@ struct Call[group: Group](TrivialRegisterPassable):
         return String(self.op)
 
     def check_n_tokens[target: StaticString](self, n_tokens: Int) raises:
-        """Refuses more tokens than the buffers hold."""
         comptime most = Self.group.max_tokens_per_rank
         if n_tokens > most:
             raise Error(
                 t"max_ep: {self.place[target]()}: {n_tokens}",
                 t" tokens given, EPConfig.max_tokens_per_rank is {most}. Send",
                 t" fewer at a time, or raise it.",
-                _NEXT,
+                NEXT,
             )
 
 
@@ -248,12 +233,14 @@ def _counters_of[
             t"max_ep: {op}: these atomic_counters are not initialized; pass the"
             t" model_inputs() of an EPCommInitializer after its ep_init()."
         )
-    if not counters.matches_layout(group):
-        raise Error(
-            t"max_ep: {op} on rank {counters.my_rank()}: the symmetric memory"
-            t" belongs to another EPConfig than the graph; pass the"
-            t" model_inputs() of an EPCommInitializer with the same."
-        )
+    for i in range(Word.GROUP, Word.GROUP + N_GROUP_WORDS):
+        var found = counters.at(i)[]
+        var wanted = wanted_word(i, found, group)
+        if found != wanted:
+            raise Error(
+                t"max_ep: {op} on rank {counters.my_rank()}: ",
+                what_failed(Failure.WRONG_COUNTERS, -1, i, Int(found), Int(wanted)),
+            )
     return counters
 
 
@@ -284,16 +271,6 @@ def _peer_buffers[
 
 
 @fieldwise_init
-struct RouterWeights(TrivialRegisterPassable):
-    """Router weights that go with the tokens of a dispatch."""
-
-    var weights: Pointer[Float32, ImmUntrackedOrigin]
-    """`[n_tokens][top_k]`."""
-    var n_tokens: Int
-    var top_k: Int
-
-
-@fieldwise_init
 struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     """What a dispatch sends."""
 
@@ -306,27 +283,37 @@ struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     var n_tokens: Int
 
 
+def _n_choices[Format: TokenFormat]() -> Int:
+    """Counts the experts that the router gives a token."""
+    return Format.router_top_k if Format.router_top_k > 0 else Format.top_k
+
+
 def given_tokens[
     group: Group, //, Format: TokenFormat, target: StaticString
 ](
-    call: Call[group],
-    tokens: TileTensor,
-    topk_ids: TileTensor[DType.int32, ...],
-    router_weights: RouterWeights,
+    call: Call[group], tokens: TileTensor, topk_ids: TileTensor[DType.int32, ...]
 ) raises -> GivenTokens[tokens.dtype]:
-    """Checks what dispatch sends; raises if a size does not fit."""
-    comptime n_choices = (
-        Format.router_top_k if Format.router_top_k > 0 else Format.top_k
-    )
+    """Checks what dispatch sends, without router weights; raises if a size does not fit.
+    """
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
-    check_shape(op, "topk_ids", topk_ids, n_tokens, n_choices)
+    check_shape(op, "topk_ids", topk_ids, n_tokens, _n_choices[Format]())
     check_shape(op, "input_tokens", tokens, n_tokens, Format.hidden_size)
-    comptime if group.has_sums():
-        check_size(op, "rows of router_weights", router_weights.n_tokens, n_tokens)
-        check_size(op, "columns of router_weights", router_weights.top_k, n_choices)
-    return {imm(tokens), imm(topk_ids), router_weights.weights, n_tokens}
+    var no_weights = unused[Pointer[Float32, ImmUntrackedOrigin]]()
+    return {imm(tokens), imm(topk_ids), no_weights, n_tokens}
+
+
+def give_weights[
+    input_type: DType, group: Group, //, Format: TokenFormat
+](
+    call: Call[group],
+    mut given: GivenTokens[input_type],
+    router_weights: TileTensor[DType.float32, ...],
+) raises:
+    comptime n_choices = _n_choices[Format]()
+    check_shape(call.op, "router_weights", router_weights, given.n_tokens, n_choices)
+    given.router_weights = imm(router_weights)
 
 
 @fieldwise_init
@@ -337,9 +324,7 @@ struct DispatchedRows[group: Group, Format: TokenFormat](
 
     var rows: Self.Format.Rows
     var n_rows_max: Int
-    """Rows that they hold."""
     var tables: RowTables[Self.group]
-    """The tensors that say which row is whose."""
     var src_info: Pointer[Int32, MutUntrackedOrigin]
     """`[n_rows_max][2]`: token on its source rank, and k."""
 
@@ -353,7 +338,6 @@ def dispatched_rows[
     expert_ids: TileTensor[DType.int32, ...],
     src_info: TileTensor[DType.int32, ...],
 ) raises -> DispatchedRows[group, Format]:
-    """Checks what dispatch delivers into; raises if a size does not fit."""
     var op = call.op
     comptime if group.is_padded:
         comptime assert row_offsets.dtype == DType.int32, "recv_counts: int32"
@@ -383,7 +367,6 @@ struct GivenRows(KernelArgument, TrivialRegisterPassable):
     """The expert rows of a combine."""
 
     var rows: SharedRows
-    """Where they are, and how many."""
     var src_info: Pointer[Int32, ImmUntrackedOrigin]
     """`[n_rows][2]`: token on its source rank, and k; a wait does not read it."""
 
@@ -393,7 +376,6 @@ def given_rows[
 ](
     call: Call[group], rows: TileTensor, src_info: TileTensor[DType.int32, ...]
 ) raises -> GivenRows:
-    """Checks what combine sends; raises if a size does not fit."""
     var op = call.op
     var n_rows = Int(rows.dim[0]())
     check_shape(op, "src_info", src_info, n_rows, 2)
@@ -408,7 +390,6 @@ struct CombinedTokens[dtype: DType](KernelArgument, TrivialRegisterPassable):
     var tokens: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[n_tokens][hidden_size]`."""
     var n_tokens: Int
-    """Tokens that this rank dispatched."""
     var router_weights: Pointer[Float32, ImmUntrackedOrigin]
     """`[n_tokens][top_k]`; with sums they came with dispatch."""
 
@@ -421,7 +402,6 @@ def combined_tokens[
     router_weights: TileTensor[DType.float32, ...],
     given: GivenRows,
 ) raises -> CombinedTokens[dtype]:
-    """Checks what combine delivers into; raises if a size does not fit."""
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)

@@ -73,7 +73,6 @@ def row_elsewhere(rank: Int) -> Int32:
 
 @always_inline
 def rank_elsewhere(row: Int32) -> Int:
-    """Decodes `row_elsewhere`."""
     return Int(NO_ROW - 1 - row)
 
 
@@ -96,28 +95,21 @@ def rank_of_relative(my_rank: Int, source: Int, n_ranks: Int) -> Int:
 
 
 comptime N_HEADER_WORDS = 32
-"""Words before the pairs."""
 comptime N_FAILURE_WORDS = 8
-"""Words of the failure record."""
 
 
 struct Word:
     """The words of the header."""
 
     comptime MAGIC = 0
-    """`COUNTERS_MAGIC`."""
     comptime MY_RANK = 1
-    """The rank that owns the words."""
     comptime TIMEOUT_MS = 2
     """How long a launch may wait; 0: not at all."""
     comptime DISPATCH_SENT = 3
     """The last generation that dispatch sent; 0 before the first."""
     comptime DISPATCH_RECEIVED = 4
-    """The last generation that dispatch received."""
     comptime COMBINE_SENT = 5
-    """The last generation that combine sent."""
     comptime COMBINE_RECEIVED = 6
-    """The last generation that combine received."""
     comptime N_DROPPED = 7
     """CPU: choices that were dropped: a bad id, or a full pair."""
     comptime SRC_INFO_HASH = 8
@@ -135,8 +127,8 @@ struct Word:
     for its block (`Block.begin`)."""
     comptime FAILURE = 20
     """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
-    comptime BLOCKS_DONE = 28
-    """GPU: blocks that have ended in this launch."""
+    comptime BLOCKS_ARRIVED = 28
+    """GPU: blocks of this launch that have begun, or that have ended."""
     comptime DISPATCH_DRAINED = 29
     """GPU: the last generation of dispatch that all ranks are known to have read."""
     comptime COMBINE_DRAINED = 30
@@ -183,7 +175,6 @@ def _found_word(group: Group) -> Int:
 
 
 def local_sync_counters_words(group: Group) -> Int:
-    """Counts the words of `EPLocalSyncCounters`."""
     return _found_word(group) + group.max_tokens_per_rank + group.n_local_experts()
 
 
@@ -248,9 +239,7 @@ struct LaunchHeader(TrivialRegisterPassable):
     var combine_drained: UInt32
     var most_received: Int
     var n_tokens_even: Int
-    """Tokens of the last dispatch of an even generation."""
     var n_tokens_odd: Int
-    """Tokens of the last dispatch of an odd generation."""
 
     @staticmethod
     @always_inline
@@ -304,22 +293,16 @@ struct LaunchHeader(TrivialRegisterPassable):
 
     @always_inline
     def n_tokens(self, generation: UInt32) -> Int:
-        """Returns how many tokens a dispatch sent."""
         if generation & UInt32(1) == 0:
             return self.n_tokens_even
         return self.n_tokens_odd
 
 
+@fieldwise_init
 struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassable):
     """View of the local words of one rank."""
 
     var words: Pointer[Int32, MutUntrackedOrigin]
-    """The words, `[total_size()]`."""
-
-    @always_inline
-    def __init__(out self, words: Pointer[Int32, MutUntrackedOrigin]):
-        """Borrows words; the caller keeps them alive."""
-        self.words = words
 
     @staticmethod
     @always_inline
@@ -327,39 +310,26 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
         """Returns the number of words; Python asks through `layout_query.mojo`."""
         return local_sync_counters_words(group)
 
-    def matches_layout(self, group: Group) -> Bool:
-        """Returns whether the regions have the layout that a launch expects."""
-        for i in range(Word.GROUP, Word.GROUP + N_GROUP_WORDS):
-            var found = self.at(i)[]
-            if found != wanted_word(i, found, group):
-                return False
-        return True
-
     # ------------------------------------------------------------ the header
 
     @always_inline
     def at(self, word: Int) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to a word."""
         return self.words.unsafe_offset(word)
 
     @always_inline
     def generation(self, word: Int) -> UInt32:
-        """Reads a word that is a generation."""
         return self.at(word)[].cast[DType.uint32]()
 
     @always_inline
     def set_generation(self, word: Int, generation: UInt32):
-        """Records a generation."""
         self.at(word)[] = generation.cast[DType.int32]()
 
     @always_inline
     def my_rank(self) -> Int:
-        """Names the rank that owns these words."""
         return Int(self.at(Word.MY_RANK)[])
 
     @always_inline
     def timeout_ms(self) -> Int:
-        """Returns how long a launch may wait."""
         return Int(self.at(Word.TIMEOUT_MS)[])
 
     @always_inline
@@ -369,24 +339,20 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
 
     @always_inline
     def n_tokens_of(self, generation: UInt32) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to how many tokens a dispatch sent."""
         return self.at(Word.N_TOKENS + Int(generation & UInt32(1)))
 
     # ------------------------------------------------------------- the arrays
 
     @always_inline
     def pair_row(self, pair: Int) -> Int:
-        """Reads where a pair's rows begin in the last dispatched rows."""
         return Int(self.at(N_HEADER_WORDS + 2 * pair)[])
 
     @always_inline
     def pair_count(self, pair: Int) -> Int:
-        """Reads how many rows a pair has in the last dispatched rows."""
         return Int(self.at(N_HEADER_WORDS + 2 * pair + 1)[])
 
     @always_inline
     def set_pair_rows(self, pair: Int, row: Int, count: Int):
-        """Records where a pair's rows begin and how many they are."""
         self.at(N_HEADER_WORDS + 2 * pair)[] = Int32(row)
         self.at(N_HEADER_WORDS + 2 * pair + 1)[] = Int32(count)
 
@@ -394,7 +360,6 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
     def choices(
         self, generation: UInt32, group: Group
     ) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the experts of a dispatch's choices."""
         return self.at(
             choices_word(group.n_experts)
             + Int(generation & UInt32(1)) * group.n_choices()
@@ -402,34 +367,28 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
 
     @always_inline
     def slots(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the slots of this dispatch's choices."""
         return self.at(choices_word(group.n_experts) + 2 * group.n_choices())
 
     @always_inline
     def is_masked(self, group: Group, rank: Int) -> Bool:
-        """Reads whether this rank has masked another one."""
         return group.masks and self.masked(group, rank)[] != 0
 
     @always_inline
     def masked(self, group: Group, rank: Int) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to a rank's word of the mask."""
         return self.at(masked_word(group) + rank)
 
     @always_inline
     def step_began_ms(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to when the last `dispatch_async` began."""
         return self.at(masked_word(group) + group.n_ranks)
 
     def rows_found(
         self, group: Group, token_idx: Int
     ) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to how many rows of a token the last combine added."""
         return self.at(_found_word(group) + token_idx)
 
     def rows_dropped(
         self, group: Group, local_expert: Int
     ) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to how many rows of an expert did not fit in the last dispatch."""
         return self.rows_found(group, group.max_tokens_per_rank + local_expert)
 
     @always_inline
@@ -445,14 +404,12 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
 
     @always_inline
     def received_tokens(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to how many tokens each source had in the last dispatch."""
         return self.at(_received_word(group))
 
     @always_inline
     def received_rows(
         self, group: Group, source: Int
     ) -> Pointer[Int32, MutUntrackedOrigin]:
-        """Points to the rows of a source's choices in the last dispatch."""
         return self.at(
             _received_word(group) + group.n_ranks + source * group.n_choices()
         )
@@ -461,7 +418,6 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
     def received_weights(
         self, group: Group, source: Int
     ) -> Pointer[Float32, MutUntrackedOrigin]:
-        """Points to the router weights of a source's choices."""
         return self.received_rows(group, group.n_ranks + source).unsafe_bitcast[
             Float32
         ]()

@@ -31,7 +31,6 @@ def copy_bytes(
     count: Int,
     is_streaming: Bool,
 ):
-    """Copies whole 16-byte words."""
     if not is_streaming:
         unsafe_memcpy(dest=dest, src=src, count=count)
         return

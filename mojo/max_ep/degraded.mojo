@@ -6,7 +6,7 @@ The op stands behind the combine of the tokens: it reads the mask as that left i
 from layout import TileTensor
 from max.gpu.host import DeviceContext
 
-from .arguments import Call, check_shape, check_size, imm, mut_, RouterWeights
+from .arguments import Call, check_shape, imm, mut_
 from .counters import EPLocalSyncCounters
 from .for_each import for_each, Work
 from .layout import Group
@@ -52,14 +52,12 @@ def launch_degraded[
     degraded: TileTensor[DType.bool, ...],
     live_share: TileTensor[DType.float32, ...],
     topk_ids: TileTensor[DType.int32, ...],
-    router_weights: RouterWeights,
+    router_weights: TileTensor[DType.float32, ...],
     context: DeviceContext,
 ) raises:
-    """Flags the tokens with a choice on a masked rank."""
     var n_tokens = Int(degraded.dim[0]())
     check_shape(call.op, "topk_ids", topk_ids, n_tokens, group.top_k)
-    check_size(call.op, "rows of router_weights", router_weights.n_tokens, n_tokens)
-    check_size(call.op, "columns of router_weights", router_weights.top_k, group.top_k)
+    check_shape(call.op, "router_weights", router_weights, n_tokens, group.top_k)
     for_each[target](
         n_tokens,
         FindDegraded[group](
@@ -67,7 +65,7 @@ def launch_degraded[
             mut_(live_share),
             call.counters,
             imm(topk_ids),
-            router_weights.weights,
+            imm(router_weights),
         ),
         context,
     )

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure records of GPU launches, and the error that the host raises for them.
+"""What a time-out or another failure of a launch says, and its record on GPUs.
 
 A kernel cannot raise. It writes the failure record in its rank's counters, unless one
 with the same code or a higher one is there, and ends. After a fatal failure later
 launches of that rank do nothing (combine fills its result with NaN).
-`EPCommInitializer.check` reads the record, and `raise_failure` writes the error.
+`EPCommInitializer.check` reads the record, and `raise_failure` writes the error. A CPU
+rank raises the same.
 
     word 0  code     1  phase           2  missing rank     3  expert id, or row
     4, 5    generation wanted, found    6, 7  two numbers, by the code
 """
 from .counters import N_FAILURE_WORDS, name_of_word
-from .flags import fetch_max, generation_of, raise_missing, Waiter
+from .flags import fetch_max, generation_of
+from .layout import Group
 
 
 struct Failure:
@@ -25,11 +27,9 @@ struct Failure:
     comptime TOO_MANY_ROWS = Int32(4)
     """The outputs are too small. Numbers: rows that arrived, rows that fit."""
     comptime NOTHING_DISPATCHED = Int32(5)
-    """Combine came before any dispatch."""
     comptime NO_COUNT = Int32(6)
     """A pair's count did not come in time; expert -1: a rank's number of tokens."""
     comptime NO_MESSAGE = Int32(7)
-    """A message did not come in time."""
     comptime NOT_READ = Int32(8)
     """A peer has not read what it was sent last."""
     comptime WRONG_COUNTERS = Int32(9)
@@ -46,13 +46,23 @@ struct Failure:
     one that is answered, the last one received."""
 
 
+comptime SEND = 0
+"""The send phase of a direction."""
+comptime RECEIVE = 1
+
 comptime PHASES: Array[StaticString, 4] = [
     "dispatch_async",
     "dispatch_wait",
     "combine_async",
     "combine_wait",
 ]
-"""Names of the phases, by the number in the record."""
+"""Names of the phases, by the number in the record: 2 for combine, and `RECEIVE`."""
+
+
+@always_inline
+def phase_of[group: Group](phase: Int) -> Int:
+    """Numbers `SEND` or `RECEIVE` of an op among `PHASES`."""
+    return 2 * Int(group.is_combine()) + phase
 
 
 @always_inline
@@ -91,6 +101,82 @@ def record_failure(
     record[unsafe_offset=7] = Int32(b)
 
 
+comptime NEXT = (
+    " Before the next run call EPCommInitializer.reset() (or restart the group,"
+    " where each rank is a process of its own)."
+)
+"""How an error ends."""
+
+
+def what_failed(code: Int32, rank: Int, expert_or_row: Int, a: Int, b: Int) -> String:
+    """Says what a rank was given, or got from `rank`, and cannot take; CPU ranks, too.
+    """
+    if code == Failure.DROPPED:
+        return String(
+            t"topk_ids were dropped; one of them is token {a}, k {b}: expert"
+            t" {expert_or_row}. Ids must be in [-1, n_experts) and those of one"
+            t" token distinct. Fix the router's output."
+        )
+    if code == Failure.BAD_SOURCE:
+        return String(
+            t"src_info (row {expert_or_row}: token {a}, k {b}) is not that of"
+            t" this rank's last dispatch_wait. Pass the src_info of that"
+            t" dispatch, and combine before the next dispatch of the same"
+            t" buffers."
+        )
+    if code == Failure.BAD_N_TOKENS:
+        return String(
+            t"{a} tokens are combined, {b} were dispatched; pass the router_weights,"
+            t" or the number, of all of them."
+        )
+    if code == Failure.TOO_MANY_ROWS:
+        return String(
+            t"{a} rows arrived and the tensors hold {b}; declare them with"
+            t" EPConfig.n_output_rows rows."
+        )
+    if code == Failure.NOTHING_DISPATCHED:
+        return (
+            "nothing was dispatched to this rank yet; combine sends back the"
+            " rows of the last dispatch_wait."
+        )
+    if code == Failure.WRONG_EXPERT:
+        return String(
+            t"the row of token {a}, k {b} did not come from its expert"
+            t" {expert_or_row}: rank {rank} has combined with the src_info of"
+            t" another dispatch than its last."
+        )
+    if code == Failure.OVERTAKEN:
+        return (
+            "two dispatches have been sent since the one that is combined;"
+            " combine before the second of them."
+        )
+    if code == Failure.OTHER_ROWS:
+        return String(
+            t"combine_async answered dispatch {a}, the last dispatch_wait was"
+            t" of {b}. With sums, combine finds the rows of its own tokens by"
+            t" the last dispatch_wait: call combine_async, then combine_wait,"
+            t" before the next one."
+        )
+    if code == Failure.NOT_SENT:
+        return (
+            "before its dispatch_async: the shared expert's tokens are not"
+            " there. Send first."
+        )
+    if code == Failure.WRONG_COUNTERS:
+        return String(
+            t"the symmetric memory belongs to another EPConfig than the graph"
+            t" ({name_of_word(expert_or_row)}: {a} there, {b} in the graph);"
+            t" pass the model_inputs() of an EPCommInitializer with the same."
+        )
+    return String()
+
+
+def place_of(phase: Int, rank: Int) -> String:
+    """Names a phase and its rank, as an error begins."""
+    var phases = materialize[PHASES]()
+    return String("max_ep: ", phases[phase], " on rank ", rank)
+
+
 def raise_failure(
     record: Array[Int32, N_FAILURE_WORDS], my_rank: Int, timeout_ms: Int
 ) raises:
@@ -98,82 +184,38 @@ def raise_failure(
     var code = record[0]
     if code == 0:
         return
-    var phases = materialize[PHASES]()
-    var phase = phases[Int(record[1])]
+    var place = place_of(Int(record[1]), my_rank)
     var rank = Int(record[2])
     var expert_or_row = Int(record[3])
-    var a = record[6]
-    var b = record[7]
-    var text: String
-    if code == Failure.DROPPED:
-        text = String(
-            t"topk_ids were dropped; one of them is token {a}, k {b}: expert"
-            t" {expert_or_row}. Ids must be in [-1, n_experts) and those of one"
-            t" token distinct. Fix the router's output."
+    if not is_missing(code):
+        var a, b = Int(record[6]), Int(record[7])
+        var text = what_failed(code, rank, expert_or_row, a, b)
+        raise Error(place, ": ", text, NEXT)
+    var what: StaticString = "count"
+    if code == Failure.NO_MESSAGE:
+        what = "message"
+    if code == Failure.NOT_READ:
+        what = "word that it has read"
+    var expert = String()
+    if expert_or_row >= 0:
+        expert = String(" for expert ", expert_or_row)
+    var wanted = record[4].cast[DType.uint32]()
+    var found = record[5].cast[DType.uint32]()
+    var missing = String(
+        t"{what}{expert} of generation {wanted} from rank {rank} (last seen:"
+        t" generation {found})"
+    )
+    if timeout_ms == 0:
+        raise Error(
+            t"{place}: no {missing}. The ranks of one process run one after"
+            t" another, so waiting cannot help: put the async op of every rank"
+            t" before the first wait, and wait on every rank before sending"
+            t" again. After a run that failed half-way, call"
+            t" EPCommInitializer.reset()."
         )
-    elif code == Failure.BAD_SOURCE:
-        text = String(
-            t"src_info (row {expert_or_row}: token {a}, k {b}) is not that of"
-            t" this rank's last dispatch_wait. Pass the src_info of that"
-            t" dispatch, and combine before the next dispatch of the same"
-            t" buffers."
-        )
-    elif code == Failure.BAD_N_TOKENS:
-        text = String(
-            t"router_weights are for {a} tokens, {b} were dispatched; pass the"
-            t" weights of all of them."
-        )
-    elif code == Failure.TOO_MANY_ROWS:
-        text = String(
-            t"{a} rows arrived and the tensors hold {b}; declare them with"
-            t" EPConfig.get_max_recv_tokens() rows."
-        )
-    elif code == Failure.NOTHING_DISPATCHED:
-        text = (
-            "nothing was dispatched to this rank yet; combine sends back the"
-            " rows of the last dispatch_wait."
-        )
-    elif code == Failure.WRONG_EXPERT:
-        text = String(
-            t"the row of token {a}, k {b} did not come from its expert"
-            t" {expert_or_row}: rank {rank} has combined with the src_info of"
-            t" another dispatch than its last."
-        )
-    elif code == Failure.OVERTAKEN:
-        text = (
-            "two dispatches have been sent since the one that is combined;"
-            " combine before the second of them."
-        )
-    elif code == Failure.OTHER_ROWS:
-        text = String(
-            t"combine_async answered dispatch {a}, the last dispatch_wait was"
-            t" of {b}. With sums, combine finds the rows of its own tokens by"
-            t" the last dispatch_wait: call combine_async, then combine_wait,"
-            t" before the next one."
-        )
-    elif code == Failure.NOT_SENT:
-        text = (
-            "before its dispatch_async: the shared expert's tokens are not"
-            " there. Send first."
-        )
-    elif code == Failure.WRONG_COUNTERS:
-        text = String(
-            t"the symmetric memory belongs to another EPConfig than the graph"
-            t" ({name_of_word(expert_or_row)}: {a} there, {b} in the graph);"
-            t" pass the model_inputs() of an EPCommInitializer with the same."
-        )
-    else:
-        var what: StaticString = "count"
-        if code == Failure.NO_MESSAGE:
-            what = "message"
-        if code == Failure.NOT_READ:
-            what = "word that it has read"
-        var wanted = record[4].cast[DType.uint32]()
-        var found = record[5].cast[DType.uint32]()
-        var who = Waiter(phase, my_rank, rank, what, expert_or_row)
-        raise_missing(found, wanted, timeout_ms, who)
-        return
     raise Error(
-        t"max_ep: {phase} on rank {my_rank}: {text} Then call"
-        t" EPCommInitializer.reset()."
+        t"{place}: timed out after {timeout_ms} ms waiting for {missing}. Rank"
+        t" {rank} has died, is later than EPConfig.timeout_s, or"
+        t" runs other EP ops than this rank. Restart the group, or call"
+        t" EPCommInitializer.reset() if all its ranks are in one process."
     )

@@ -11,13 +11,18 @@ So an old flag is never accepted as a new one, and the generation may wrap.
 Done words of GPU ranks may run ahead, and are accepted then (`is_not_before`).
 """
 from std.atomic import Atomic, fence, Ordering
-from std.sys import _RegisterPackType, inlined_assembly, is_amd_gpu, is_nvidia_gpu
+from std.sys import (
+    _RegisterPackType,
+    inlined_assembly,
+    is_amd_gpu,
+    is_gpu,
+    is_nvidia_gpu,
+)
 from std.time import global_perf_counter_ns, perf_counter_ns
 
 from .layout import source_info_offset
 
 comptime FlagPointer = Pointer[UInt64, MutUntrackedOrigin]
-"""A flag in some rank's region."""
 
 comptime SharedWord = Pointer[
     UInt32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
@@ -48,25 +53,21 @@ def next_generation(generation: UInt32) -> UInt32:
 
 @always_inline
 def flag_word(generation: UInt32, count: Int) -> UInt64:
-    """Makes a flag of generation and count."""
     return (UInt64(generation) << 32) | UInt64(count)
 
 
 @always_inline
 def count_of(word: UInt64) -> Int:
-    """Returns the count of a flag."""
     return Int(word & 0xFFFF_FFFF)
 
 
 @always_inline
 def generation_of(word: UInt64) -> UInt32:
-    """Returns the generation of a flag."""
     return UInt32(word >> 32)
 
 
 @always_inline
 def flag_at(buffer: Pointer[UInt8, MutUntrackedOrigin], offset: Int) -> FlagPointer:
-    """Points to a flag of a buffer."""
     return buffer.unsafe_offset(offset).unsafe_bitcast[UInt64]()
 
 
@@ -74,23 +75,7 @@ def flag_at(buffer: Pointer[UInt8, MutUntrackedOrigin], offset: Int) -> FlagPoin
 def message_flag(
     message: Pointer[UInt8, MutUntrackedOrigin], msg_bytes: Int
 ) -> FlagPointer:
-    """Points to the flag in the source info of a message."""
     return flag_at(message, source_info_offset(msg_bytes))
-
-
-@fieldwise_init
-struct Waiter(TrivialRegisterPassable):
-    """Who waits for whom, and where: the facts that a time-out error prints."""
-
-    var phase: StaticString
-    """The op that waits, such as `dispatch_wait`."""
-    var my_rank: Int
-    var missing_rank: Int
-    """The rank that has not answered."""
-    var missing_what: StaticString
-    """What it should have published."""
-    var expert_id: Int
-    """The global expert concerned; `-1` if none is."""
 
 
 @always_inline
@@ -115,59 +100,40 @@ def drain_stores():
 
 @always_inline
 def load_acquire_sys(flag: FlagPointer) -> UInt64:
-    """Reads a flag once."""
     # ORDER: ACQUIRE, system scope. Pairs with the RELEASE in `publish`. Makes
     # visible: everything the publisher wrote before it published. Weaker would
     # let the reads of the messages overtake the read of their flag.
     return Atomic[UInt64].load[ordering=Ordering.ACQUIRE](flag)
 
 
+@always_inline
+def now_ns() -> UInt64:
+    """Reads the clock: on a GPU that of all multiprocessors, on a CPU the host's."""
+    comptime if is_gpu():
+        return global_perf_counter_ns()
+    return UInt64(perf_counter_ns())
+
+
+@always_inline
+def ms_of(ns: UInt64) -> UInt32:
+    """Returns a time in ms; it wraps."""
+    return UInt32((ns // 1_000_000) & 0xFFFF_FFFF)
+
+
 @fieldwise_init
 struct Deadline(TrivialRegisterPassable):
     """The time by which one launch must have met all its waits."""
 
-    var start_ns: Int
-    var timeout_ms: Int
-    """How long it may wait in all; 0: it must not wait, because the ranks of
-    this process run one after another."""
+    var end_ns: UInt64
 
     @staticmethod
+    @always_inline
     def after(timeout_ms: Int) -> Self:
-        """Starts the clock."""
-        return Self(Int(perf_counter_ns()), timeout_ms)
+        return Self(now_ns() + UInt64(timeout_ms) * 1_000_000)
 
     @always_inline
     def has_passed(self) -> Bool:
-        """Reads the clock."""
-        if self.timeout_ms == 0:
-            return True
-        return Int(perf_counter_ns()) - self.start_ns > self.timeout_ms * 1_000_000
-
-
-def raise_missing(found: UInt32, wanted: UInt32, timeout_ms: Int, who: Waiter) raises:
-    """Raises the error of a wait that was not met."""
-    var place = String("max_ep: ", who.phase, " on rank ", who.my_rank)
-    var expert = String()
-    if who.expert_id >= 0:
-        expert = String(" for expert ", who.expert_id)
-    var what = String(
-        t"{who.missing_what}{expert} of generation {wanted} from rank"
-        t" {who.missing_rank} (last seen: generation {found})"
-    )
-    if timeout_ms == 0:
-        raise Error(
-            t"{place}: no {what}. The ranks of one process run one after"
-            t" another, so waiting cannot help: put the async op of every rank"
-            t" before the first wait, and wait on every rank before sending"
-            t" again. After a run that failed half-way, call"
-            t" EPCommInitializer.reset()."
-        )
-    raise Error(
-        t"{place}: timed out after {timeout_ms} ms waiting for {what}. Rank"
-        t" {who.missing_rank} has died, is later than EPConfig.timeout_s, or"
-        t" runs other EP ops than this rank. Restart the group, or call"
-        t" EPCommInitializer.reset() if all its ranks are in one process."
-    )
+        return now_ns() > self.end_ns
 
 
 # ------------------------------------------------------------------ GPU ranks
@@ -233,48 +199,20 @@ def is_not_before(found: UInt32, generation: UInt32) -> Bool:
     return (found - generation).cast[DType.int32]() >= 0
 
 
-@always_inline
-def gpu_clock_ns() -> UInt64:
-    """Reads the clock that all multiprocessors share."""
-    return global_perf_counter_ns()
-
-
-@fieldwise_init
-struct DeviceDeadline(TrivialRegisterPassable):
-    """The time by which one GPU launch must have met all its waits."""
-
-    var end_ns: UInt64
-    """The deadline, by the clock that all multiprocessors share."""
-
-    @staticmethod
-    @always_inline
-    def after(timeout_ms: Int) -> Self:
-        """Starts the clock."""
-        return Self(global_perf_counter_ns() + UInt64(timeout_ms) * 1_000_000)
-
-    @always_inline
-    def has_passed(self) -> Bool:
-        """Reads the clock."""
-        return global_perf_counter_ns() > self.end_ns
-
-
 struct Wait(TrivialRegisterPassable):
     """One wait of a GPU thread; see `Block.gives_up`."""
 
-    var deadline: DeviceDeadline
+    var deadline: Deadline
     var n_polls: Int
-    """Polls without success so far."""
 
     @always_inline
-    def __init__(out self, deadline: DeviceDeadline):
-        """Begins a wait."""
+    def __init__(out self, deadline: Deadline):
         self.deadline = deadline
         self.n_polls = 0
 
 
 @always_inline
 def fetch_add_block(counter: SharedWord, n: UInt32) -> UInt32:
-    """Adds to a counter of the block."""
     # ORDER: RELAXED, block scope. Pairs with none: it hands out work indices,
     # makes a histogram that is read after a barrier, or counts warps whose writes
     # nobody reads.
@@ -389,7 +327,6 @@ def order_before_put():
 def store_relaxed_sys_16(
     p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]
 ):
-    """Stores 16 bytes in one access."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     var low = (UInt64(bytes[1]) << 32) | UInt64(bytes[0])
     var high = (UInt64(bytes[3]) << 32) | UInt64(bytes[2])

@@ -6,6 +6,7 @@ from max.gpu.host.info import is_gpu as is_gpu_target
 from std.math import ceildiv
 from std.sys import is_gpu
 
+from .cpu_copy import for_each_chunk, INLINE_BYTES
 from .kernel_argument import KernelArgument
 
 comptime _NUM_THREADS = 128
@@ -18,11 +19,7 @@ trait Work(KernelArgument, TrivialRegisterPassable):
     """Whether a GPU does an item with a warp (`lane_of_item`), not with a thread."""
 
     def do(self, i: Int):
-        """Does it for an item.
-
-        Args:
-            i: The item.
-        """
+        """Does it for an item."""
         ...
 
 
@@ -46,20 +43,24 @@ def work_kernel[W: Work](work: W, n_items: Int32):
 def for_each[
     W: Work, //, target: StaticString
 ](n_items: Int, work: W, context: DeviceContext) raises:
-    """Does the work of all items."""
+    if n_items == 0:
+        return
     comptime if is_gpu_target[target]():
-        var function = context.compile_function[work_kernel[W]]()
         var n_threads = n_items
         comptime if W.by_warp:
             n_threads *= context.default_device_info.warp_size
-        if n_items > 0:
-            context.enqueue_function(
-                function,
-                work,
-                Int32(n_items),
-                grid_dim=ceildiv(n_threads, _NUM_THREADS),
-                block_dim=_NUM_THREADS,
-            )
+        context.enqueue_function(
+            context.compile_function[work_kernel[W]](),
+            work,
+            Int32(n_items),
+            grid_dim=ceildiv(n_threads, _NUM_THREADS),
+            block_dim=_NUM_THREADS,
+        )
     else:
-        for i in range(n_items):
-            work.do(i)
+
+        def do_some(begin: Int, end: Int) {imm}:
+            for i in range(begin, end):
+                work.do(i)
+
+        # An item alone stays on this thread; two are shared.
+        for_each_chunk(n_items, INLINE_BYTES, do_some)

@@ -12,7 +12,6 @@ from .token_format import TokenFormat
 
 
 def has_word(words: StaticString, word: StaticString) -> Bool:
-    """Returns whether a space-separated list contains a word."""
     return String(" ", word, " ") in String(" ", words, " ")
 
 
@@ -75,12 +74,10 @@ comptime FormatOfOp[format: StaticString, group: StaticString] = FormatOf[
         )
     ),
 ]
-"""The format of a dispatch op."""
 
 comptime DispatchGroup[
     target: StaticString, Format: TokenFormat, words: StaticString
 ] = group_of(words, is_gpu[target](), dispatch_msg_bytes=Format.msg_bytes)
-"""The group of a dispatch op."""
 
 comptime CombineGroup[
     target: StaticString, dtype: DType, partial_dtype: DType, words: StaticString
@@ -91,4 +88,3 @@ comptime CombineGroup[
         partial_dtype if has_word(words, "sums") else dtype
     ](number_in(words, "hidden_size"), max(number_in(words, "partial_block"), 0)),
 )
-"""The group of a combine op."""

@@ -9,7 +9,6 @@ trait KernelArgument(DevicePassable):
     """A struct whose bytes on the host are those on the device."""
 
     comptime device_type: AnyType = Self
-    """What the kernel gets."""
 
     def _to_device_type(
         self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]

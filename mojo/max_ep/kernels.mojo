@@ -13,7 +13,7 @@ that MAX's kernels do not have come last and have defaults. What `api.mojo` does
     recv_buf_ptrs   recv buffers of the p2p world, and
     recv_count_ptrs its counts buffers; all mapped and peer-writable until every receiver
                     has returned
-    my_rank         this rank, in `[0, n_ranks)`; -1: as the counters say
+    my_rank         this rank; not read, for the counters know it
 """
 from layout import TensorLayout, TileTensor
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
@@ -22,6 +22,7 @@ from std.utils import StaticTuple
 from .arguments import Buffers, CombinedTokens, DispatchedRows, GivenTokens, imm
 from .combine_rows.phase import CombineRows
 from .counters import EPLocalSyncCounters
+from .device.phase import InputScales
 from .dispatch_by_expert.phase import DispatchByExpert
 from .flags import FlagPointer
 from .kernel_argument import unused
@@ -69,9 +70,7 @@ def dispatch_async_kernel[
     max_tokens_per_rank: Int,
     p2p_world_size: Int,
     token_fmt_type: TokenFormat,
-    input_scales_wrapper: Optional[
-        def[dtype: DType](Int) capturing -> Scalar[dtype]
-    ] = None,
+    input_scales_wrapper: InputScales = None,
     use_shmem: Bool = True,
     fused_shared_expert: Bool = False,
 ](
@@ -107,7 +106,6 @@ def dispatch_async_kernel[
         unused[DispatchedRows[group, token_fmt_type]](),
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
         Array[BytePointer, group.n_mapped()](fill=send_buf_p),
-        my_rank,
     ).run_scaled[input_scales_wrapper, True, False]()
 
 
@@ -156,7 +154,6 @@ def dispatch_wait_kernel[
         {rows, Int(n_rows_max), {row_offsets, expert_ids}, src_info},
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
         _sized[group.n_mapped()](recv_buf_ptrs),
-        my_rank,
     ).run[False, True]()
 
 
@@ -201,7 +198,6 @@ def combine_async_kernel[
         unused[CombinedTokens[combine_dtype]](),
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
         Array[BytePointer, group.n_mapped()](fill=send_buf_p),
-        my_rank,
     ).run[True, False]()
 
 
@@ -248,5 +244,4 @@ def combine_wait_kernel[
         {output_tokens, Int(n_tokens), router_weights},
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
         _sized[group.n_mapped()](recv_buf_ptrs),
-        my_rank,
     ).run[False, True]()

@@ -5,7 +5,6 @@
 """
 from max.gpu.host.info import is_gpu
 from std.sys import size_of
-from std.time import perf_counter_ns
 
 from .arguments import (
     Call,
@@ -27,12 +26,10 @@ from .cpu.rank import CpuRank
 from .device.phase import enqueue, InputScales, Queue
 from .dispatch_by_expert.phase import DispatchByExpert
 from .dispatch_by_rank.phase import DispatchByRank
-from .failures import PHASES
+from .flags import now_ns
+from .failures import PHASES, place_of
 from .layout import Group, MESSAGE_ALIGN
 from .token_format import TokenFormat
-
-comptime RANK_OF_COUNTERS = Int32(-1)
-"""A launch finds its rank in the counters, in device memory."""
 
 
 def _begin[group: Group, //](call: Call[group], phase: Int) raises -> CpuRank[group]:
@@ -42,8 +39,7 @@ def _begin[group: Group, //](call: Call[group], phase: Int) raises -> CpuRank[gr
     before this rank has read: its own tokens may stand where the next ones go.
     """
     var phases = materialize[PHASES]()
-    var place = String(t"max_ep: {phases[phase]} on rank {call.counters.my_rank()}")
-    # The words of the four phases are in the order of `PHASES`.
+    var place = place_of(phase, call.counters.my_rank())
     var first = Word.DISPATCH_SENT + phase // 2 * 2
     var sent = call.counters.generation(first)
     var is_read = sent == call.counters.generation(first + 1)
@@ -59,15 +55,13 @@ def _begin[group: Group, //](call: Call[group], phase: Int) raises -> CpuRank[gr
             t" rank has sent nothing. Send first, and wait once for what was sent."
         )
     _record(call, 1 + phase)
-    return CpuRank(call, phases[phase], Word.DISPATCH_SENT + phase)
+    return CpuRank(call, phase)
 
 
 def _record(call: Call, launch: Int):
     """Records, for other processes, what this CPU rank does from now on; negative:
     this phase has ended."""
-    call.counters.at(Word.LAUNCH_SINCE).unsafe_bitcast[Int64]()[] = Int64(
-        perf_counter_ns()
-    )
+    call.counters.at(Word.LAUNCH_SINCE).unsafe_bitcast[Int64]()[] = Int64(now_ns())
     call.counters.at(Word.LAUNCH)[] = Int32(launch)
 
 
@@ -105,7 +99,6 @@ def launch_dispatch[
                 dispatched,
                 call.buffers(),
                 mapped_buffers[group, UInt8](call.send_bufs),
-                RANK_OF_COUNTERS,
             ),
             queue,
         )
@@ -145,7 +138,6 @@ def launch_combine[
                 combined,
                 call.buffers(),
                 mapped_buffers[group, UInt8](call.send_bufs),
-                RANK_OF_COUNTERS,
             ),
             queue,
         )

@@ -91,7 +91,7 @@ struct Addressing(Equatable, TrivialRegisterPassable):
     """How dispatch addresses a token."""
 
     var value: Int
-    """Which of the constants."""
+    """Its part of `Group.protocol`; 1 is added for sums, which need by rank."""
 
     comptime ANY = Self(0)
     """The op works with each of them."""
@@ -99,7 +99,7 @@ struct Addressing(Equatable, TrivialRegisterPassable):
     """A message for each choice, in a slot of its expert."""
     comptime BY_RANK = Self(2)
     """A message for each rank that has an expert of the token, and entries."""
-    comptime TO_ALL = Self(3)
+    comptime TO_ALL = Self(4)
     """A message for each rank of the group, and entries: an all-gather."""
 
 
@@ -119,7 +119,6 @@ struct Returns(Equatable, TrivialRegisterPassable):
 
 
 def round_up(n: Int, multiple: Int) -> Int:
-    """Rounds `n` up to a whole multiple."""
     return (n + multiple - 1) // multiple * multiple
 
 
@@ -278,7 +277,8 @@ struct Group(TrivialRegisterPassable):
 
     @staticmethod
     def of(words: Array[Int32, N_GROUP_WORDS]) -> Self:
-        """Describes a group by its `words`."""
+        var axes = Int(words[6]) % MASKS_BIT
+        var has_sums = axes == 3 or axes == 5
         return Self(
             n_experts=Int(words[0]),
             n_ranks=Int(words[1]),
@@ -286,8 +286,8 @@ struct Group(TrivialRegisterPassable):
             top_k=Int(words[3]),
             dispatch_msg_bytes=Int(words[4]),
             combine_msg_bytes=Int(words[5]),
-            addressing=addressing_of(Int(words[6])),
-            returns=returns_of(Int(words[6])),
+            addressing=Addressing(axes - Int(has_sums)),
+            returns=Returns.SUMS if has_sums else Returns.ROWS,
             masks=Int(words[6]) & MASKS_BIT != 0,
         )
 
@@ -304,18 +304,17 @@ struct Group(TrivialRegisterPassable):
         ]
 
     def protocol(self) -> Int:
-        """Numbers the axes, as the counters keep them; 0: any."""
-        return self._axes() + (MASKS_BIT if self.masks else 0)
+        """Numbers the axes, and whether ranks mask, as the counters keep them; 0: any.
+        """
+        return (
+            self.addressing.value
+            + Int(self.has_sums())
+            + (MASKS_BIT if self.masks else 0)
+        )
 
-    def _axes(self) -> Int:
-        """Numbers how dispatch addresses and what combine returns."""
-        if self.addressing == Addressing.BY_EXPERT:
-            return 1
-        if self.addressing == Addressing.TO_ALL:
-            return 5
-        if self.addressing == Addressing.BY_RANK:
-            return 3 if self.has_sums() else 2
-        return 0
+    def is_combine(self) -> Bool:
+        """Returns whether the op is a combine, not a dispatch."""
+        return self.dispatch_msg_bytes == 0
 
     def is_by_rank(self) -> Bool:
         """Returns whether dispatch sends a token once per rank."""
@@ -325,11 +324,9 @@ struct Group(TrivialRegisterPassable):
         )
 
     def sends_to_all(self) -> Bool:
-        """Returns whether a token goes to every rank."""
         return self.addressing == Addressing.TO_ALL
 
     def has_sums(self) -> Bool:
-        """Returns whether combine sends partial sums."""
         return self.returns == Returns.SUMS
 
     def n_local_experts(self) -> Int:
@@ -341,7 +338,6 @@ struct Group(TrivialRegisterPassable):
         return (self.n_experts + self.n_local_experts() - 1) // self.n_local_experts()
 
     def n_mapped(self) -> Int:
-        """Counts the ranks whose memory is mapped here."""
         return self.n_ranks_per_node if self.use_shmem else self.n_ranks
 
     def choice(self, token_idx: Int, k: Int) -> Int:
@@ -349,7 +345,6 @@ struct Group(TrivialRegisterPassable):
         return token_idx * self.top_k + k
 
     def n_choices(self) -> Int:
-        """Counts the choices that a rank has places for."""
         return self.choice(self.max_tokens_per_rank, 0)
 
     def pair(self, local_expert: Int, src_rank: Int) -> Int:
@@ -357,7 +352,6 @@ struct Group(TrivialRegisterPassable):
         return local_expert * self.n_ranks + src_rank
 
     def n_pairs(self) -> Int:
-        """Counts the pairs."""
         return self.pair(self.n_local_experts(), 0)
 
     def expert_capacity(self) -> Int:
@@ -371,11 +365,9 @@ struct Group(TrivialRegisterPassable):
         return 2 * ENTRY_BYTES if self.has_sums() else ENTRY_BYTES
 
     def entry_offset(self, src_rank: Int, choice: Int) -> Int:
-        """Locates the entry of a source's choice."""
         return (src_rank * self.n_choices() + choice) * self.entry_bytes()
 
     def token_offset(self, src_rank: Int, token_idx: Int) -> Int:
-        """Locates a token of a source, by rank."""
         return (
             round_up(self.entry_offset(self.n_ranks, 0), BUFFER_ALIGN)
             + (src_rank * self.max_tokens_per_rank + token_idx)
@@ -393,7 +385,6 @@ struct Group(TrivialRegisterPassable):
         )
 
     def n_inline_tokens(self) -> Int:
-        """Counts the places for inline tokens of a source."""
         return min(self.max_tokens_per_rank, MAX_INLINE_TOKENS)
 
     def inline_token_offset(self, src_rank: Int, token_idx: Int) -> Int:
@@ -404,7 +395,6 @@ struct Group(TrivialRegisterPassable):
         )
 
     def chunk_flag_offset(self, src_rank: Int, token_idx: Int, chunk: Int) -> Int:
-        """Locates the flag of a chunk of a token, one of `N_CHUNKS`."""
         return (
             round_up(self.inline_token_offset(self.n_ranks, 0), BUFFER_ALIGN)
             + ((src_rank * self.max_tokens_per_rank + token_idx) * N_CHUNKS + chunk)
@@ -412,19 +402,15 @@ struct Group(TrivialRegisterPassable):
         )
 
     def dispatch_staged_offset(self, token_idx: Int) -> Int:
-        """Locates a token in the dispatch send buffer."""
         return token_idx * self.dispatch_msg_bytes
 
     def dispatch_message_offset(self, pair: Int, slot: Int) -> Int:
-        """Locates a message of a pair, by expert."""
         return (pair * self.max_tokens_per_rank + slot) * self.dispatch_msg_bytes
 
     def dispatch_count_offset(self, pair: Int) -> Int:
-        """Locates the count word of a pair, in the dispatch counts buffer."""
         return pair * FLAG_BYTES
 
     def dispatch_done_offset(self, reader_rank: Int) -> Int:
-        """Locates the done word of a reader, in the dispatch counts buffer."""
         return self.dispatch_count_offset(self.n_pairs() + reader_rank)
 
     def dispatch_n_tokens_offset(self, src_rank: Int) -> Int:
@@ -432,7 +418,6 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_done_offset(self.n_ranks + src_rank)
 
     def heartbeat_offset(self, rank: Int) -> Int:
-        """Locates the heartbeat of a rank, in the dispatch counts buffer."""
         if self.is_by_rank():
             return self.dispatch_n_tokens_offset(self.n_ranks + rank)
         return self.dispatch_done_offset(self.n_ranks + rank)
@@ -455,11 +440,9 @@ struct Group(TrivialRegisterPassable):
         ) * self.combine_msg_bytes
 
     def combine_count_offset(self, expert_id: Int) -> Int:
-        """Locates the count word of an expert, in the combine counts buffer."""
         return expert_id * FLAG_BYTES
 
     def combine_done_offset(self, reader_rank: Int) -> Int:
-        """Locates the done word of a reader, in the combine counts buffer."""
         return self.combine_count_offset(self.n_experts + reader_rank)
 
     # --------------------------------------------- inside SHMEM's put buffers
@@ -488,19 +471,16 @@ struct Group(TrivialRegisterPassable):
     # ---------------------------------------------------- sizes of the buffers
 
     def dispatch_send_bytes(self) -> Int:
-        """Counts the bytes of the dispatch send buffer."""
         if self.is_by_rank():
             return 0
         return self.dispatch_staged_offset(self.max_tokens_per_rank)
 
     def dispatch_recv_bytes(self) -> Int:
-        """Counts the bytes of the dispatch recv buffer."""
         if self.is_by_rank():
             return self.chunk_flag_offset(self.n_ranks, 0, 0)
         return self.dispatch_message_offset(self.n_pairs(), 0)
 
     def dispatch_counts_bytes(self) -> Int:
-        """Counts the bytes of the dispatch counts buffer."""
         if self.masks:
             return self.heartbeat_offset(self.n_ranks)
         if self.is_by_rank():
@@ -508,7 +488,6 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_done_offset(self.n_ranks)
 
     def combine_recv_bytes(self) -> Int:
-        """Counts the bytes of the combine recv buffer."""
         if self.has_sums():
             return self.partial_offset(self.n_ranks, 0)
         if self.masks:
@@ -516,17 +495,14 @@ struct Group(TrivialRegisterPassable):
         return self.combine_message_offset(self.max_tokens_per_rank, 0)
 
     def combine_counts_bytes(self) -> Int:
-        """Counts the bytes of the combine counts buffer."""
         return self.combine_done_offset(self.n_ranks)
 
     # ------------------------------------------------- where the buffers begin
 
     def dispatch_send_offset(self) -> Int:
-        """Locates the dispatch send buffer."""
         return 0
 
     def dispatch_recv_offset(self) -> Int:
-        """Locates the dispatch recv buffer."""
         return round_up(self.dispatch_send_bytes(), BUFFER_ALIGN)
 
     def staged_from_recv(self, rank: Int) -> Int:
@@ -539,7 +515,6 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_send_offset() - self.dispatch_recv_offset()
 
     def dispatch_counts_offset(self) -> Int:
-        """Locates the dispatch counts buffer."""
         return self.dispatch_recv_offset() + round_up(
             self.dispatch_recv_bytes(), BUFFER_ALIGN
         )
@@ -552,37 +527,16 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_counts_offset() - self.combine_counts_offset()
 
     def combine_recv_offset(self) -> Int:
-        """Locates the combine recv buffer."""
         return self.dispatch_counts_offset() + round_up(
             self.dispatch_counts_bytes(), BUFFER_ALIGN
         )
 
     def combine_counts_offset(self) -> Int:
-        """Locates the combine counts buffer."""
         return self.combine_recv_offset() + round_up(
             self.combine_recv_bytes(), BUFFER_ALIGN
         )
 
     def region_bytes(self) -> Int:
-        """Counts the bytes of the whole region."""
         return self.combine_counts_offset() + round_up(
             self.combine_counts_bytes(), BUFFER_ALIGN
         )
-
-
-def addressing_of(protocol: Int) -> Addressing:
-    """Reads the first axis of a protocol's number; see `Group.protocol`."""
-    var axes = protocol % MASKS_BIT
-    if axes == 0:
-        return Addressing.ANY
-    if axes == 1:
-        return Addressing.BY_EXPERT
-    return Addressing.TO_ALL if axes == 5 else Addressing.BY_RANK
-
-
-def returns_of(protocol: Int) -> Returns:
-    """Reads the second axis of a protocol's number."""
-    var axes = protocol % MASKS_BIT
-    if axes == 0:
-        return Returns.ANY
-    return Returns.SUMS if axes == 3 or axes == 5 else Returns.ROWS

@@ -30,7 +30,7 @@ from .arguments import (
     given_tokens,
     GivenRows,
     GivenTokens,
-    RouterWeights,
+    give_weights,
 )
 from .degraded import launch_degraded
 from .device.phase import InputScales
@@ -49,34 +49,19 @@ comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]
 """Words that an op changes: counters, or the order of the ops."""
 
 comptime PointersTensor = InputTensor[dtype=DType.uint64, rank=1, ...]
-"""One address a rank."""
 
 comptime Int32Matrix = InputTensor[dtype=DType.int32, rank=2, ...]
 """Ids of choices, or `src_info`."""
 
 comptime Float32Matrix = InputTensor[dtype=DType.float32, rank=2, ...]
-"""Router weights."""
 
 
 def _bytes_of(tensor: InputTensor) -> BytePointer:
-    """Takes a tensor's address."""
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
 
 
 def _bytes_of(tensor: OutputTensor) -> BytePointer:
-    """Takes a tensor's address."""
     return BytePointer(unsafe_from_address=Int(tensor.unsafe_ptr()))
-
-
-def _weights_of(tensor: Float32Matrix) -> RouterWeights:
-    """Takes router weights as the launchers do."""
-    return RouterWeights(
-        Pointer[Float32, ImmUntrackedOrigin](
-            unsafe_from_address=Int(tensor.unsafe_ptr())
-        ),
-        tensor.dim_size(0),
-        tensor.dim_size(1),
-    )
 
 
 @extensibility.register("max_ep.init")
@@ -94,7 +79,6 @@ struct Init:
         setup: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
         init[target](
             device_ptrs.to_tile_tensor(),
             my_rank.to_tile_tensor(),
@@ -118,7 +102,6 @@ struct JoinQuantized:
         scales: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
         comptime Join = JoinWords[NumbersOf[format], hidden_size]
         for_each[target](
             values.dim_size(0) * Join.words_per_token,
@@ -139,7 +122,6 @@ struct QuantizeDynamic:
         tokens: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
         var work = QuantizeTokens[tokens.dtype, hidden_size](
             _bytes_of(joined), {unsafe_from_address = Int(tokens.unsafe_ptr())}
         )
@@ -181,8 +163,6 @@ struct Dispatch:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
-
         @__parameter
         @always_inline
         def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
@@ -203,11 +183,10 @@ struct Dispatch:
         var given = unused[GivenTokens[input_tokens.dtype]]()
         comptime if form.sends:
             given = given_tokens[Format, target](
-                call,
-                input_tokens.to_tile_tensor(),
-                topk_ids.to_tile_tensor(),
-                _weights_of(router_weights),
+                call, input_tokens.to_tile_tensor(), topk_ids.to_tile_tensor()
             )
+            comptime if members.has_sums():
+                give_weights[Format](call, given, router_weights.to_tile_tensor())
         var dispatched = unused[DispatchedRows[members, Format]]()
         comptime if form.receives:
             var outputs = OutputTensors(
@@ -256,7 +235,6 @@ struct Combine:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
         comptime form = Form.of(op)
         comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of[target](
@@ -306,7 +284,6 @@ struct Degraded:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
         comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of_wait[target](
             "degraded",
@@ -319,7 +296,7 @@ struct Degraded:
             degraded.to_tile_tensor(),
             live_share.to_tile_tensor(),
             topk_ids.to_tile_tensor(),
-            _weights_of(router_weights),
+            router_weights.to_tile_tensor(),
             ctx,
         )
 
@@ -343,7 +320,6 @@ struct Watch:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
         comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of_wait[target](
             "watch",
@@ -374,7 +350,6 @@ struct Dropped:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
         comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
         var call = Call[members].of_wait[target](
             "dropped",

@@ -4,21 +4,16 @@
 Results are the inputs of dispatch: int32 ids and float32 weights. With balanced
 experts, the ids are those of replicas.
 """
-from max.algorithm import sync_parallelize
-from max.gpu import block_idx, thread_idx, WARP_SIZE
-from max.gpu.host import DeviceContext
-from max.gpu.host.info import is_gpu
+from max.gpu import lane_id, WARP_SIZE
 from max.gpu.primitives import warp
-from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv, exp
 from std.memory import bitcast
-from std.sys import is_nvidia_gpu, llvm_intrinsic
+from std.sys import is_gpu, is_nvidia_gpu, llvm_intrinsic
 
 from .for_each import Work
 from .kernel_argument import KernelArgument
 from .layout import MAX_TOP_K
 
-comptime _NUM_THREADS = 128
 comptime _NONE = UInt32(0)
 """Key of what has been chosen, or is no expert."""
 comptime _SIGN = UInt32(1 << 31)
@@ -37,7 +32,6 @@ struct Replicas(KernelArgument, TrivialRegisterPassable):
     var logcnt: Pointer[Int32, ImmUntrackedOrigin]
     """Replicas of each expert, `[n_logical]`."""
     var n_logical: Int32
-    """Logical experts."""
     var max_replicas: Int32
     """Columns of `log2phy`."""
 
@@ -64,7 +58,6 @@ def _key(logit: Float32) -> UInt32:
 
 @always_inline
 def _logit(key: UInt32) -> Float32:
-    """Finds the logit of a key."""
     return bitcast[DType.float32](key ^ _SIGN if key & _SIGN != 0 else ~key)
 
 
@@ -75,192 +68,120 @@ def _largest_of_lanes(n: UInt32) -> UInt32:
     return warp.max(n)
 
 
-def softmax_top_k_kernel[
-    dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool, balanced: Bool = False
-](
-    ids: Pointer[Int32, MutUntrackedOrigin],
-    weights: Pointer[Float32, MutUntrackedOrigin],
-    logits: Pointer[Scalar[dtype], ImmUntrackedOrigin],
-    n_tokens: Int32,
-    replicas: Replicas,
-):
-    """Chooses with a warp for each token.
-
-    Launch: blocks of `_NUM_THREADS` threads, a warp for each token.
-
-    Parameters:
-        dtype: Element type of the logits.
-        n_experts: Experts.
-        top_k: How many to choose, at most `MAX_TOP_K`: a lane has one.
-        renormalize: Whether a token's weights add up to one.
-        balanced: Whether ids are those of replicas.
-
-    Args:
-        ids: Result `[n_tokens][top_k]`, by falling logit, equal ones by id.
-        weights: Result `[n_tokens][top_k]`.
-        logits: `[n_tokens][n_experts]`.
-        n_tokens: Tokens.
-        replicas: The layer's replicas, if `balanced`.
-    """
-    comptime n_mine = ceildiv(n_experts, WARP_SIZE)
-    var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
-    var token = Int(block_idx.x) * (_NUM_THREADS // WARP_SIZE) + warp_idx
-    if token >= Int(n_tokens):
-        return
-    # A lane has every `WARP_SIZE`-th expert.
-    var keys = Array[UInt32, n_mine](fill=_NONE)
-    comptime for i in range(n_mine):
-        var expert = i * WARP_SIZE + lane
-        if expert < n_experts:
-            keys[i] = _key(
-                logits[unsafe_offset=token * n_experts + expert].cast[DType.float32]()
-            )
-    var largest = Float32(0)
-    var others = Float32(0)
-    var my_id = Int32(0)
-    var my_logit = Float32(0)
-    comptime for choice in range(top_k):
-        var key = keys[0]
-        var expert = lane
-        comptime for i in range(1, n_mine):
-            if keys[i] > key:
-                key = keys[i]
-                expert = i * WARP_SIZE + lane
-        var best = _largest_of_lanes(key)
-        # Of equal ones the first: the largest of what falls as ids rise.
-        var rank = UInt32(n_experts - expert) if key == best else UInt32(0)
-        var chosen = n_experts - Int(_largest_of_lanes(rank))
-        if choice == 0:
-            largest = _logit(best)
-            comptime if not renormalize:
-                comptime for i in range(n_mine):
-                    if keys[i] != _NONE:
-                        others += exp(_logit(keys[i]) - largest)
-        comptime for i in range(n_mine):
-            if chosen == i * WARP_SIZE + lane:
-                keys[i] = _NONE
-        if lane == choice:
-            my_id = Int32(chosen)
-            my_logit = _logit(best)
-    var mine = exp(my_logit - largest) if lane < top_k else Float32(0)
-    var sum = warp.sum(mine if renormalize else others)
-    if lane < top_k:
-        comptime if balanced:
-            my_id = replicas.physical(my_id, token * top_k + lane)
-        ids[unsafe_offset=token * top_k + lane] = my_id
-        weights[unsafe_offset=token * top_k + lane] = mine / sum
-
-
-def _choose_on_host[
-    dtype: DType
-](
-    ids: Pointer[Int32, MutUntrackedOrigin],
-    weights: Pointer[Float32, MutUntrackedOrigin],
-    logits: Pointer[Scalar[dtype], ImmUntrackedOrigin],
-    n_experts: Int,
-    top_k: Int,
-    renormalize: Bool,
-):
-    """Chooses for one token, as `softmax_top_k_kernel`."""
-    var keys = List[UInt32](length=n_experts, fill=_NONE)
-    for expert in range(n_experts):
-        keys[expert] = _key(logits[unsafe_offset=expert].cast[DType.float32]())
-    var sum = Float32(0)
-    for choice in range(top_k):
-        var chosen = 0
-        for expert in range(1, n_experts):
-            if keys[expert] > keys[chosen]:
-                chosen = expert
-        ids[unsafe_offset=choice] = Int32(chosen)
-        weights[unsafe_offset=choice] = _logit(keys[chosen])
-        keys[chosen] = _NONE
-    var largest = weights[unsafe_offset=0]
-    for choice in range(top_k):
-        var below = weights[unsafe_offset=choice] - largest
-        # The host's `exp` makes a number of NaN.
-        var weight = exp(below) if below == below else below
-        weights[unsafe_offset=choice] = weight
-        sum += weight
-    if not renormalize:
-        for expert in range(n_experts):
-            if keys[expert] != _NONE:
-                sum += exp(_logit(keys[expert]) - largest)
-    for choice in range(top_k):
-        weights[unsafe_offset=choice] /= sum
-
-
 @fieldwise_init
-struct Router[dtype: DType](TrivialRegisterPassable):
-    """What a router's op is given, and where its choice goes."""
+struct ChooseExperts[
+    dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool, balanced: Bool
+](Work):
+    """Chooses the experts of a token, at most `MAX_TOP_K`: a lane has one. Weighs them,
+    with `renormalize` to weights that add up to one.
+    """
+
+    comptime by_warp = True
 
     var ids: Pointer[Int32, MutUntrackedOrigin]
-    """Result `[n_tokens][top_k]`."""
+    """Result `[n_tokens][top_k]`, by falling logit, equal ones by id."""
     var weights: Pointer[Float32, MutUntrackedOrigin]
     """Result `[n_tokens][top_k]`."""
     var logits: Pointer[Scalar[Self.dtype], ImmUntrackedOrigin]
-    """Logits `[n_tokens][n_experts]`."""
-    var n_tokens: Int
-    """Tokens."""
+    """`[n_tokens][n_experts]`."""
     var replicas: Replicas
-    """The layer's replicas, if experts are balanced."""
+    """The layer's replicas, if `balanced`."""
 
+    @always_inline
+    def do(self, i: Int):
+        comptime assert (
+            1 <= Self.top_k <= min(Self.n_experts, MAX_TOP_K)
+        ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
+        comptime if is_gpu():
+            self._choose_with_warp(i)
+        else:
+            self._choose(i)
 
-def launch_softmax_top_k[
-    target: StaticString,
-    dtype: DType,
-    n_experts: Int,
-    top_k: Int,
-    renormalize: Bool,
-    balanced: Bool,
-](router: Router[dtype], context: DeviceContext) raises:
-    """Chooses for all tokens, on CPU or GPU."""
-    comptime assert (
-        1 <= top_k <= min(n_experts, MAX_TOP_K)
-    ), "max_ep: top_k must be in [1, min(MAX_TOP_K, n_experts)]"
-    var n_tokens = router.n_tokens
-    if n_tokens == 0:
-        return
-    comptime if is_gpu[target]():
-        comptime kernel = softmax_top_k_kernel[
-            dtype, n_experts, top_k, renormalize, balanced
-        ]
-        var function = context.compile_function[kernel]()
-        context.enqueue_function(
-            function,
-            router.ids,
-            router.weights,
-            router.logits,
-            Int32(n_tokens),
-            router.replicas,
-            grid_dim=ceildiv(
-                n_tokens, _NUM_THREADS // context.default_device_info.warp_size
-            ),
-            block_dim=_NUM_THREADS,
-        )
-    else:
-        var n_chunks = min(n_tokens, parallelism_level(None))
+    @always_inline
+    def _key_of(self, token: Int, expert: Int) -> UInt32:
+        var logit = self.logits[unsafe_offset=token * Self.n_experts + expert]
+        return _key(logit.cast[DType.float32]())
 
-        def run_chunk(chunk: Int) {imm}:
-            for token in range(
-                chunk * n_tokens // n_chunks, (chunk + 1) * n_tokens // n_chunks
-            ):
-                var first = token * top_k
-                var ids = router.ids.unsafe_offset(first)
-                _choose_on_host[dtype](
-                    ids,
-                    router.weights.unsafe_offset(first),
-                    router.logits.unsafe_offset(token * n_experts),
-                    n_experts,
-                    top_k,
-                    renormalize,
-                )
-                comptime if balanced:
-                    for k in range(top_k):
-                        ids[unsafe_offset=k] = router.replicas.physical(
-                            ids[unsafe_offset=k], first + k
-                        )
+    @always_inline
+    def _put(self, token: Int, choice: Int, id: Int32, weight: Float32):
+        var place = token * Self.top_k + choice
+        var chosen = id
+        comptime if Self.balanced:
+            chosen = self.replicas.physical(id, place)
+        self.ids[unsafe_offset=place] = chosen
+        self.weights[unsafe_offset=place] = weight
 
-        sync_parallelize(run_chunk, n_chunks)
+    @always_inline
+    def _choose_with_warp(self, token: Int):
+        comptime n_mine = ceildiv(Self.n_experts, WARP_SIZE)
+        var lane = Int(lane_id())
+        # A lane has every `WARP_SIZE`-th expert.
+        var keys = Array[UInt32, n_mine](fill=_NONE)
+        comptime for i in range(n_mine):
+            var expert = i * WARP_SIZE + lane
+            if expert < Self.n_experts:
+                keys[i] = self._key_of(token, expert)
+        var largest = Float32(0)
+        var others = Float32(0)
+        var my_id = Int32(0)
+        var my_logit = Float32(0)
+        comptime for choice in range(Self.top_k):
+            var key = keys[0]
+            var expert = lane
+            comptime for i in range(1, n_mine):
+                if keys[i] > key:
+                    key = keys[i]
+                    expert = i * WARP_SIZE + lane
+            var best = _largest_of_lanes(key)
+            # Of equal ones the first: the largest of what falls as ids rise.
+            var rank = UInt32(Self.n_experts - expert) if key == best else UInt32(0)
+            var chosen = Self.n_experts - Int(_largest_of_lanes(rank))
+            if choice == 0:
+                largest = _logit(best)
+                comptime if not Self.renormalize:
+                    comptime for i in range(n_mine):
+                        if keys[i] != _NONE:
+                            others += exp(_logit(keys[i]) - largest)
+            comptime for i in range(n_mine):
+                if chosen == i * WARP_SIZE + lane:
+                    keys[i] = _NONE
+            if lane == choice:
+                my_id = Int32(chosen)
+                my_logit = _logit(best)
+        var mine = exp(my_logit - largest) if lane < Self.top_k else Float32(0)
+        var sum = warp.sum(mine if Self.renormalize else others)
+        if lane < Self.top_k:
+            self._put(token, lane, my_id, mine / sum)
+
+    def _choose(self, token: Int):
+        """Chooses the same with one thread of a CPU."""
+        var keys = List[UInt32](length=Self.n_experts, fill=_NONE)
+        for expert in range(Self.n_experts):
+            keys[expert] = self._key_of(token, expert)
+        var ids = Array[Int32, Self.top_k](fill=0)
+        var weights = Array[Float32, Self.top_k](fill=0)
+        var largest = Float32(0)
+        var sum = Float32(0)
+        for choice in range(Self.top_k):
+            var chosen = 0
+            for expert in range(1, Self.n_experts):
+                if keys[expert] > keys[chosen]:
+                    chosen = expert
+            var logit = _logit(keys[chosen])
+            if choice == 0:
+                largest = logit
+            # A CPU's `exp` makes a number of NaN.
+            var below = logit - largest
+            weights[choice] = exp(below) if below == below else below
+            ids[choice] = Int32(chosen)
+            sum += weights[choice]
+            keys[chosen] = _NONE
+        comptime if not Self.renormalize:
+            for key in keys:
+                if key != _NONE:
+                    sum += exp(_logit(key) - largest)
+        for choice in range(Self.top_k):
+            self._put(token, choice, ids[choice], weights[choice] / sum)
 
 
 @fieldwise_init
@@ -272,7 +193,6 @@ struct ToReplicas(Work):
     var ids: Pointer[Int32, ImmUntrackedOrigin]
     """Logical experts `[n_tokens][top_k]`."""
     var replicas: Replicas
-    """The layer's replicas."""
 
     @always_inline
     def do(self, i: Int):

@@ -13,7 +13,7 @@ from max.gpu.host import DeviceContext
 
 from .for_each import for_each
 from .kernel_argument import unused
-from .routing import launch_softmax_top_k, Replicas, Router, ToReplicas
+from .routing import ChooseExperts, Replicas, ToReplicas
 
 comptime Log2PhyTensor = MutableInputTensor[dtype=DType.int32, rank=3, ...]
 """Physical experts `[n_layers, n_logical, max_replicas]`."""
@@ -59,17 +59,13 @@ struct SoftmaxTopK:
         logits: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
-        var router = Router[logits.dtype](
+        var work = ChooseExperts[logits.dtype, n_experts, top_k, renormalize, False](
             {unsafe_from_address = Int(ids.unsafe_ptr())},
             {unsafe_from_address = Int(weights.unsafe_ptr())},
             {unsafe_from_address = Int(logits.unsafe_ptr())},
-            logits.dim_size(0),
             unused[Replicas](),
         )
-        launch_softmax_top_k[
-            target, logits.dtype, n_experts, top_k, renormalize, balanced=False
-        ](router, ctx)
+        for_each[target](logits.dim_size(0), work, ctx)
 
 
 @extensibility.register("max_ep.softmax_top_k_balanced")
@@ -88,17 +84,13 @@ struct SoftmaxTopKBalanced:
         layer: LayerTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
-        var router = Router[logits.dtype](
+        var work = ChooseExperts[logits.dtype, n_experts, top_k, renormalize, True](
             {unsafe_from_address = Int(ids.unsafe_ptr())},
             {unsafe_from_address = Int(weights.unsafe_ptr())},
             {unsafe_from_address = Int(logits.unsafe_ptr())},
-            logits.dim_size(0),
             _replicas_of(log2phy, logcnt, layer),
         )
-        launch_softmax_top_k[
-            target, logits.dtype, n_experts, top_k, renormalize, balanced=True
-        ](router, ctx)
+        for_each[target](logits.dim_size(0), work, ctx)
 
 
 @extensibility.register("max_ep.balance_ids")
@@ -116,7 +108,6 @@ struct BalanceIds:
         layer: LayerTensor,
         ctx: DeviceContext,
     ) raises:
-        """Runs the op on one rank."""
         var work = ToReplicas(
             {unsafe_from_address = Int(physical.unsafe_ptr())},
             {unsafe_from_address = Int(ids.unsafe_ptr())},

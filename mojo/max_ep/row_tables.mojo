@@ -32,14 +32,12 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
-        """Returns the first row of an expert."""
         comptime if Self.group.is_padded:
             return local_expert * Self.group.expert_capacity()
         return n_rows
 
     @always_inline
     def n_rows_needed(self, n_rows: Int) -> Int:
-        """Counts the rows that the tensors must hold."""
         comptime if Self.group.is_padded:
             return self.first_row(Self.group.n_local_experts(), 0)
         return n_rows
@@ -53,7 +51,6 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def write_expert(self, local_expert: Int, first_row: Int, count: Int):
-        """Writes the rows of an expert."""
         comptime if Self.group.is_padded:
             self.row_offsets[unsafe_offset=local_expert] = UInt32(count)
         else:

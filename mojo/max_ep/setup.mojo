@@ -21,27 +21,6 @@ memory was used before (1) or is zero (0), then the seven fields of
 last generations of dispatch and of combine that the group has run."""
 
 
-def _clear_cpu(region: BytePointer, group: Group, was_used: Bool):
-    """Clears the flags of a region in host memory."""
-
-    def clear(offset: Int, n_bytes: Int) {imm}:
-        unsafe_memset_zero(region.unsafe_offset(offset), n_bytes)
-
-    clear(group.dispatch_counts_offset(), group.dispatch_counts_bytes())
-    clear(group.combine_counts_offset(), group.combine_counts_bytes())
-    if not was_used:
-        return
-    # Old combine messages, rows or partial sums, differ from those of the first
-    # generations.
-    var msg_bytes = group.combine_msg_bytes
-    var recv = region.unsafe_offset(group.combine_recv_offset())
-    for i in range(group.combine_recv_bytes() // msg_bytes):
-        write_source_info(recv.unsafe_offset(i * msg_bytes), msg_bytes, i, 0)
-    if group.is_by_rank():
-        # An entry is of the generation that it says, however old it is.
-        clear(group.dispatch_recv_offset(), group.entry_offset(group.n_ranks, 0))
-
-
 def _set_done(
     region: BytePointer, group: Group, rank: Int, generations: Tuple[UInt32, UInt32]
 ):
@@ -59,7 +38,8 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
     for local_expert in range(group.n_local_experts()):
         var pair = group.pair(local_expert, rank)
         flag_at(counts, group.dispatch_count_offset(pair))[] = 0
-    flag_at(counts, group.heartbeat_offset(rank))[] = 0
+    if group.masks:
+        flag_at(counts, group.heartbeat_offset(rank))[] = 0
     if group.is_by_rank():
         flag_at(counts, group.dispatch_n_tokens_offset(rank))[] = 0
         var recv = region.unsafe_offset(group.dispatch_recv_offset())
@@ -72,11 +52,15 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
         var expert_id = rank * group.n_local_experts() + expert
         flag_at(counts, group.combine_count_offset(expert_id))[] = 0
     var messages = region.unsafe_offset(group.combine_recv_offset())
-    var first = group.combine_message_offset(0, 0, rank)
-    var end = group.combine_message_offset(0, 0, rank + 1)
+    # Of rows only ranks that mask have places of their own.
+    var first = 0
+    var end = group.combine_recv_bytes()
     if group.has_sums():
         first = group.partial_offset(rank, 0)
         end = group.partial_offset(rank + 1, 0)
+    elif group.masks:
+        first = group.combine_message_offset(0, 0, rank)
+        end = group.combine_message_offset(0, 0, rank + 1)
     for at in range(first, end, group.combine_msg_bytes):
         write_source_info(messages.unsafe_offset(at), group.combine_msg_bytes, 0, 0)
 
@@ -218,9 +202,10 @@ def init[
             _clear_places_of(bytes, group, readmitted)
             _set_done(bytes, group, readmitted, generations)
         else:
-            _clear_cpu(bytes, group, was_used)
-            for reader in range(group.n_ranks):
-                _set_done(bytes, group, reader, generations)
+            for peer in range(group.n_ranks):
+                if was_used:
+                    _clear_places_of(bytes, group, peer)
+                _set_done(bytes, group, peer, generations)
     mut_(my_rank)[] = Int32(rank)
     var offsets = [
         group.dispatch_send_offset(),

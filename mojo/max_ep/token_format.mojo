@@ -69,7 +69,7 @@ trait OutputRows(KernelArgument, TrivialRegisterPassable):
 trait TokenFormat:
     """The wire format of one token.
 
-    On CPU a thread encodes or decodes a whole token. On GPU a warp does, lane
+    On CPU a thread encodes a whole token. On GPU a warp does, lane
     by lane: in step `s` of a warp of `n` lanes, lane `l` moves the 16 bytes of
     values at `(s * n + l) * 16`.
     """
@@ -142,18 +142,6 @@ trait TokenFormat:
         ...
 
     @staticmethod
-    def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
-        """Puts the token of a message into the output tensors.
-
-        Args:
-            message: `[msg_bytes]`, aligned to `MESSAGE_ALIGN`.
-            rows: The output tensors.
-            row: The row that the token takes there.
-            is_streaming: Whether to write past the caches.
-        """
-        ...
-
-    @staticmethod
     def encode_lane[
         input_type: DType, is_scaled: Bool
     ](
@@ -207,23 +195,8 @@ trait TokenFormat:
         Args:
             rows: The output tensors.
             row: The row that the token takes there.
-            vector: Which 16 bytes of the message's scales.
+            vector: Which 16 bytes of the message behind the first `row_bytes`.
             scales: The bytes.
-        """
-        pass
-
-    @staticmethod
-    def decode_scales_lane(
-        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
-    ):
-        """Puts one GPU lane's part of a message's scales into the output.
-
-        Args:
-            message: `[msg_bytes]`.
-            rows: The output tensors.
-            row: The row that the token takes there.
-            lane: This lane.
-            n_lanes: Lanes that share the work.
         """
         pass
 
@@ -258,6 +231,29 @@ trait TokenFormat:
             n_workers: Number of these threads.
         """
         pass
+
+
+@always_inline
+def place_all_scales[
+    Format: TokenFormat
+](message: BytePointer, rows: Format.Rows, row: Int, worker: Int, n_workers: Int):
+    """Puts the scales of a message into the output, with one of some threads.
+
+    Parameters:
+        Format: The format.
+
+    Args:
+        message: `[msg_bytes]`.
+        rows: The output tensors.
+        row: The row that the token takes there.
+        worker: Index of this thread among those that share the work.
+        n_workers: Number of these threads.
+    """
+    comptime n_vectors = (Format.token_bytes - Format.row_bytes) // MESSAGE_ALIGN
+    var words = message.unsafe_offset(Format.row_bytes).unsafe_bitcast[UInt32]()
+    for vector in range(worker, n_vectors, n_workers):
+        var scales = words.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4 * vector)
+        Format.place_scales(rows, row, vector, scales)
 
 
 @fieldwise_init

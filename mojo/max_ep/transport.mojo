@@ -71,31 +71,23 @@ def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
     )
 
 
+@fieldwise_init
 struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
     """The same buffer on every rank, as addresses in this process."""
 
     var addresses: Pointer[UInt64, MutUntrackedOrigin]
-    """Addresses, `[n_ranks]`."""
-
-    @always_inline
-    def __init__(out self, addresses: Pointer[UInt64, MutUntrackedOrigin]):
-        """Borrows addresses; the caller keeps them alive."""
-        self.addresses = addresses
 
     @always_inline
     def __getitem__(self, rank: Int) -> BytePointer:
-        """Points to the start of a rank's buffer."""
         return BytePointer(unsafe_from_address=Int(self.addresses[unsafe_offset=rank]))
 
     def first_mapped(self) -> Int:
-        """Finds the first rank whose buffer is mapped here."""
         for rank in range(Self.n_ranks):
             if self.addresses[unsafe_offset=rank] != 0:
                 return rank
         return Self.n_ranks
 
     def are_mapped(self, first_rank: Int, n: Int) -> Bool:
-        """Returns whether some ranks' buffers are there."""
         if first_rank + n > Self.n_ranks:
             return False
         for rank in range(first_rank, first_rank + n):

@@ -17,7 +17,7 @@ wait that follows has its own deadline, and names the missing rank.
 from layout import TileTensor
 from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.host.info import is_gpu
-from std.time import global_perf_counter_ns, perf_counter_ns, sleep
+from std.time import sleep
 
 from .arguments import Buffers, Call, check_size, mut_
 from .counters import EPLocalSyncCounters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
@@ -26,13 +26,13 @@ from .device.shared import own_of, shared_words
 from .device.warp import bytes_at, SENTINEL
 from .flags import (
     Deadline,
-    DeviceDeadline,
     flag_at,
     generation_of,
     load_acquire_sys,
     load_relaxed_sys_16,
     message_flag,
     next_generation,
+    now_ns,
     POLLS_BEFORE_SLEEP,
     POLLS_PER_CLOCK_READ,
     SLEEP_SECONDS,
@@ -41,10 +41,8 @@ from .layout import Group, n_experts_on_rank
 from .token_format import BytePointer
 
 comptime NEVER = Int64(-1)
-"""Time of a peer that did not come."""
 
 comptime WATCH_THREADS = 256
-"""Threads of a block that watches."""
 
 
 @always_inline
@@ -57,7 +55,6 @@ def _awaited_generation[is_combine: Bool](counters: EPLocalSyncCounters) -> UInt
 
 @always_inline
 def _n_counts[group: Group, is_combine: Bool](my_rank: Int, peer_rank: Int) -> Int:
-    """Counts the counts that a peer publishes."""
     var owner = peer_rank if is_combine else my_rank
     return n_experts_on_rank(group.n_experts, group.n_ranks, owner)
 
@@ -85,6 +82,7 @@ def watch_cpu[
     comptime n_ranks = group.n_ranks
     var my_rank = counters.my_rank()
     var generation = _awaited_generation[is_combine](counters)
+    var start_ns = now_ns()
     var deadline = Deadline.after(counters.timeout_ms())
     # Of each peer: the first count that was not there yet.
     var first = Array[Int, n_ranks](fill=0)
@@ -106,13 +104,12 @@ def watch_cpu[
                     break
                 first[peer_rank] += 1
             if first[peer_rank] == n:
-                var now = Int(perf_counter_ns())
-                waits_ns[unsafe_offset=peer_rank] = Int64(now - deadline.start_ns)
+                waits_ns[unsafe_offset=peer_rank] = Int64(now_ns() - start_ns)
                 n_missing -= 1
         if n_missing == 0:
             return
         n_polls += 1
-        if n_polls * n_ranks < POLLS_BEFORE_SLEEP and deadline.timeout_ms > 0:
+        if n_polls * n_ranks < POLLS_BEFORE_SLEEP and counters.timeout_ms() > 0:
             continue
         if deadline.has_passed():
             return
@@ -130,12 +127,12 @@ def watch_kernel[
     Launch: `grid_dim = n_ranks`, `block_dim = WATCH_THREADS`. The buffers are those
     of the direction.
     """
-    var start_ns = global_perf_counter_ns()
+    var start_ns = now_ns()
     var counters = buffers.counters
     var has_expired = shared_words[1]()
     var peer_rank = Int(block_idx.x)
     var my_rank = counters.my_rank()
-    var deadline = DeviceDeadline.after(counters.timeout_ms())
+    var deadline = Deadline.after(counters.timeout_ms())
     var recv_buf = bytes_at(own_of(buffers.recv_bufs, my_rank))
     var my_counts = bytes_at(own_of(buffers.counts, my_rank))
     if thread_idx.x == 0:
@@ -199,7 +196,7 @@ def watch_kernel[
                 break
     barrier()
     if thread_idx.x == 0:
-        var elapsed = Int64(global_perf_counter_ns() - start_ns)
+        var elapsed = Int64(now_ns() - start_ns)
         waits_ns[unsafe_offset=peer_rank] = (
             elapsed if has_expired[unsafe_offset=0] == 0 else NEVER
         )
@@ -211,7 +208,6 @@ def watch_kernel[
 def launch_watch[
     group: Group, //, target: StaticString, is_combine: Bool
 ](call: Call[group], waits_ns: TileTensor[DType.int64, ...], queue: Queue) raises:
-    """Measures how long a rank waits for each peer."""
     check_size(call.op, "waits_ns", Int(waits_ns.dim[0]()), group.n_ranks)
     comptime if is_gpu[target]():
         comptime kernel = watch_kernel[group, is_combine]

@@ -36,7 +36,7 @@ from max_ep.counters import (
     N_FAILURE_WORDS,
     Word,
 )
-from max_ep.device.phase import Phase, phase_kernel, Queue
+from max_ep.device.phase import Kernel, phase_kernel, Queue
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
@@ -113,7 +113,7 @@ def _vector[
     return {_at[Scalar[dtype]](address), row_major(Coord(Int64(n)))}
 
 
-def _load_phase[P: Phase](context: DeviceContext) raises:
+def _load_phase[P: Kernel](context: DeviceContext) raises:
     """Loads the kernels of a phase."""
     _ = context.compile_function[phase_kernel[P, True, False]]()
     _ = context.compile_function[phase_kernel[P, False, True]]()

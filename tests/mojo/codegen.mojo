@@ -18,7 +18,7 @@ from groups import (
     TOP_K,
 )
 from max_ep.combine_rows.phase import CombineRows
-from max_ep.device.phase import InputScales, Phase
+from max_ep.device.phase import InputScales, Kernel
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.layout import MAX_TOP_K
 from max_ep.setup import clear_kernel
@@ -49,7 +49,7 @@ comptime Overlapped[keeps_rows: Bool = False] = CombineRows[
 
 
 def emit_both[
-    P: Phase, kernel: StaticString, scales: InputScales = None
+    P: Kernel, kernel: StaticString, scales: InputScales = None
 ](variant: String) raises:
     emit_phase[P, kernel, scales, for_amd=True](variant)
 

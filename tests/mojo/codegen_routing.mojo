@@ -2,14 +2,20 @@
 """Compiles the router's kernel, for NVIDIA and AMD. Run by tests/test_router.py."""
 from emitting import emit, emit_amd
 from max_ep.for_each import work_kernel
-from max_ep.routing import softmax_top_k_kernel, ToReplicas
+from max_ep.routing import ChooseExperts, ToReplicas
 
 
 def main() raises:
     """Compiles what the test names."""
-    emit[softmax_top_k_kernel[DType.bfloat16, 128, 8, True]]("bf16_128_8")
-    emit[softmax_top_k_kernel[DType.float32, 128, 8, False]]("f32_128_8")
-    emit[softmax_top_k_kernel[DType.float32, 1024, 32, True]]("f32_1024_32")
-    emit[softmax_top_k_kernel[DType.float32, 128, 8, True, True]]("balanced_f32_128_8")
+    emit[work_kernel[ChooseExperts[DType.bfloat16, 128, 8, True, False]]]("bf16_128_8")
+    emit[work_kernel[ChooseExperts[DType.float32, 128, 8, False, False]]]("f32_128_8")
+    emit[work_kernel[ChooseExperts[DType.float32, 1024, 32, True, False]]](
+        "f32_1024_32"
+    )
+    emit[work_kernel[ChooseExperts[DType.float32, 128, 8, True, True]]](
+        "balanced_f32_128_8"
+    )
     emit[work_kernel[ToReplicas]]("balance_ids")
-    emit_amd[softmax_top_k_kernel[DType.bfloat16, 128, 8, True]]("bf16_128_8")
+    emit_amd[work_kernel[ChooseExperts[DType.bfloat16, 128, 8, True, False]]](
+        "bf16_128_8"
+    )

@@ -6,17 +6,13 @@ makes of it. The programs `codegen*.mojo` use it; tests/test_codegen.py and
 tests/same_code.py read the files.
 """
 from max.gpu.host import get_gpu_target
-from max_ep.device.phase import InputScales, Phase, phase_kernel
+from max_ep.device.phase import InputScales, Kernel, phase_kernel
 from std.compile import compile_info
 from std.sys import argv
 
 
 def _write[
-    Kernel: TrivialRegisterPassable,
-    //,
-    kernel: Kernel,
-    target: StaticString,
-    kind: StaticString,
+    F: TrivialRegisterPassable, //, kernel: F, target: StaticString, kind: StaticString
 ](path: String) raises:
     var info = compile_info[
         kernel, emission_kind=kind, target=get_gpu_target[target]()
@@ -26,7 +22,7 @@ def _write[
 
 
 def emit[
-    Kernel: TrivialRegisterPassable, //, kernel: Kernel, links: Bool = True
+    F: TrivialRegisterPassable, //, kernel: F, links: Bool = True
 ](name: String) raises:
     """Compiles a kernel for NVIDIA; it links if it calls nothing outside of itself."""
     var path = String(argv()[1], "/sm_90a.", name)
@@ -35,13 +31,13 @@ def emit[
         _write[kernel, "sm_90a", "object"](String(path, ".cubin"))
 
 
-def emit_amd[Kernel: TrivialRegisterPassable, //, kernel: Kernel](name: String) raises:
+def emit_amd[F: TrivialRegisterPassable, //, kernel: F](name: String) raises:
     """Compiles a kernel for AMD."""
     _write[kernel, "gfx942", "asm"](String(argv()[1], "/gfx942.", name, ".s"))
 
 
 def emit_phase[
-    P: Phase, kernel: StaticString, scales: InputScales = None, for_amd: Bool = False
+    P: Kernel, kernel: StaticString, scales: InputScales = None, for_amd: Bool = False
 ](variant: String) raises:
     """Compiles a phase's kernel, as `kernel.variant`; its end says which one."""
     comptime sends = not kernel.endswith("_wait")
@@ -53,14 +49,14 @@ def emit_phase[
         emit_amd[entry](name)
 
 
-def emit_dispatch[P: Phase](variant: String) raises:
+def emit_dispatch[P: Kernel](variant: String) raises:
     """Compiles all three kernels of a dispatch."""
     emit_phase[P, "dispatch_async"](variant)
     emit_phase[P, "dispatch_wait"](variant)
     emit_phase[P, "dispatch"](variant)
 
 
-def emit_combine[P: Phase](variant: String) raises:
+def emit_combine[P: Kernel](variant: String) raises:
     """Compiles all three kernels of a combine."""
     emit_phase[P, "combine_async"](variant)
     emit_phase[P, "combine_wait"](variant)

@@ -5,11 +5,7 @@ Every row of another rank's token returns to the place of its choice, `[token][k
 its source rank. The flag in its source info announces it there. The source knows from
 its own dispatch which choices come back, and where the rows of its own experts are. It
 waits for the former. It reads the latter in place, or in its own recv buffer if the
-caller may overwrite them. It adds the rows of a token as `cpu/combine.mojo` does:
-
-    acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
-    result = acc, rounded to the combine dtype
-    result = result + shared[token], rounded again    with a fused shared expert
+caller may overwrite them. docs/formats.md has the order of additions.
 
 After the send phase: every row is on its way to its source. After the receive
 phase: the result is complete, and every owner knows that its rows have been read. A
@@ -19,22 +15,21 @@ from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 from std.utils.numerics import nan
 
 from ..arguments import Buffers, CombinedTokens, GivenRows
-from ..counters import Word
 from ..device.block import Block
-from ..device.phase import Phase
+from ..device.phase import Kernel
 from ..device.shared import own_of
 from ..device.start import await_launch_before, can_start, is_last_block, mask_word
 from ..device.warp import in_32_bits
-from ..failures import Failure
+from ..failures import Failure, RECEIVE, SEND
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
-from .roles import N_CONTROL, n_send_warps, RECEIVE, SEND
+from .roles import N_CONTROL, n_send_warps
 from .send import send_rows, SharedPairs
 
 
 @fieldwise_init
-struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Phase):
+struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel):
     """Sends expert rows back, and adds up those of each token.
 
     Launch: any grid; fused, `group.num_threads` at least two warps. `keeps_rows`: whether
@@ -43,8 +38,6 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Phase)
     """
 
     comptime group = Self.group_
-    comptime overlaps_previous = Self.group_.is_by_rank()
-    """By rank it runs on GPUs that have such launches; by expert it is portable."""
 
     var given: GivenRows
     """Rows in the order of the last dispatch, aligned to 16 bytes. The receive phase
@@ -54,22 +47,20 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Phase)
     var buffers: Buffers[Self.group]
     var put_bufs: Array[BytePointer, Self.group.n_mapped()]
     """Put buffers of this node's ranks; used if it sends with SHMEM."""
-    var my_rank: Int32
-    """This rank, in `[0, n_ranks)`; -1: as the counters say."""
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
         comptime group = Self.group
-        comptime if Self.overlaps_previous:
+        comptime if group.is_by_rank():
             await_launch_before()
         var mask = mask_word[group](self.buffers.counters)
         if not can_start[group](self.buffers.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
-        var block = Block[group].set_up[N_CONTROL](self.buffers, self.my_rank, mask)
+        var block = Block[group].set_up[N_CONTROL](self.buffers, mask)
         comptime if sends:
             if block.before.dispatch_received == 0:
-                block.refuse(Failure.NOTHING_DISPATCHED, SEND, block.combine_sending())
+                block.refuse(Failure.NOTHING_DISPATCHED, SEND)
                 self._refuse[receives]()
                 block.counters.set_broken()
                 return
@@ -122,17 +113,9 @@ def _finish[group: Group, //, sends: Bool, receives: Bool](block: Block[group]):
     """Ends a launch: its last block advances generations and publishes done words."""
     if not is_last_block(block.counters):
         return
-    comptime if sends:
-        if block.lane == 0:
-            block.counters.set_generation(Word.COMBINE_SENT, block.combine_sending())
-            block.counters.set_generation(
-                Word.COMBINE_OF, block.before.dispatch_received
-            )
-        # AFTER: this generation's rows are on their way to their sources.
+    if block.lane == 0:
+        block.advance[sends, receives]()
     comptime if receives:
-        var received = block.combine_receiving()
-        if block.lane == 0:
-            block.counters.set_generation(Word.COMBINE_RECEIVED, received)
-        block.publish_done(group.combine_done_offset(block.my_rank), received)
-        # AFTER: the result is complete; every owner may overwrite its rows
-        # here.
+        block.publish_done(group.combine_done_offset(block.my_rank), block.receiving())
+    # AFTER: what is sent of this generation is on its way. What is received is
+    # complete, and every owner may overwrite its rows here.

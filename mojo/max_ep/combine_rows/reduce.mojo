@@ -11,14 +11,13 @@ from ..arguments import CombinedTokens
 from ..counters import NO_EXPERT, row_of_own, Word
 from ..device.block import Block
 from ..device.warp import any_lane, in_32_bits, load16, store16
-from ..failures import Failure, is_fatal
+from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
-from .roles import NEXT_CHUNK, RECEIVE
+from .roles import NEXT_CHUNK
 
 comptime ROWS_IN_FLIGHT = 8
-"""Rows of a token that a lane loads at once."""
 
 comptime _Choices = SIMD[DType.int32, ROWS_IN_FLIGHT]
 comptime _Weights = SIMD[DType.float32, ROWS_IN_FLIGHT]
@@ -34,17 +33,13 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
     """
 
     comptime width = MESSAGE_ALIGN // size_of[Scalar[Self.dtype]]()
-    """Elements of 16 bytes."""
 
     comptime Sum = SIMD[DType.float32, Self.width]
-    """What 16 bytes of rows add up to."""
 
     comptime row_bytes = plain_token_bytes(
         Self.group.hidden_size, size_of[Scalar[Self.dtype]]()
     )
-    """Bytes of a row."""
     comptime n_vectors = Self.row_bytes // MESSAGE_ALIGN
-    """Vectors of 16 bytes of a row."""
 
     var received: BytePointer
     """Where rows arrive for this token."""
@@ -132,7 +127,6 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
 
     @always_inline
     def _row(self, k: Int, choice: Int32) -> BytePointer:
-        """Finds the row of a choice that has one."""
         comptime if not Self.own_are_sent:
             var row = row_of_own(choice)
             if row >= 0:
@@ -168,16 +162,15 @@ def _is_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
     """Returns whether the result cannot be the dispatch's; records why."""
-    var received = block.combine_receiving()
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
-        block.refuse(Failure.BAD_N_TOKENS, RECEIVE, received, -1, n_tokens, n_sent)
+        block.refuse(Failure.BAD_N_TOKENS, RECEIVE, -1, n_tokens, n_sent)
     # Choices are kept for two dispatches.
     var dispatch_sent = block.before.dispatch_sent
     if dispatch_sent != dispatch_generation and dispatch_sent != (
         next_generation(dispatch_generation)
     ):
-        block.refuse(Failure.OVERTAKEN, RECEIVE, received)
+        block.refuse(Failure.OVERTAKEN, RECEIVE)
     # Or something has failed before.
     return is_fatal(block.counters.at(Word.FAILURE)[])
 
@@ -201,7 +194,7 @@ def reduce_tokens[
     var n_tokens = in_32_bits(combined.n_tokens)
     var output_tokens = BytePointer(unsafe_from_address=Int(combined.tokens))
     var lane = block.lane
-    var received = block.combine_receiving()
+    var received = block.receiving()
     var recv_buf = block.recv_buf()
     var choices = block.counters.choices(dispatch_generation, group)
     # Few tokens are split into chunks: alone, a warp has at most one; with peers up to
@@ -229,12 +222,7 @@ def reduce_tokens[
         var own = row_of_own(choice)
         if own >= expert_rows.n_rows:
             block.refuse(
-                Failure.TOO_MANY_ROWS,
-                RECEIVE,
-                received,
-                own,
-                own + 1,
-                expert_rows.n_rows,
+                Failure.TOO_MANY_ROWS, RECEIVE, own, own + 1, expert_rows.n_rows
             )
             is_broken = True
             choice = NO_EXPERT
@@ -250,8 +238,6 @@ def reduce_tokens[
                         ),
                         group.combine_msg_bytes,
                     ),
-                    received,
-                    RECEIVE,
                     owner_rank,
                     expert,
                 )
@@ -264,14 +250,7 @@ def reduce_tokens[
                     word = flag_word(received, expert)
             if not is_broken and count_of(word) != expert:
                 block.fail(
-                    Failure.WRONG_EXPERT,
-                    RECEIVE,
-                    owner_rank,
-                    expert,
-                    received,
-                    word,
-                    token_idx,
-                    lane,
+                    Failure.WRONG_EXPERT, owner_rank, expert, word, token_idx, lane
                 )
                 is_broken = True
         is_broken = any_lane(is_broken)

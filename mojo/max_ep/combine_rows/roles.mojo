@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases, control words and roles of the warps of a block of `CombineRows`."""
+"""Control words and roles of the warps of a block of `CombineRows`."""
 
-comptime SEND = 2
-"""The send phase, a position in `failures.PHASES`."""
-comptime RECEIVE = 3
-"""The receive phase."""
 comptime NEXT_ROW = 0
 """Control word: next row to send."""
 comptime NEXT_CHUNK = 1
 """Control word: next chunk of a token to reduce."""
 comptime N_CONTROL = 2
-"""Control words of a block."""
 
 
 @always_inline

@@ -12,11 +12,11 @@ from ..counters import EPLocalSyncCounters, rank_of_relative
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import bytes_at, copy_warp
-from ..failures import Failure
+from ..failures import Failure, SEND
 from ..flags import message_flag, publish
 from ..layout import Group, plain_token_bytes
 from ..transport import put_message_warp
-from .roles import NEXT_ROW, SEND
+from .roles import NEXT_ROW
 
 
 @fieldwise_init
@@ -24,9 +24,7 @@ struct SharedPairs[group: Group](TrivialRegisterPassable):
     """Where each pair's rows stand, in the shared memory of a block."""
 
     var rows: SharedInts
-    """First row of each pair."""
     var counts: SharedInts
-    """Rows of each pair."""
 
     @staticmethod
     @always_inline
@@ -47,9 +45,9 @@ def send_rows[
 ](given: GivenRows, pairs: SharedPairs[group], put_buf: UInt64, block: Block[group]):
     """Sends this block's share of the rows, with one warp of several."""
     comptime row_bytes = plain_token_bytes(group.hidden_size, size_of[Scalar[dtype]]())
-    var sent = block.combine_sending()
+    var sent = block.sending()
     if not block.await_done_words(
-        group.combine_done_offset(0), block.before.combine_sent, SEND
+        group.combine_done_offset(0), block.before.combine_sent
     ):
         return
     # Slot by slot over all pairs: all sources get rows all the time, and
@@ -74,7 +72,7 @@ def send_rows[
         var row = Int(pairs.rows[unsafe_offset=pair]) + slot
         var n_rows = given.rows.n_rows
         if row >= n_rows:
-            block.refuse(Failure.TOO_MANY_ROWS, SEND, sent, row, row + 1, n_rows)
+            block.refuse(Failure.TOO_MANY_ROWS, SEND, row, row + 1, n_rows)
             return
         var token_idx = Int(given.src_info[unsafe_offset=2 * row])
         var k = Int(given.src_info[unsafe_offset=2 * row + 1])
@@ -84,7 +82,7 @@ def send_rows[
             or k < 0
             or k >= group.top_k
         ):
-            block.refuse(Failure.BAD_SOURCE, SEND, sent, row, token_idx, k)
+            block.refuse(Failure.BAD_SOURCE, SEND, row, token_idx, k)
             return
         # I4: a choice has one expert, so one writer.
         var expert_id = block.my_rank * group.n_local_experts() + local_expert

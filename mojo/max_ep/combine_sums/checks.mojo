@@ -3,12 +3,9 @@
 
 Checks read what earlier launches have left in the counters. They do not wait.
 """
-from ..counters import EPLocalSyncCounters
 from ..device.block import Block
-from ..failures import Failure
+from ..failures import Failure, RECEIVE, SEND
 from ..flags import next_generation
-from ..layout import Group
-from .roles import RECEIVE, SEND
 
 
 @always_inline
@@ -21,10 +18,7 @@ def _refuse(
     expert_or_row: Int = -1,
 ) -> Bool:
     """Records why a launch cannot go on, and breaks its rank."""
-    var last = block.before.combine_sent
-    if phase == RECEIVE:
-        last = block.before.combine_received
-    block.refuse(code, phase, next_generation(last), expert_or_row, a, b)
+    block.refuse(code, phase, expert_or_row, a, b)
     block.counters.set_broken()
     return True
 
@@ -58,15 +52,6 @@ def is_nothing_dispatched(block: Block[...]) -> Bool:
     if block.before.dispatch_received != 0:
         return False
     return _refuse(block, Failure.NOTHING_DISPATCHED, SEND)
-
-
-@always_inline
-def rows_delivered[group: Group](counters: EPLocalSyncCounters) -> Int:
-    """Issues the load of how many rows dispatch has delivered.
-
-    It does not depend on the header, so both loads are in flight together.
-    """
-    return counters.pair_row(group.n_pairs())
 
 
 @always_inline

@@ -26,7 +26,6 @@ from ..flags import load_relaxed_sys_16, store_relaxed_sys_16, Wait
 from ..formats.quantized_sums import QuantizedSums
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes
-from .roles import RECEIVE
 
 
 struct PartialFormat[
@@ -39,13 +38,9 @@ struct PartialFormat[
     """
 
     comptime is_quantized = Self.partial_block > 0
-    """Whether a partial sum has scales."""
     comptime Quantized = QuantizedSums[max(Self.partial_block, 32), Self.hidden_size]
-    """Partial sums with a scale for each block."""
     comptime row_element = size_of[Scalar[Self.combine_dtype]]()
-    """Bytes of an element of a row."""
     comptime partial_element = size_of[Scalar[Self.partial_dtype]]()
-    """Bytes of an element of a partial sum."""
     comptime width = MESSAGE_ALIGN // min(Self.row_element, Self.partial_element)
     """Elements of a lane in one step."""
     comptime n_row_vectors = Self.width * Self.row_element // MESSAGE_ALIGN
@@ -55,18 +50,14 @@ struct PartialFormat[
     )
     """16 bytes of a partial sum that they fill, and those of their scales."""
     comptime row_bytes = Self.hidden_size * Self.row_element
-    """Bytes of a row."""
     comptime n_shares = Self.hidden_size // Self.width
-    """Shares of a row."""
     comptime n_steps = ceildiv(Self.n_shares, WARP_SIZE)
-    """Steps of a warp over a row."""
     comptime Sum = SIMD[DType.float32, Self.width]
     """A lane's share, as it is added."""
 
     @staticmethod
     @always_inline
     def row_vector(row: BytePointer, share: Int, i: Int) -> BytePointer:
-        """Locates 16 bytes of a row."""
         return row.unsafe_offset((share * Self.n_row_vectors + i) * MESSAGE_ALIGN)
 
     @staticmethod
@@ -94,7 +85,6 @@ struct PartialFormat[
     @staticmethod
     @always_inline
     def partial_vector(partial_sum: BytePointer, share: Int, i: Int) -> BytePointer:
-        """Locates 16 bytes of a partial sum."""
         comptime if Self.is_quantized:
             if i == 1:
                 return partial_sum.unsafe_offset(
@@ -264,32 +254,22 @@ struct PartialFormat[
         else:
             if share < Self.n_shares:
                 comptime for i in range(Self.n_partial_vectors):
+                    var at = Self.partial_vector(partial_sum, share, i)
+                    var bytes = loaded[first + i]
+                    var has_come = True
                     comptime if is_there:
-                        store16(
-                            Self.partial_vector(partial_sum, share, i),
-                            LaneBytes(SENTINEL),
-                        )
-                        var part = bitcast[Self.partial_dtype, n](
-                            loaded[first + i]
-                        ).cast[DType.float32]()
-                        comptime for j in range(n):
-                            sum[i * n + j] += part[j]
+                        store16(at, LaneBytes(SENTINEL))
                     else:
-                        var bytes, has_come = _await_16(
-                            Self.partial_vector(partial_sum, share, i),
-                            loaded[first + i],
-                            owner_rank,
-                            block,
-                        )
+                        bytes, has_come = _await_16(at, bytes, owner_rank, block)
                         are_there = are_there and has_come
-                        var part = bitcast[Self.partial_dtype, n](bytes).cast[
-                            DType.float32
-                        ]()
-                        comptime if block.group.masks:
-                            if not has_come:
-                                part = 0
-                        comptime for j in range(n):
-                            sum[i * n + j] += part[j]
+                    var part = bitcast[Self.partial_dtype, n](bytes).cast[
+                        DType.float32
+                    ]()
+                    comptime if block.group.masks:
+                        if not has_come:
+                            part = 0
+                    comptime for j in range(n):
+                        sum[i * n + j] += part[j]
         return are_there
 
     @staticmethod
@@ -357,14 +337,7 @@ def _await_16[
     var wait = Wait(block.deadline)
     while bytes[3] == SENTINEL:
         if block.gives_up(wait, owner_rank):
-            block.fail(
-                Failure.NO_MESSAGE,
-                RECEIVE,
-                owner_rank,
-                -1,
-                block.combine_receiving(),
-                0,
-            )
+            block.fail(Failure.NO_MESSAGE, owner_rank, -1, 0)
             return (bytes, False)
         bytes = load_relaxed_sys_16(p)
     # I3: whoever writes here next has seen a later done word.

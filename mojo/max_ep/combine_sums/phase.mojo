@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine of partial sums, for GPU ranks that dispatch addresses by rank.
 
-The rank of the experts adds its rows of a token, and sends one partial sum to
-the token's rank, which adds at most `n_ranks` of them:
-
-    partial = 0; for k with an expert here: partial = fma(weight[k], row[k],
-        partial)                                              in float32
-    sent: partial, rounded once to the partial dtype, or quantized
-    result = own partial, not rounded; then + those of the other ranks, in
-        ascending order; rounded to the combine dtype; with a fused shared
-        expert then + shared[token], and rounded again
-
-Weights and rows of a token are those that dispatch has recorded. Every 16 bytes of
-a partial sum are their own flag; the reader puts `SENTINEL` back.
+The rank of the experts adds its rows of a token, and sends one partial sum to the
+token's rank, which adds at most `n_ranks` of them; docs/formats.md has the order of
+additions. Weights and rows of a token are those that dispatch has recorded. Every 16
+bytes of a partial sum are their own flag; the reader puts `SENTINEL` back.
 
 `partials.mojo` adds rows and partial sums, `send.mojo` sends sums, `receive.mojo`
 receives them, and `checks.mojo` refuses a launch.
@@ -26,36 +18,31 @@ from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, CombinedTokens
 from ..combine_rows.phase import fill_with_nan
-from ..counters import EPLocalSyncCounters, Word
+from ..counters import EPLocalSyncCounters
 from ..device.block import Block
-from ..device.phase import Phase
+from ..device.phase import Kernel
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
-from ..device.start import await_launch_before, header_word, is_last_block, mask_word
+from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
+from ..failures import RECEIVE, SEND
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
-from .checks import (
-    has_too_few_rows,
-    is_bad_answer,
-    is_nothing_dispatched,
-    rows_delivered,
-)
+from .checks import has_too_few_rows, is_bad_answer, is_nothing_dispatched
 from .partials import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
 from .receive import Receiver
-from .roles import N_CONTROL, N_WARPS_MIN, RECEIVE, receive_schedule, SavedRoutes, SEND
+from .roles import N_CONTROL, N_WARPS_MIN, receive_schedule, SavedRoutes
 from .send import send_partials, sum_to_send
 
 
 @fieldwise_init
-struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
+struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
     """Sends a partial sum of each token to its rank, and adds up those that come.
 
     Launch: any grid; of `group.num_threads` at least `N_WARPS_MIN` warps.
     """
 
     comptime group = Self.group_
-    comptime overlaps_previous = True
 
     var rows: SharedRows
     """Expert rows in the order of the last dispatch, aligned to 16 bytes. The receive
@@ -85,7 +72,9 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         await_launch_before()
         var word = header_word(counters)
         var mask = mask_word[group](counters)
-        var n_rows = rows_delivered[group](counters)
+        # How many rows dispatch has delivered: this load does not depend on the header,
+        # so both are in flight together.
+        var n_rows = counters.pair_row(group.n_pairs())
         var prefetched = first.saved_routes[group](counters)
         var recv_bufs = share_addresses[group.n_ranks, False](self.buffers.recv_bufs, 0)
         var dispatch_counts = share_addresses[group.n_ranks, False](
@@ -107,16 +96,9 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
                     self.combined.tokens, self.combined.n_tokens * group.hidden_size
                 )
             return
-        var received = block.combine_receiving()
         comptime if not publishes_at_end:
             if block.is_last_to_start(n_warps - 2):
-                comptime if sends:
-                    counters.set_generation(Word.COMBINE_SENT, block.combine_sending())
-                    counters.set_generation(
-                        Word.COMBINE_OF, block.before.dispatch_received
-                    )
-                comptime if receives:
-                    counters.set_generation(Word.COMBINE_RECEIVED, received)
+                block.advance[sends, receives]()
         comptime if sends:
             block.publish_earlier_reads(n_warps - 3)
             comptime if not receives:
@@ -127,23 +109,18 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         comptime if receives:
             comptime if not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == n_warps - 1:
-                    block.prefetch_done_words[is_combine=False]()
+                    block.prefetch_done_words()
             var dispatch_generation = block.before.combine_of
             comptime if sends:
                 dispatch_generation = block.before.dispatch_received
             self._receive(block, dispatch_generation, n_senders, prefetched)
             comptime if publishes_at_end:
-                if not is_last_block(counters):
-                    return
-                if block.lane == 0:
-                    counters.set_generation(Word.COMBINE_RECEIVED, received)
-                block.publish_reads(block.before.dispatch_received, received)
+                block.end_wait()
             # AFTER: the result is complete; every owner may send again, once that
             # is published: here, or by the next launch of this rank.
 
     @always_inline
     def _send(self, block: Block[Self.group], n_senders: Int, prefetched: SavedRoutes):
-        """Has a warp of a block take its part in sending."""
         if block.warp_idx >= n_senders:
             return
         comptime for are_few in [True, False]:
@@ -160,7 +137,6 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Phase):
         n_senders: Int,
         prefetched: SavedRoutes,
     ):
-        """Has a warp of a block take its part in adding up."""
         var n_tokens = in_32_bits(self.combined.n_tokens)
         var receiver = Receiver[Self.group, Self.dtype, Self.partial_dtype](
             block,
@@ -191,7 +167,6 @@ struct _First(TrivialRegisterPassable):
     """
 
     var source: Int
-    """The source, from `relative_rank`."""
     var token_idx: Int
 
     @staticmethod
@@ -215,7 +190,6 @@ struct _First(TrivialRegisterPassable):
 
     @always_inline
     def saved_routes[group: Group](self, counters: EPLocalSyncCounters) -> SavedRoutes:
-        """Begins to read them."""
         return SavedRoutes.of[group](
             counters, self.source, self.token_idx, Int(lane_id())
         )

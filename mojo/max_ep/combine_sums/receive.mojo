@@ -30,14 +30,12 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
     comptime Format = PartialFormat[
         Self.dtype, Self.partial_dtype, Self.group.hidden_size, Self.group.partial_block
     ]
-    """How rows and partial sums are laid out."""
 
     var block: Block[Self.group]
     var expert_rows: BytePointer
     var output_tokens: BytePointer
     var n_tokens: Int
     var is_bad: Bool
-    """Whether the result cannot be computed."""
     var prefetched: SavedRoutes
     """Saved routes that were loaded before the launch began."""
     var is_prefetched: Bool
@@ -45,7 +43,6 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
 
     @always_inline
     def add_tokens[are_few: Bool](self):
-        """Adds up this warp's share of the tokens."""
         comptime Format = Self.Format
         comptime n_vectors = Format.n_partial_vectors
         comptime n_prefetched = Self.group.n_ranks * n_vectors

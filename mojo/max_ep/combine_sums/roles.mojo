@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases, control words and roles of the warps of a block of `CombineSums`.
+"""Control words and roles of the warps of a block of `CombineSums`.
 
 Each warp may send, and then takes part in adding up. The last three warps also do the
 work that is done once per block or launch (`phase.mojo`).
@@ -11,10 +11,6 @@ from ..counters import EPLocalSyncCounters, NO_ROW
 from ..device.schedule import Schedule
 from ..layout import Group
 
-comptime SEND = 2
-"""The send phase, a position in `failures.PHASES`."""
-comptime RECEIVE = 3
-"""The receive phase."""
 comptime N_WARPS_MIN = 4
 """Fewest warps of a block. The last three publish earlier reads, count the blocks that
 have begun, and poll done words."""
@@ -23,7 +19,6 @@ comptime NEXT_SUM = 0
 comptime NEXT_SEND = 1
 """Control word: chunks that sending warps have taken after their first."""
 comptime N_CONTROL = 2
-"""Control words of a block."""
 
 
 @always_inline

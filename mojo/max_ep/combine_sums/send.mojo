@@ -12,7 +12,7 @@ from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
 from .partials import n_rows_at_once, PartialFormat, sum_split
-from .roles import NEXT_SEND, SavedRoutes, SEND
+from .roles import NEXT_SEND, SavedRoutes
 
 
 @always_inline
@@ -33,7 +33,6 @@ def send_partials[
     prefetched: SavedRoutes,
     block: Block[group],
 ):
-    """Sends this warp's share of the partial sums."""
     comptime Format = PartialFormat[
         dtype, partial_dtype, group.hidden_size, group.partial_block
     ]
@@ -81,7 +80,7 @@ def send_partials[
                 )
                 if is_waiting:
                     # I3, for partial sums.
-                    if not block.await_readers[is_combine=True](SEND):
+                    if not block.await_readers():
                         return
                     is_waiting = False
                 comptime if Format.is_quantized:

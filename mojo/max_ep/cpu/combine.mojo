@@ -1,32 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combine of CPU ranks, of rows and of sums.
+"""Combine of CPU ranks, of rows and of sums; docs/formats.md has the order of additions.
 
 Rows: every row returns to the place of its choice, `[token][k]`, on its source rank.
-That rank adds the rows of a token in choice order:
+Sums: each owner (a rank that holds experts of the token) sends one sum of its rows.
+`dispatch_wait` has recorded the rows and weights. Choices without a row (id `-1`) are
+skipped. Rows of the shared expert, and a rank's own sum, are not sent.
 
-    acc = 0; for k: acc = fma(weight[k], row[k], acc)       in float32
-    result = acc, rounded to the combine dtype
-    result = result + shared[token], rounded again    with a fused shared expert
-
-Sums: each owner (a rank that holds experts of the token) adds its rows in the same
-way, and sends that sum, rounded once to the partial dtype, or quantized
-(`formats/quantized_sums.mojo`). The source starts with its own sum, which is not sent
-and not rounded, and adds those of the other ranks in order of rank.
-`dispatch_wait` has recorded the rows and weights.
-
-Choices without a row (id `-1`) are skipped. Rows of the shared expert are not
-sent. After `combine_async`: all rows or sums have reached their sources, and counts
+After `combine_async`: all rows or sums have reached their sources, and counts
 announce them. After `combine_wait`: the result is complete, and every owner may
 overwrite what it sent.
 """
-from std.math import fma
+from std.math import fma, gcd
 from std.sys import size_of
 
 from ..arguments import CombinedTokens, GivenRows
 from ..counters import NO_ROW, rank_of_relative, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
+from ..failures import Failure
 from ..formats.quantized_sums import QuantizedSums
-from ..flags import count_of, generation_of, message_flag, publish
+from ..flags import count_of, generation_of, message_flag
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
@@ -36,22 +28,18 @@ from .rank import CpuRank, write_source_info
 
 
 struct _Terms[dtype: DType, n_max: Int](Movable):
-    """Rows to add, and their weights."""
-
     var rows: Array[Int, Self.n_max]
     var weights: Array[Float32, Self.n_max]
     var n: Int
 
     @always_inline
     def __init__(out self):
-        """Starts without rows."""
         self.rows = Array[Int, Self.n_max](fill=0)
         self.weights = Array[Float32, Self.n_max](fill=0)
         self.n = 0
 
     @always_inline
     def append(mut self, row: BytePointer, weight: Float32):
-        """Adds a row behind the others."""
         self.rows[self.n] = Int(row)
         self.weights[self.n] = weight
         self.n += 1
@@ -74,7 +62,6 @@ struct _Terms[dtype: DType, n_max: Int](Movable):
 def _columns[
     dtype: DType, width: Int
 ](row: BytePointer, column: Int) -> SIMD[DType.float32, width]:
-    """Loads some columns of a row."""
     return (
         row.unsafe_bitcast[Scalar[dtype]]()
         .unsafe_load[width=width](column)
@@ -107,20 +94,13 @@ def _own_terms[
 
 @always_inline
 def _row[group: Group, dtype: DType](expert_rows: SharedRows, row: Int) -> BytePointer:
-    """Points to an expert row."""
     return expert_rows.rows.unsafe_offset(
         row * group.hidden_size * size_of[Scalar[dtype]]()
     )
 
 
-@always_inline
-def _for_columns[hidden_size: Int, F: def[width: Int](Int) -> None](work: F):
-    """Calls `work` on all columns of a row: 32 at a time, then one by one."""
-    comptime whole = hidden_size // 32 * 32
-    for column in range(0, whole, 32):
-        work[32](column)
-    for column in range(whole, hidden_size):
-        work[1](column)
+comptime _width[hidden_size: Int] = gcd(hidden_size, 32)
+"""Columns of a row that are added at once."""
 
 
 # ---------------------------------------------------------------------- sending
@@ -143,13 +123,8 @@ def cpu_combine_async[
     for local_expert in range(rank.n_experts()):
         var offset = group.combine_count_offset(rank.expert_id(local_expert))
         for src_rank in range(group.n_ranks):
-            if rank.is_masked(src_rank):
-                continue
-            publish(
-                rank.flag(src_rank, offset),
-                rank.generation,
-                rank.counters.pair_count(group.pair(local_expert, src_rank)),
-            )
+            var count = rank.counters.pair_count(group.pair(local_expert, src_rank))
+            rank.publish(src_rank, offset, count)
     rank.counters.set_generation(Word.COMBINE_SENT, rank.generation)
     # AFTER: this generation's rows or sums are with their sources.
 
@@ -162,16 +137,10 @@ def _check_rows[
     """Checks, before anything is sent, that `src_info` is the last dispatch's."""
     var counters = rank.counters
     if counters.generation(Word.DISPATCH_RECEIVED) == 0:
-        raise rank.error(
-            ": nothing was dispatched to this rank yet; combine sends back the"
-            " rows of the last dispatch_wait."
-        )
+        raise rank.refusal(Failure.NOTHING_DISPATCHED)
     var end = counters.pair_row(rank.n_pairs)
     if end > n_rows_max:
-        raise rank.error(
-            t": the rows of the last dispatch_wait end at {end}, input_tokens"
-            t" and src_info hold {n_rows_max}."
-        )
+        raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows_max)
     var digest = hash_src_info(src_info, rank.n_pairs, counters)
     var at = RowCursor()
     for i in range(n_rows_of_pairs(rank.n_pairs, counters)):
@@ -183,12 +152,7 @@ def _check_rows[
             or not 0 <= token_idx < group.max_tokens_per_rank
             or not 0 <= k < group.top_k
         ):
-            raise rank.error(
-                t": src_info (row {at.row}: token {token_idx}, k {k}) is not"
-                t" that of this rank's last dispatch_wait. Pass the src_info of"
-                t" that dispatch, and combine before the next dispatch of the"
-                t" same buffers."
-            )
+            raise rank.refusal(Failure.BAD_SOURCE, at.row, token_idx, k)
 
 
 def _send_rows[
@@ -198,7 +162,6 @@ def _send_rows[
     src_info: Pointer[Int32, ImmUntrackedOrigin],
     rank: CpuRank[group],
 ):
-    """Sends each row to the place of its choice."""
     comptime msg_bytes = group.combine_msg_bytes
     var n_rows = n_rows_of_pairs(rank.n_pairs, rank.counters)
     var is_streaming = should_stream(n_rows, msg_bytes)
@@ -241,6 +204,7 @@ def _send_sums[
     var n_tokens = 0
     for source in range(group.n_ranks):
         n_tokens += Int(n_tokens_of[unsafe_offset=source])
+    comptime width = _width[group.hidden_size]
     comptime is_quantized = group.partial_block > 0
     comptime sum_dtype = DType.float32 if is_quantized else partial_dtype
     var is_streaming = should_stream(n_tokens, msg_bytes) and not is_quantized
@@ -272,17 +236,14 @@ def _send_sums[
                     unsafe_from_address=Int(before_quantized.unsafe_ptr())
                 )
 
-            @always_inline
-            def store_sum[width: Int](column: Int) {imm}:
+            for column in range(0, group.hidden_size, width):
                 var sum = terms.add_to[width](0, column).cast[sum_dtype]()
-                if is_streaming and width > 1:
+                if is_streaming:
                     sums.unsafe_store[alignment=MESSAGE_ALIGN, non_temporal=True](
                         column, sum
                     )
                 else:
                     sums.unsafe_store(column, sum)
-
-            _for_columns[group.hidden_size](store_sum)
             comptime if is_quantized:
                 QuantizedSums[group.partial_block, group.hidden_size].encode(
                     message, before_quantized
@@ -300,8 +261,8 @@ def cpu_combine_wait[
 ](
     combined: CombinedTokens[dtype], expert_rows: SharedRows, rank: CpuRank[group]
 ) raises:
-    """Waits for all rows or sums and adds those of each token."""
     var n_tokens = combined.n_tokens
+    comptime width = _width[group.hidden_size]
     comptime has_sums = group.has_sums()
     comptime sent_dtype = partial_dtype if has_sums else dtype
     comptime n_places = group.n_ranks if has_sums else group.top_k
@@ -348,8 +309,7 @@ def cpu_combine_wait[
                     n_found += 1
             n_found_of[unsafe_offset=token_idx] = n_found
 
-            @always_inline
-            def store_result[width: Int](column: Int) {imm}:
+            for column in range(0, group.hidden_size, width):
                 var acc = own.add_to[width](0, column)
                 comptime if group.partial_block > 0:
                     comptime Sums = QuantizedSums[
@@ -371,8 +331,6 @@ def cpu_combine_wait[
                     token_idx * group.hidden_size + column, acc.cast[dtype]()
                 )
 
-            _for_columns[group.hidden_size](store_result)
-
     for_each_chunk(n_tokens, bytes_per_token, reduce_tokens)
     var n_found = 0
     for token_idx in range(n_tokens):
@@ -382,21 +340,20 @@ def cpu_combine_wait[
     if n_found != n_rows:
         comptime if has_sums:
             raise rank.error(
-                t": its tokens have {n_rows} rows, but those that came are sums"
-                t" of {n_found}; something else has written to its memory. Call"
-                t" EPCommInitializer.reset() (or restart the group)."
+                String(
+                    t"its tokens have {n_rows} rows, but those that came are sums"
+                    t" of {n_found}; something else has written to its memory."
+                )
             )
         raise rank.error(
-            t": {n_rows} rows came back but only {n_found} belong to the"
-            t" {n_tokens} tokens of router_weights; pass the weights of all"
-            t" tokens that were dispatched, then call"
-            t" EPCommInitializer.reset()."
+            String(
+                t"{n_rows} rows came back but only {n_found} belong to the"
+                t" {n_tokens} tokens of router_weights; pass the weights of all"
+                t" tokens that were dispatched."
+            )
         )
     rank.counters.set_generation(Word.COMBINE_RECEIVED, rank.generation)
-    var done = group.combine_done_offset(rank.my_rank)
-    for owner_rank in range(group.n_ranks):
-        if not rank.is_masked(owner_rank):
-            publish(rank.flag(owner_rank, done), rank.generation, 0)
+    rank.publish_done(group.combine_done_offset(0))
     # AFTER: the result is complete; every owner may overwrite what it sent.
 
 
@@ -406,7 +363,9 @@ def _await_rows[group: Group, //](rank: CpuRank[group]) raises -> Int:
         rank.await_flag(
             rank.my_flag(group.combine_count_offset(expert_id)),
             rank.generation,
-            rank.waiter(expert_id // group.n_local_experts(), "rows", expert_id),
+            Failure.NO_COUNT,
+            expert_id // group.n_local_experts(),
+            expert_id,
         )
     var n_rows = 0
     for expert_id in range(group.n_experts):
@@ -422,22 +381,10 @@ def _check_unsent_rows[
     var answered = rank.counters.generation(Word.COMBINE_OF)
     var last = rank.counters.generation(Word.DISPATCH_RECEIVED)
     if answered != last:
-        raise rank.error(
-            t": combine_async answered dispatch {answered}, the last"
-            t" dispatch_wait was of {last}. With sums, combine finds the rows"
-            t" of its own tokens by the last dispatch_wait: call combine_async,"
-            t" then combine_wait, before the next one."
-        )
+        raise rank.refusal(Failure.OTHER_ROWS, -1, Int(answered), Int(last))
     var n_sent = Int(rank.counters.n_tokens_of(answered)[])
     if n_tokens != n_sent:
-        raise rank.error(
-            t": the result has {n_tokens} tokens, and {n_sent} were dispatched;"
-            t" pass their number as num_tokens, then call"
-            t" EPCommInitializer.reset()."
-        )
+        raise rank.refusal(Failure.BAD_N_TOKENS, -1, n_tokens, n_sent)
     var end = rank.counters.pair_row(rank.n_pairs)
     if n_rows < end:
-        raise rank.error(
-            t": the rows of the last dispatch_wait end at {end}, input_tokens"
-            t" holds {n_rows}; pass the expert rows that combine_async took."
-        )
+        raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows)

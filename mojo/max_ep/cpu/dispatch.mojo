@@ -18,6 +18,7 @@ same bits in both protocols, and every source may overwrite its tokens.
 from ..arguments import DispatchedRows, GivenTokens
 from ..counters import NO_ROW, relative_rank, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
+from ..device.phase import InputScales
 from ..dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
@@ -27,9 +28,9 @@ from ..dispatch_by_rank.entries import (
     weight_of_word,
     weight_word,
 )
-from ..flags import count_of, flag_at, generation_of, message_flag, publish
+from ..flags import count_of, flag_at, generation_of, message_flag
 from ..layout import Group
-from ..token_format import BytePointer, TokenFormat
+from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
 from .rank import CpuRank, write_source_info
 
@@ -41,9 +42,7 @@ def cpu_dispatch_async[
     group: Group,
     //,
     token_fmt_type: TokenFormat,
-    input_scales_wrapper: Optional[
-        def[dtype: DType](Int) capturing -> Scalar[dtype]
-    ] = None,
+    input_scales: InputScales = None,
 ](given: GivenTokens[input_type], rank: CpuRank[group]) raises:
     """Sends each token to its experts or ranks, and publishes the counts."""
     comptime is_by_rank = group.is_by_rank()
@@ -69,7 +68,7 @@ def cpu_dispatch_async[
                 token_idx * token_fmt_type.hidden_size
             )
             var staged = rank.staged_token(token_idx)
-            comptime if not input_scales_wrapper:
+            comptime if not input_scales:
                 token_fmt_type.encode[input_type, False](staged, token, 1)
             for k in range(group.top_k):
                 var choice = group.choice(token_idx, k)
@@ -87,8 +86,8 @@ def cpu_dispatch_async[
                         continue
                     offset = group.token_offset(rank.my_rank, token_idx)
                 var place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
-                comptime if input_scales_wrapper:
-                    comptime scale_of = input_scales_wrapper.value()
+                comptime if input_scales:
+                    comptime scale_of = input_scales.value()
                     token_fmt_type.encode[input_type, True](
                         place,
                         token,
@@ -170,14 +169,11 @@ def _publish_counts[
     comptime if group.is_by_rank():
         var offset = group.dispatch_n_tokens_offset(rank.my_rank)
         for dst_rank in range(group.n_ranks):
-            if not rank.is_masked(dst_rank):
-                publish(rank.flag(dst_rank, offset), rank.generation, n_tokens)
+            rank.publish(dst_rank, offset, n_tokens)
     for expert_id in range(group.n_experts):
         var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
-        if rank.is_masked(dst_rank):
-            continue
         var offset = group.dispatch_count_offset(group.pair(local_expert, rank.my_rank))
-        publish(rank.flag(dst_rank, offset), rank.generation, plan.counts[expert_id])
+        rank.publish(dst_rank, offset, plan.counts[expert_id])
     rank.counters.set_generation(Word.DISPATCH_SENT, rank.generation)
 
 
@@ -186,15 +182,12 @@ def _publish_counts[
 
 @fieldwise_init
 struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
-    """Where received tokens go."""
-
     var rows: Self.token_fmt_type.Rows
     var src_info: Pointer[Int32, MutUntrackedOrigin]
     var is_streaming: Bool
 
     @always_inline
     def of_pair[group: Group, //](self, pair: Int, rank: CpuRank[group]) -> Self:
-        """Finds where the rows of a pair's expert go."""
         var outputs = self
         var expert = pair // group.n_ranks
         var first_row = rank.counters.pair_row(group.pair(expert, 0))
@@ -203,8 +196,13 @@ struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def place(self, message: BytePointer, row: Int, token_idx: Int, k: Int):
-        """Puts the token of a message into a row."""
-        Self.token_fmt_type.decode(message, self.rows, row, self.is_streaming)
+        copy_bytes(
+            dest=Self.token_fmt_type.row_values(self.rows, row),
+            src=message,
+            count=Self.token_fmt_type.row_bytes,
+            is_streaming=self.is_streaming,
+        )
+        place_all_scales[Self.token_fmt_type](message, self.rows, row, 0, 1)
         self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
         self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
 
@@ -216,40 +214,35 @@ def cpu_dispatch_wait[
     comptime msg_bytes = Format.msg_bytes
     var n_rows_max = given.n_rows_max
     var src_info = given.src_info
-    var arrived = lay_out_rows(given.tables, n_rows_max, rank)
+    var n_shared, n_rows = lay_out_rows(given.tables, n_rows_max, rank)
     # AFTER: every token of this generation is visible to this thread and to
     # the workers it starts; `pair_row` says where each pair's rows go, with
     # the shared expert's, if any, before the first.
     var outputs = _Outputs[Format](
-        given.rows, src_info, should_stream(arrived.n_rows, msg_bytes)
+        given.rows, src_info, should_stream(n_rows, msg_bytes)
     )
     comptime if group.is_by_rank():
         _place_tokens(outputs, rank)
     else:
-        _place_messages(outputs, arrived.n_rows - arrived.n_shared, rank)
-    Format.end_metadata(given.rows, arrived.n_rows, n_rows_max, 0, 1)
+        _place_messages(outputs, n_rows - n_shared, rank)
+    Format.end_metadata(given.rows, n_rows, n_rows_max, 0, 1)
 
     def place_own_tokens(begin: Int, end: Int) {imm}:
         for i in range(begin, end):
             outputs.place(rank.staged_token(i), i, i, -1)
 
-    for_each_chunk(arrived.n_shared, msg_bytes, place_own_tokens)
+    for_each_chunk(n_shared, msg_bytes, place_own_tokens)
     rank.counters.set_generation(Word.DISPATCH_RECEIVED, rank.generation)
     rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(
         src_info, rank.n_pairs, rank.counters
     )
-    var done = group.dispatch_done_offset(rank.my_rank)
-    for src_rank in range(group.n_ranks):
-        if not rank.is_masked(src_rank):
-            publish(rank.flag(src_rank, done), rank.generation, 0)
+    rank.publish_done(group.dispatch_done_offset(0))
     # AFTER: rows are complete, and every source may overwrite its tokens here.
 
 
 def _place_messages[
     token_fmt_type: TokenFormat, group: Group, //
 ](outputs: _Outputs[token_fmt_type], n_rows: Int, rank: CpuRank[group]):
-    """Puts each message into its row."""
-
     def decode_rows(begin: Int, end: Int) {imm}:
         var at = RowCursor()
         for i in range(begin, end):

@@ -5,13 +5,13 @@ Positions are in token order, and rows are sorted by local expert, source rank, 
 choice. So results do not depend on timing.
 """
 from ..counters import EPLocalSyncCounters, Word
+from ..failures import Failure, what_failed
 from ..kept_rows import keep_rows
 from ..layout import Group
 from ..row_tables import RowTables
 from .rank import CpuRank
 
 comptime _NO_POSITION = Int32(-1)
-"""Position of a choice that is not sent."""
 
 
 struct SendPlan[group: Group](Movable):
@@ -21,11 +21,9 @@ struct SendPlan[group: Group](Movable):
     var positions: List[Int32]
     """Position of each choice in its pair, or `_NO_POSITION`."""
     var counts: List[Int]
-    """Choices of each expert, `[n_experts]`."""
     var n_dropped: Int
     """Choices whose id is outside `[-1, n_experts)` or whose pair is full."""
     var first_dropped: Int
-    """The first of them; `-1` if there is none."""
 
     def __init__(out self, ids: Pointer[Int32, ImmUntrackedOrigin], n_tokens: Int):
         """Gives each choice the next place of its pair."""
@@ -58,7 +56,6 @@ struct SendPlan[group: Group](Movable):
         return Int(self.ids[unsafe_offset=choice]) // Self.group.n_local_experts()
 
     def is_first_to_rank(self, token_idx: Int, k: Int) -> Bool:
-        """Returns whether no earlier choice goes to the same rank."""
         var rank = self.rank_of(Self.group.choice(token_idx, k))
         for earlier in range(k):
             if self.rank_of(Self.group.choice(token_idx, earlier)) == rank:
@@ -71,29 +68,18 @@ struct SendPlan[group: Group](Movable):
             return
         rank.counters.at(Word.N_DROPPED)[] += Int32(self.n_dropped)
         var token_idx, k = divmod(self.first_dropped, Self.group.top_k)
-        var expert_id = self.ids[unsafe_offset=self.first_dropped]
-        raise rank.error(
-            t": {self.n_dropped} of {len(self.positions)} topk_ids were"
-            t" dropped; the first is token {token_idx}, k {k}: expert"
-            t" {expert_id}. Ids must be in [-1, {Self.group.n_experts}) and"
-            t" those of one token distinct. Fix the router's output, then call"
-            t" EPCommInitializer.reset() (or restart the group, where each rank"
-            t" is a process of its own)."
-        )
-
-
-@fieldwise_init
-struct Arrived(TrivialRegisterPassable):
-    """The rows that have arrived in a generation of dispatch."""
-
-    var n_shared: Int
-    var n_rows: Int
+        var expert_id = Int(self.ids[unsafe_offset=self.first_dropped])
+        var what = what_failed(Failure.DROPPED, rank.my_rank, expert_id, token_idx, k)
+        raise rank.error(String(t"{self.n_dropped} of {len(self.positions)} {what}"))
 
 
 def lay_out_rows[
     group: Group, //
-](tables: RowTables[group], n_rows_max: Int, rank: CpuRank[group]) raises -> Arrived:
-    """Waits for the counts of all pairs, and computes where their rows go."""
+](tables: RowTables[group], n_rows_max: Int, rank: CpuRank[group]) raises -> Tuple[
+    Int, Int
+]:
+    """Waits for the counts of all pairs, and computes where their rows go; returns the
+    rows of a shared expert, and all."""
     var counters = rank.counters
     var n_shared = 0
     comptime if group.fused_shared_expert:
@@ -107,7 +93,9 @@ def lay_out_rows[
             rank.await_flag(
                 rank.my_flag(group.dispatch_count_offset(pair)),
                 rank.generation,
-                rank.waiter(src_rank, "count", rank.expert_id(local_expert)),
+                Failure.NO_COUNT,
+                src_rank,
+                rank.expert_id(local_expert),
             )
     var counts = List[Int](length=rank.n_pairs, fill=0)
     for pair in range(rank.n_experts() * group.n_ranks):
@@ -134,11 +122,8 @@ def lay_out_rows[
     var n_needed = tables.n_rows_needed(n_rows)
     counters.set_pair_rows(rank.n_pairs, n_needed, largest_pair)
     if n_needed > n_rows_max:
-        raise rank.error(
-            t": {n_needed} rows are needed and the outputs hold {n_rows_max};"
-            t" declare them with EPConfig.n_output_rows rows."
-        )
-    return Arrived(n_shared, n_rows)
+        raise rank.refusal(Failure.TOO_MANY_ROWS, 0, n_needed, n_rows_max)
+    return (n_shared, n_rows)
 
 
 def _drop_rows[
@@ -167,14 +152,12 @@ struct RowCursor(TrivialRegisterPassable):
     var _n_before: Int
 
     def __init__(out self):
-        """Starts before the first row."""
         self.pair = 0
         self.slot = 0
         self.row = 0
         self._n_before = 0
 
     def advance(mut self, i: Int, counters: EPLocalSyncCounters):
-        """Advances to row `i`, not counting gaps."""
         while self._n_before + counters.pair_count(self.pair) <= i:
             self._n_before += counters.pair_count(self.pair)
             self.pair += 1

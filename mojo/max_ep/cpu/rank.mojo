@@ -9,7 +9,8 @@ peer that itself waits for a dead one is not taken for dead, and one time-out is
 for several that died at once.
 """
 from ..arguments import Call
-from ..counters import EPLocalSyncCounters, Word
+from ..counters import EPLocalSyncCounters, N_FAILURE_WORDS, Word
+from ..failures import Failure, NEXT, place_of, raise_failure, what_failed
 from ..flags import (
     count_of,
     Deadline,
@@ -19,25 +20,20 @@ from ..flags import (
     generation_of,
     load_acquire_sys,
     message_flag,
+    ms_of,
     next_generation,
+    now_ns,
     POLLS_BEFORE_SLEEP,
     publish,
-    raise_missing,
     SLEEP_SECONDS,
-    Waiter,
 )
 from ..layout import FLAG_BYTES, Group, n_experts_on_rank
 from ..token_format import BytePointer
 from ..transport import PeerBuffers
-from std.time import perf_counter_ns, sleep
+from std.time import sleep
 
 comptime _POLLS_PER_HEARTBEAT = 16
 """Polls, each after a sleep, between two heartbeats of a rank that waits."""
-
-
-def _now_ms() -> UInt32:
-    """Reads the clock, which all processes of a host share."""
-    return UInt32(UInt64(perf_counter_ns()) // 1_000_000 & 0xFFFF_FFFF)
 
 
 def _ms_since(then: UInt32, now: UInt32) -> Int:
@@ -48,42 +44,44 @@ def _ms_since(then: UInt32, now: UInt32) -> Int:
 struct CpuRank[group: Group](TrivialRegisterPassable):
     """A CPU rank in one launch of dispatch or of combine."""
 
-    var op: StaticString
+    var phase: Int
+    """As in `PHASES`."""
     var my_rank: Int
     var last: UInt32
-    """The generation of this op's previous launch."""
     var generation: UInt32
     var counters: EPLocalSyncCounters[Self.group.n_experts]
     var recv_bufs: PeerBuffers[Self.group.n_ranks]
     var recv_counts: PeerBuffers[Self.group.n_ranks]
+    var timeout_ms: Int
+    """How long it may wait in all; 0: it must not wait, because the ranks of this
+    process run one after another."""
     var deadline: Deadline
 
     comptime n_pairs = Self.group.pair(Self.group.n_local_experts(), 0)
-    """Pairs of a local expert and a source rank."""
     comptime _heartbeats = Self.group.heartbeat_offset(0) + (
         0 if Self.group.dispatch_msg_bytes
         > 0 else Self.group.dispatch_counts_from_combine_counts()
     )
     """Where the heartbeats are, from the counts of this op's direction."""
 
-    def __init__(out self, call: Call[Self.group], op: StaticString, last_word: Int):
-        """Starts the clock; `last_word` counts the op's generations."""
-        self.op = op
+    def __init__(out self, call: Call[Self.group], phase: Int):
+        self.phase = phase
         self.my_rank = call.counters.my_rank()
-        self.last = call.counters.generation(last_word)
+        # The words of the four phases are in the order of `PHASES`.
+        self.last = call.counters.generation(Word.DISPATCH_SENT + phase)
         self.generation = next_generation(self.last)
         self.counters = call.counters
         self.recv_bufs = call.recv_bufs
         self.recv_counts = call.counts
-        self.deadline = Deadline.after(call.counters.timeout_ms())
+        self.timeout_ms = call.counters.timeout_ms()
+        self.deadline = Deadline.after(self.timeout_ms)
         comptime if Self.group.masks:
-            var now = _now_ms()
-            if last_word == Word.DISPATCH_SENT:
+            var now = ms_of(now_ns())
+            if phase == 0:
                 self.counters.step_began_ms(Self.group)[] = now.cast[DType.int32]()
             self._give_heartbeat(now)
 
     def recv_buf(self) -> BytePointer:
-        """Points to this rank's own recv buffer."""
         return self.recv_bufs[self.my_rank]
 
     def staged_token(self, token_idx: Int) -> BytePointer:
@@ -94,24 +92,29 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         )
 
     def n_experts(self) -> Int:
-        """Counts the experts that this rank holds."""
         return n_experts_on_rank(Self.group.n_experts, Self.group.n_ranks, self.my_rank)
 
     def expert_id(self, local_expert: Int) -> Int:
-        """Finds the global id of a local expert."""
         return self.my_rank * Self.group.n_local_experts() + local_expert
 
     def flag(self, rank: Int, offset: Int) -> FlagPointer:
-        """Points to a count or done word of a rank."""
         return flag_at(self.recv_counts[rank], offset)
 
     def my_flag(self, offset: Int) -> FlagPointer:
-        """Points to a count or done word of this rank."""
         return self.flag(self.my_rank, offset)
 
     def is_masked(self, rank: Int) -> Bool:
-        """Returns whether this rank has masked another one."""
         return self.counters.is_masked(Self.group, rank)
+
+    def publish(self, rank: Int, offset: Int, count: Int = 0):
+        """Publishes a count or a done word to a rank that is not masked."""
+        if not self.is_masked(rank):
+            publish(self.flag(rank, offset), self.generation, count)
+
+    def publish_done(self, offset: Int):
+        """Publishes to every rank that what it sent has been read."""
+        for rank in range(Self.group.n_ranks):
+            self.publish(rank, offset + self.my_rank * FLAG_BYTES)
 
     def count_from(self, src_rank: Int, offset: Int) -> Int:
         """Reads a count that was awaited; what a masked rank sent counts as 0."""
@@ -119,35 +122,52 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             return 0
         return count_of(load_acquire_sys(self.my_flag(offset)))
 
-    def await_flag(self, flag: FlagPointer, generation: UInt32, who: Waiter) raises:
-        """Waits until a rank has published; raises, or masks it, if it is late."""
+    def await_flag(
+        self,
+        flag: FlagPointer,
+        generation: UInt32,
+        code: Int32,
+        missing_rank: Int,
+        expert_id: Int = -1,
+    ) raises:
+        """Waits until a rank has published; raises a code, or masks it, if it is late.
+        """
         comptime masks = Self.group.masks
         var began: UInt32 = 0
         comptime if masks:
-            began = _now_ms()
+            began = ms_of(now_ns())
         var n_polls = 0
-        while not self.is_masked(who.missing_rank):
+        while not self.is_masked(missing_rank):
             # Before flag and heartbeat: a rank that is stopped between these lines
             # must not take its own pause for that of another.
             var now: UInt32 = 0
             comptime if masks:
-                now = _now_ms()
+                now = ms_of(now_ns())
             var word = load_acquire_sys(flag)
             if generation_of(word) == generation:
                 return
             n_polls += 1
-            if n_polls < POLLS_BEFORE_SLEEP and self.deadline.timeout_ms > 0:
+            if n_polls < POLLS_BEFORE_SLEEP and self.timeout_ms > 0:
                 continue
             var is_late: Bool
             comptime if masks:
-                is_late = self._is_late(who.missing_rank, began, now)
+                is_late = self._is_late(missing_rank, began, now)
             else:
                 is_late = self.deadline.has_passed()
             if is_late:
-                if not masks or who.missing_rank == self.my_rank:
-                    var found = generation_of(word)
-                    raise_missing(found, generation, self.deadline.timeout_ms, who)
-                self.counters.masked(Self.group, who.missing_rank)[] = 1
+                if not masks or missing_rank == self.my_rank:
+                    var record: Array[Int32, N_FAILURE_WORDS] = [
+                        code,
+                        Int32(self.phase),
+                        Int32(missing_rank),
+                        Int32(expert_id),
+                        generation.cast[DType.int32](),
+                        generation_of(word).cast[DType.int32](),
+                        0,
+                        0,
+                    ]
+                    raise_failure(record, self.my_rank, self.timeout_ms)
+                self.counters.masked(Self.group, missing_rank)[] = 1
                 return
             if masks and n_polls % _POLLS_PER_HEARTBEAT == 0:
                 self._give_heartbeat(now)
@@ -165,7 +185,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
 
         One that waits for others as long as this one, and longer, is late, too.
         """
-        var timeout_ms = self.deadline.timeout_ms
+        var timeout_ms = self.timeout_ms
         var step_began = self.counters.step_began_ms(Self.group)[]
         var seen = load_acquire_sys(self.my_flag(Self._heartbeats + rank * FLAG_BYTES))
         var silent_ms = min(
@@ -178,15 +198,14 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             or _ms_since(began, now) > 2 * timeout_ms
         )
 
-    def waiter(
-        self, missing_rank: Int, what: StaticString, expert_id: Int = -1
-    ) -> Waiter:
-        """Names what this launch waits for."""
-        return Waiter(self.op, self.my_rank, missing_rank, what, expert_id)
+    def error(self, what: String) -> Error:
+        return Error(place_of(self.phase, self.my_rank), ": ", what, NEXT)
 
-    def error[T: Writable](self, what: T) -> Error:
-        """Makes an error of this launch."""
-        return Error("max_ep: ", self.op, " on rank ", self.my_rank, what)
+    def refusal(
+        self, code: Int32, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
+    ) -> Error:
+        """Makes an error of what this rank was given and cannot take."""
+        return self.error(what_failed(code, self.my_rank, expert_or_row, a, b))
 
     def await_readers(self, done_offset: Int, *, only_owners: Bool) raises:
         """Waits until every peer has read what this rank sent last."""
@@ -195,8 +214,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
                 continue
             # I3: no slot is written before its last reader is done with it.
             var done = self.my_flag(done_offset + reader_rank * FLAG_BYTES)
-            var who = self.waiter(reader_rank, "word that it has read")
-            self.await_flag(done, self.last, who)
+            self.await_flag(done, self.last, Failure.NOT_READ, reader_rank)
 
 
 def write_source_info(

@@ -21,11 +21,11 @@ from max.gpu import (
 
 from ..arguments import Buffers
 from ..counters import EPLocalSyncCounters, LaunchHeader, Word
-from ..failures import Failure, is_missing, record_failure
+from ..failures import Failure, is_missing, phase_of, RECEIVE, record_failure, SEND
 from ..flags import (
     arrive_on_gpu,
     count_of,
-    DeviceDeadline,
+    Deadline,
     fetch_add_block,
     flag_at,
     flag_word,
@@ -44,7 +44,7 @@ from ..token_format import BytePointer
 from ..transport import put_flag
 from .liveness import Clock, is_lost
 from .shared import share_addresses, shared_words, SharedAddresses
-from .start import is_in_order, mask_of, rank_of
+from .start import is_in_order, is_last_block, mask_of
 from .warp import any_lane, bytes_at
 
 
@@ -57,10 +57,8 @@ struct Block[group: Group](TrivialRegisterPassable):
     var can_go: Bool
     """Whether the launch may do anything; the same in the whole block."""
     var my_rank: Int
-    var deadline: DeviceDeadline
-    """The time by which all waits must be met."""
+    var deadline: Deadline
     var before: LaunchHeader
-    """The header of the counters before this launch."""
     var control: SharedWord
     """The block's control words, all 0 at first."""
     var counters: EPLocalSyncCounters[Self.group.n_experts]
@@ -107,7 +105,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             warp_idx,
             control[unsafe_offset=n_control] != 0,
             header.my_rank,
-            DeviceDeadline.after(header.timeout_ms),
+            Deadline.after(header.timeout_ms),
             header,
             control,
             counters,
@@ -118,20 +116,17 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def set_up[
-        n_control: Int
-    ](buffers: Buffers[Self.group], my_rank: Int32, mask: Int32 = 0) -> Self:
+    def set_up[n_control: Int](buffers: Buffers[Self.group], mask: Int32 = 0) -> Self:
         """Sets up a block of a portable phase; a block barrier must follow.
 
-        Every warp calls it, once it knows that the launch `can_start`. If `my_rank` is
-        -1, the rank is read from the counters.
+        Every warp calls it, once it knows that the launch `can_start`.
         """
         var counters = buffers.counters
-        var rank = rank_of(counters, my_rank)
         var control = shared_words[n_control]()
         if thread_idx.x < n_control:
             control[unsafe_offset=thread_idx.x] = 0
         var header = LaunchHeader.read(counters)
+        var rank = header.my_rank
         comptime n_ranks = Self.group.n_ranks
         comptime use_shmem = Self.group.use_shmem
         return Self(
@@ -139,7 +134,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             Int(warp_id()),
             True,
             rank,
-            DeviceDeadline.after(header.timeout_ms),
+            Deadline.after(header.timeout_ms),
             header,
             control,
             counters,
@@ -151,45 +146,38 @@ struct Block[group: Group](TrivialRegisterPassable):
     # ------------------------------------------------- what follows from the header
 
     @always_inline
-    def dispatch_sending(self) -> UInt32:
-        """Numbers the generation that a dispatch sends."""
-        return next_generation(self.before.dispatch_sent)
+    def sending(self) -> UInt32:
+        return next_generation(self._sent[Self.group.is_combine()]())
 
     @always_inline
-    def dispatch_receiving(self) -> UInt32:
-        """Numbers the generation that a dispatch receives."""
-        return next_generation(self.before.dispatch_received)
+    def receiving(self) -> UInt32:
+        var received = self.before.dispatch_received
+        comptime if Self.group.is_combine():
+            received = self.before.combine_received
+        return next_generation(received)
 
     @always_inline
-    def combine_sending(self) -> UInt32:
-        """Numbers the generation that a combine sends."""
-        return next_generation(self.before.combine_sent)
-
-    @always_inline
-    def combine_receiving(self) -> UInt32:
-        """Numbers the generation that a combine receives."""
-        return next_generation(self.before.combine_received)
+    def _sent[is_combine: Bool](self) -> UInt32:
+        comptime if is_combine:
+            return self.before.combine_sent
+        return self.before.dispatch_sent
 
     @always_inline
     def recv_buf(self) -> BytePointer:
-        """Points to this rank's own receive buffer."""
         return bytes_at(self.recv_bufs[unsafe_offset=self.my_rank])
 
     @always_inline
     def my_counts(self) -> BytePointer:
-        """Points to this rank's own counts buffer."""
         return bytes_at(self.counts[unsafe_offset=self.my_rank])
 
     @always_inline
     def flag(self, rank: Int, offset: Int) -> FlagPointer:
-        """Points to a word of a rank's counts buffer."""
         return flag_at(bytes_at(self.counts[unsafe_offset=rank]), offset)
 
     # ------------------------------------------------------------- work and failures
 
     @always_inline
     def word(self, i: Int) -> SharedWord:
-        """Points to a control word."""
         return self.control.unsafe_offset(i)
 
     @always_inline
@@ -209,15 +197,13 @@ struct Block[group: Group](TrivialRegisterPassable):
     def fail(
         self,
         code: Int32,
-        phase: Int,
         missing_rank: Int,
         expert_or_row: Int,
-        wanted: UInt32,
         found: UInt64,
         a: Int = 0,
         b: Int = 0,
     ):
-        """Records that a peer's word or message is missing or wrong."""
+        """Records that what a peer sends is missing or wrong; `found`: its flag."""
         comptime if Self.group.masks:
             # The peer is masked.
             if is_missing(code):
@@ -225,10 +211,10 @@ struct Block[group: Group](TrivialRegisterPassable):
         record_failure(
             self.counters.at(Word.FAILURE),
             code,
-            phase,
+            phase_of[Self.group](RECEIVE),
             missing_rank,
             expert_or_row,
-            wanted,
+            self.receiving(),
             found,
             a,
             b,
@@ -236,22 +222,25 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def refuse(
-        self,
-        code: Int32,
-        phase: Int,
-        generation: UInt32,
-        expert_or_row: Int = -1,
-        a: Int = 0,
-        b: Int = 0,
+        self, code: Int32, phase: Int, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
     ):
         """Records what this rank was given and cannot take."""
-        self.fail(code, phase, self.my_rank, expert_or_row, generation, 0, a, b)
+        record_failure(
+            self.counters.at(Word.FAILURE),
+            code,
+            phase_of[Self.group](phase),
+            self.my_rank,
+            expert_or_row,
+            self.sending() if phase == SEND else self.receiving(),
+            0,
+            a,
+            b,
+        )
 
     # -------------------------------------------------------------------------- mask
 
     @always_inline
     def is_masked(self, rank: Int) -> Bool:
-        """Returns whether a rank was masked when the launch began."""
         comptime if not Self.group.masks:
             return False
         return (self.mask >> UInt32(rank)) & 1 != 0
@@ -281,8 +270,8 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_done_words[
-        is_combine: Bool = False
-    ](self, done_offset: Int, generation: UInt32, phase: Int) -> Bool:
+        in_lower_half: Bool = False
+    ](self, done_offset: Int, generation: UInt32) -> Bool:
         """Waits, with one warp, until every peer has read what this rank sent it last.
 
         A done word of by-rank ranks has combine's generation in its lower half.
@@ -294,10 +283,18 @@ struct Block[group: Group](TrivialRegisterPassable):
             var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
             var word = load_acquire_sys(flag)
             var wait = Wait(self.deadline)
-            while not is_not_before(_read_of[is_combine](word), generation):
+            while not is_not_before(_read_of[in_lower_half](word), generation):
                 if self.gives_up(wait, rank):
-                    var found = flag_word(_read_of[is_combine](word), 0)
-                    self.fail(Failure.NOT_READ, phase, rank, -1, generation, found)
+                    comptime if not Self.group.masks:
+                        record_failure(
+                            self.counters.at(Word.FAILURE),
+                            Failure.NOT_READ,
+                            phase_of[Self.group](SEND),
+                            rank,
+                            -1,
+                            generation,
+                            flag_word(_read_of[in_lower_half](word), 0),
+                        )
                     is_met = Self.group.masks
                     break
                 word = load_acquire_sys(flag)
@@ -306,8 +303,9 @@ struct Block[group: Group](TrivialRegisterPassable):
         return not any_lane(not is_met)
 
     @always_inline
-    def await_readers[is_combine: Bool](self, phase: Int) -> Bool:
+    def await_readers(self) -> Bool:
         """Waits for readers by rank, unless an earlier launch has seen them done."""
+        comptime is_combine = Self.group.is_combine()
         var generation = self._sent[is_combine]()
         var drained = self.before.dispatch_drained
         comptime if is_combine:
@@ -315,7 +313,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         if drained == generation:
             return True
         if not self.await_done_words[is_combine](
-            Self.group.dispatch_done_offset(0), generation, phase
+            Self.group.dispatch_done_offset(0), generation
         ):
             self.counters.set_broken()
             return False
@@ -323,21 +321,13 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_message(
-        self,
-        flag: FlagPointer,
-        generation: UInt32,
-        phase: Int,
-        missing_rank: Int,
-        expert_id: Int,
+        self, flag: FlagPointer, missing_rank: Int, expert_id: Int = -1
     ) -> UInt64:
-        """Waits until a message has arrived."""
         var word = load_acquire_sys(flag)
         var wait = Wait(self.deadline)
-        while generation_of(word) != generation:
+        while generation_of(word) != self.receiving():
             if self.gives_up(wait, missing_rank):
-                self.fail(
-                    Failure.NO_MESSAGE, phase, missing_rank, expert_id, generation, word
-                )
+                self.fail(Failure.NO_MESSAGE, missing_rank, expert_id, word)
                 break
             word = load_acquire_sys(flag)
         return word
@@ -362,10 +352,36 @@ struct Block[group: Group](TrivialRegisterPassable):
         """Selects one thread, once all blocks have read the header; all call it."""
         if self.warp_idx != warp_idx or self.lane != 0:
             return False
-        if arrive_on_gpu(self.counters.at(Word.BLOCKS_DONE)) != Int(grid_dim.x) - 1:
+        if arrive_on_gpu(self.counters.at(Word.BLOCKS_ARRIVED)) != Int(grid_dim.x) - 1:
             return False
-        self.counters.at(Word.BLOCKS_DONE)[] = 0
+        self.counters.at(Word.BLOCKS_ARRIVED)[] = 0
         return True
+
+    @always_inline
+    def advance[sends: Bool, receives: Bool](self):
+        """Records the generations that the launch sends and receives, with one lane."""
+        comptime is_combine = Self.group.is_combine()
+        comptime sent = Word.COMBINE_SENT if is_combine else Word.DISPATCH_SENT
+        comptime if sends:
+            self.counters.set_generation(sent, self.sending())
+            comptime if is_combine:
+                self.counters.set_generation(
+                    Word.COMBINE_OF, self.before.dispatch_received
+                )
+        comptime if receives:
+            self.counters.set_generation(sent + 1, self.receiving())
+
+    @always_inline
+    def end_wait(self):
+        """Ends a launch that only receives, by rank, and publishes what it has read."""
+        if not is_last_block(self.counters):
+            return
+        if self.lane == 0:
+            self.advance[False, True]()
+        comptime if Self.group.is_combine():
+            self.publish_reads(self.before.dispatch_received, self.receiving())
+        else:
+            self.publish_reads(self.receiving(), self.before.combine_received)
 
     @always_inline
     def publish_reads(self, dispatch_received: UInt32, combine_received: UInt32):
@@ -396,17 +412,13 @@ struct Block[group: Group](TrivialRegisterPassable):
             )
 
     @always_inline
-    def _sent[is_combine: Bool](self) -> UInt32:
-        comptime if is_combine:
-            return self.before.combine_sent
-        return self.before.dispatch_sent
-
-    @always_inline
-    def prefetch_done_words[is_combine: Bool](self):
-        """Polls done words ahead, so that the next launch that sends need not wait.
+    def prefetch_done_words(self):
+        """Polls done words of the other direction, so that its next launch need not
+        wait.
 
         A warp that no other waits for calls it. It polls at most `_DONE_POLLS` times.
         """
+        comptime is_combine = not Self.group.is_combine()
         var generation = self._sent[is_combine]()
         var my_counts = self.my_counts()
         for _ in range(_DONE_POLLS):
@@ -430,8 +442,8 @@ struct Block[group: Group](TrivialRegisterPassable):
 
 
 @always_inline
-def _read_of[is_combine: Bool](word: UInt64) -> UInt32:
-    comptime if is_combine:
+def _read_of[in_lower_half: Bool](word: UInt64) -> UInt32:
+    comptime if in_lower_half:
         return UInt32(count_of(word))
     return generation_of(word)
 

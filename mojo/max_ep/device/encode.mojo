@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes a token with a warp, several steps at once. A step is 16 bytes per lane."""
+from max.gpu import WARP_SIZE
+
+from ..flags import store_relaxed_sys_16
+from ..layout import MESSAGE_ALIGN
 from ..token_format import LaneBytes, TokenFormat
-from .warp import ACCESSES_IN_FLIGHT
+from .schedule import vector_of_lane
+from .warp import ACCESSES_IN_FLIGHT, avoid_sentinel, bytes_at, store16
 
 comptime ENCODED_IN_FLIGHT = 48
 """Elements that fit into the registers with scales (tests/test_codegen.py)."""
@@ -17,20 +22,67 @@ def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
     )
 
 
-@always_inline
-def encode_steps[
-    in_flight: Int, //, input_type: DType, token_fmt_type: TokenFormat, is_scaled: Bool
-](
-    elements: Array[SIMD[input_type, token_fmt_type.lane_elements], in_flight],
-    mut values: Array[LaneBytes, in_flight],
-    mut scales: Array[LaneBytes, in_flight],
-    input_scale: Float32,
-    lane: Int,
-):
-    """Encodes some steps of a token."""
-    comptime for i in range(in_flight):
-        var wire = token_fmt_type.encode_lane[input_type, is_scaled](
-            elements[i], input_scale, lane
-        )
-        values[i] = wire.values
-        scales[i] = wire.scales
+struct EncodedSteps[Format: TokenFormat, in_flight: Int]:
+    """Some steps of an encoded token, as a lane of a warp holds them."""
+
+    var values: Array[LaneBytes, Self.in_flight]
+    var scales: Array[LaneBytes, Self.in_flight]
+
+    @always_inline
+    def __init__(out self):
+        self.values = Array[LaneBytes, Self.in_flight](fill=0)
+        self.scales = Array[LaneBytes, Self.in_flight](fill=0)
+
+    @always_inline
+    def encode[
+        input_type: DType, //, is_scaled: Bool
+    ](
+        mut self,
+        elements: Array[SIMD[input_type, Self.Format.lane_elements], Self.in_flight],
+        input_scale: Float32,
+        lane: Int,
+    ):
+        comptime for i in range(Self.in_flight):
+            var wire = Self.Format.encode_lane[input_type, is_scaled](
+                elements[i], input_scale, lane
+            )
+            self.values[i] = wire.values
+            self.scales[i] = wire.scales
+
+    @always_inline
+    def store[is_inline: Bool](self, to: UInt64, first: Int, end: Int, lane: Int):
+        """Writes them to a message, up to a step, with one warp."""
+
+        @always_inline
+        @__parameter
+        def store[flip: UInt32](offset: Int, bytes: LaneBytes):
+            var p = bytes_at(to).unsafe_offset(offset)
+            comptime if is_inline:
+                store_relaxed_sys_16(p, avoid_sentinel[flip](bytes))
+            else:
+                store16(p, bytes)
+
+        comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
+        comptime for i in range(Self.in_flight):
+            var step = first + i
+            var vector, is_in_chunk = vector_of_lane[n_vectors](step, end, lane)
+            if is_in_chunk:
+                store[Self.Format.values_flip](vector * MESSAGE_ALIGN, self.values[i])
+                comptime n = Self.Format.scale_vectors
+                comptime if n > 0:
+                    # Lane `j` of 32 has the j-th 16 bytes of their scales.
+                    var of_lanes = step
+                    var j = lane
+                    comptime if WARP_SIZE > 32:
+                        of_lanes = vector // 32
+                        j = lane % 32
+                    var has_scales = j == 0
+                    var of_token = of_lanes
+                    comptime if n > 1:
+                        of_token = of_lanes * n + j
+                        has_scales = j < n and of_token < Self.Format.n_scale_vectors
+                    if has_scales:
+                        store[Self.Format.scales_flip](
+                            Self.Format.value_bytes + of_token * MESSAGE_ALIGN,
+                            self.scales[i],
+                        )

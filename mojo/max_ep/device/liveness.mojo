@@ -14,9 +14,10 @@ from ..flags import (
     flag_word,
     FlagPointer,
     generation_of,
-    gpu_clock_ns,
     load_relaxed_gpu,
     load_relaxed_sys,
+    ms_of,
+    now_ns,
     store_relaxed_gpu,
     store_relaxed_sys,
 )
@@ -38,11 +39,9 @@ struct Clock[group: Group](TrivialRegisterPassable):
     """The time of a launch, and what the rank knows of its peers."""
 
     var words: Pointer[Int32, MutUntrackedOrigin]
-    """The rank's counters."""
     var counts: SharedAddresses
     """Counts buffers of all ranks, as in `Block`."""
     var end_ns: UInt64
-    """The deadline of the launch."""
 
     @always_inline
     def _counters(self) -> EPLocalSyncCounters[Self.group.n_experts]:
@@ -62,10 +61,10 @@ struct Clock[group: Group](TrivialRegisterPassable):
         return flag_at(bytes_at(self.counts[unsafe_offset=reader]), offset)
 
     @always_inline
-    def send_heartbeats(self, now_ns: UInt64):
+    def send_heartbeats(self, now: UInt64):
         """Says to every rank that this one lives and waits, if its last ones are old.
         """
-        var now_ms = _ms_of(now_ns)
+        var now_ms = ms_of(now)
         var sent = self._counters().step_began_ms(Self.group)
         var age = now_ms - load_relaxed_gpu(sent).cast[DType.uint32]()
         if age < UInt32(max(1, self._counters().timeout_ms() // _BEATS_PER_TIMEOUT)):
@@ -77,9 +76,9 @@ struct Clock[group: Group](TrivialRegisterPassable):
             )
 
     @always_inline
-    def is_silent(self, rank: Int, now_ns: UInt64) -> Bool:
+    def is_silent(self, rank: Int, now: UInt64) -> Bool:
         """Returns whether a rank's time is over."""
-        var now_ms = _ms_of(now_ns)
+        var now_ms = ms_of(now)
         var beat = generation_of(
             load_relaxed_sys(self._heartbeat(self._counters().my_rank(), rank))
         )
@@ -88,29 +87,23 @@ struct Clock[group: Group](TrivialRegisterPassable):
         if generation_of(last) != beat:
             last = flag_word(beat, Int(now_ms))
             store_relaxed_gpu(heard, last)
-        if now_ns <= self.end_ns:
+        if now <= self.end_ns:
             return False
         return (
             now_ms - UInt32(count_of(last)) >= UInt32(self._counters().timeout_ms())
-            or now_ns > self.end_ns + (_MOST_TIMEOUTS - 1) * self._timeout_ns()
+            or now > self.end_ns + (_MOST_TIMEOUTS - 1) * self._timeout_ns()
         )
 
     @always_inline
-    def is_late(self, now_ns: UInt64) -> Bool:
+    def is_late(self, now: UInt64) -> Bool:
         """Returns whether half of the launch's time is over."""
-        return now_ns > self.end_ns - self._timeout_ns() // 2
+        return now > self.end_ns - self._timeout_ns() // 2
 
     @always_inline
-    def is_too_late(self, now_ns: UInt64) -> Bool:
+    def is_too_late(self, now: UInt64) -> Bool:
         """Returns whether the first block must have decided."""
         var rest = (2 * _MOST_TIMEOUTS - 1) * self._timeout_ns()
-        return now_ns > self.end_ns + rest + _UNDECIDED_MS * _NS_PER_MS
-
-
-@always_inline
-def _ms_of(ns: UInt64) -> UInt32:
-    """Returns a time in ms; it wraps."""
-    return UInt32((ns // _NS_PER_MS) & 0xFFFF_FFFF)
+        return now > self.end_ns + rest + _UNDECIDED_MS * _NS_PER_MS
 
 
 @always_inline
@@ -119,9 +112,9 @@ def is_lost[group: Group](clock: Clock[group], rank: Int) -> Bool:
     var masked = clock._counters().masked(group, rank)
     if load_relaxed_gpu(masked) != 0:
         return True
-    var now_ns = gpu_clock_ns()
-    clock.send_heartbeats(now_ns)
-    if not clock.is_silent(rank, now_ns):
+    var now = now_ns()
+    clock.send_heartbeats(now)
+    if not clock.is_silent(rank, now):
         return False
     store_relaxed_gpu(masked, 1)
     return True
@@ -137,10 +130,10 @@ comptime NEVER_DECIDED = UInt64(1)
 def decided_of[group: Group](clock: Clock[group], place: Int) -> UInt64:
     """Reads what the first block has decided of a count, once half of the launch's time
     is over; called by the others."""
-    var now_ns = gpu_clock_ns()
-    clock.send_heartbeats(now_ns)
-    if not clock.is_late(now_ns):
+    var now = now_ns()
+    clock.send_heartbeats(now)
+    if not clock.is_late(now):
         return UNDECIDED
-    if clock.is_too_late(now_ns):
+    if clock.is_too_late(now):
         return NEVER_DECIDED
     return load_relaxed_gpu(clock._counters().decided(group, place))

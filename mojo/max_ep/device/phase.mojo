@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases: what a kernel of dispatch or combine does, and how it is launched.
+"""Kernels of dispatch and combine, and how they are launched.
 
-A phase is a struct. Its fields are the arguments of its kernel. The same struct
-serves three launches: one that only sends (async), one that only receives (wait),
-and one that does both (fused).
+A kernel is a struct. Its fields are its arguments. The same struct serves three
+launches: one that only sends (async), one that only receives (wait), and one that does
+both (fused).
 
 There are four: `DispatchByRank`, `DispatchByExpert`, `CombineRows`, `CombineSums`.
 """
@@ -20,33 +20,23 @@ comptime InputScales = Optional[def[dtype: DType](Int) capturing -> Scalar[dtype
 """Gives the factor of a token for an expert id, or None."""
 
 
-trait Phase(Copyable, KernelArgument):
+trait Kernel(Copyable, KernelArgument):
     """A kernel's arguments, and what it does with them."""
 
     comptime group: Group
-    comptime overlaps_previous: Bool
-    """Whether its blocks may begin before the previous kernel has ended. It then waits
-    for that end itself (`await_launch_before`)."""
+    """By rank, blocks may begin before the previous kernel has ended; the phase then
+    waits for that end itself (`await_launch_before`)."""
 
     def run[sends: Bool, receives: Bool](self):
-        """Does this block's part; all threads of the grid call it.
-
-        Parameters:
-            sends: Whether the launch sends.
-            receives: Whether the launch receives. At least one of both.
-        """
+        """Does this block's part; all threads of the grid call it. It sends, receives, or
+        does both."""
         ...
 
     def run_scaled[input_scales: InputScales, sends: Bool, receives: Bool](self):
         """As `run`, with input scales: only dispatch by expert takes them.
 
         A separate method, because a struct with a closure as a parameter cannot be a
-        `Phase`: all its methods would be `capturing`.
-
-        Parameters:
-            input_scales: Gives the factor of a token for an expert id.
-            sends: Whether the launch sends.
-            receives: Whether the launch receives.
+        `Kernel`: all its methods would be `capturing`.
         """
         comptime assert False, "this phase takes no input scales"
 
@@ -57,7 +47,7 @@ trait Phase(Copyable, KernelArgument):
     `nvvm.minctasm`=SIMDLength(1),
 )
 def phase_kernel[
-    P: Phase, sends: Bool, receives: Bool, input_scales: InputScales = None
+    P: Kernel, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P):
     """The kernel of every phase.
 
@@ -97,13 +87,11 @@ struct Queue(Copyable):
     """Where launches go: a device, and one of its queues (CUDA: streams)."""
 
     var context: DeviceContext
-    """The device."""
     var external: Optional[DeviceStream]
     """A caller's queue; None: the context's own."""
 
     @implicit
     def __init__(out self, context: DeviceContext):
-        """Takes the context's own queue."""
         self.context = context
         self.external = None
 
@@ -115,14 +103,13 @@ struct Queue(Copyable):
         )
 
     def stream(self) raises -> DeviceStream:
-        """Returns the stream that launches go to."""
         if self.external:
             return self.external.value()
         return self.context.stream()
 
 
 def enqueue[
-    P: Phase, //, sends: Bool, receives: Bool, input_scales: InputScales = None
+    P: Kernel, //, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P, queue: Queue) raises:
     """Launches a phase, and returns at once."""
     comptime kernel = phase_kernel[P, sends, receives, input_scales]
@@ -130,7 +117,7 @@ def enqueue[
     comptime if P.group.use_shmem:
         register_module(function, queue.context)
     var attributes = List[LaunchAttribute]()
-    comptime if P.overlaps_previous:
+    comptime if P.group.is_by_rank():
         attributes = pdl_launch_attributes(PDLLevel.ON)
     var grid = n_blocks[P.group](queue.context)
     comptime if input_scales:

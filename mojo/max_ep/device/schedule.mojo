@@ -33,13 +33,9 @@ struct Chunk(TrivialRegisterPassable):
     """A range of the steps of a token or of a sum."""
 
     var whole: Int
-    """The token or sum."""
     var idx: Int
-    """The chunk in it."""
     var begin: Int
-    """Its first step."""
     var end: Int
-    """One past its last step."""
 
 
 @fieldwise_init
@@ -61,7 +57,6 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
 
     @always_inline
     def n_chunks(self) -> Int:
-        """Counts the chunks of a token or sum."""
         return Self._MORE if self.are_more else Self._FEWER
 
     @always_inline
@@ -132,5 +127,4 @@ struct Schedule(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def item(round: Int, block: Int, n_blocks: Int) -> Int:
-        """Returns the item of a block in a round."""
         return round * n_blocks + n_blocks - 1 - block

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory of a block: numbers, words, and the addresses of all ranks' buffers."""
-from max.gpu import barrier, block_dim, thread_idx
+from max.gpu import block_dim, thread_idx
 from std.memory import unsafe_stack_allocation
 from std.sys import align_of
 

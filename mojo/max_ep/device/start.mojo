@@ -9,7 +9,7 @@ from max.gpu import barrier, grid_dim, lane_id, warp_id, WARP_SIZE
 from std.sys import inlined_assembly
 
 from ..counters import EPLocalSyncCounters, N_HEADER_WORDS, wanted_word, Word
-from ..failures import Failure, is_fatal, record_failure
+from ..failures import Failure, is_fatal, phase_of, record_failure
 from ..flags import arrive_on_gpu
 from ..layout import Group
 from .warp import any_lane
@@ -19,8 +19,8 @@ from .warp import any_lane
 def await_launch_before():
     """Waits until the previous kernel has ended, and lets the next one begin.
 
-    With `Phase.overlaps_previous` the blocks of a kernel may begin before the previous
-    kernel has ended, so nothing may be read before this call. Without, it does not wait.
+    By rank, the blocks of a kernel may begin before the previous kernel has ended, so
+    nothing may be read before this call. By expert, which is portable, nobody calls it.
     """
     # The next kernel may begin once a thread of each block has come here.
     inlined_assembly[
@@ -74,12 +74,6 @@ def mask_of[group: Group](word: Int32) -> UInt32:
 
 
 @always_inline
-def rank_of(counters: EPLocalSyncCounters, my_rank: Int32) -> Int:
-    """Returns the rank of a launch."""
-    return Int(my_rank) if my_rank >= 0 else counters.my_rank()
-
-
-@always_inline
 def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
     """Returns whether a launch may touch anything but its counters and results.
 
@@ -109,7 +103,7 @@ def is_in_order[
             record_failure(
                 counters.at(Word.FAILURE),
                 Failure.WRONG_COUNTERS,
-                phase,
+                phase_of[group](phase),
                 missing_rank=-1,
                 expert_or_row=lane,
                 wanted=0,
@@ -133,8 +127,8 @@ def is_last_block(counters: EPLocalSyncCounters) -> Bool:
         return False
     var all_done: UInt32 = 0
     if lane_id() == 0:
-        if arrive_on_gpu(counters.at(Word.BLOCKS_DONE)) == Int(grid_dim.x) - 1:
-            counters.at(Word.BLOCKS_DONE)[] = 0
+        if arrive_on_gpu(counters.at(Word.BLOCKS_ARRIVED)) == Int(grid_dim.x) - 1:
+            counters.at(Word.BLOCKS_ARRIVED)[] = 0
             if is_fatal(counters.at(Word.FAILURE)[]):
                 counters.set_broken()
             else:

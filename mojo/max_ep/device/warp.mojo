@@ -46,7 +46,6 @@ steps of the 7168 bfloat16 of a large model's token."""
 
 @always_inline
 def load16(p: Pointer[mut=_, UInt8, _]) -> LaneBytes:
-    """Loads 16 bytes."""
     return p.unsafe_bitcast[UInt32]().unsafe_load[
         width=4, alignment=MESSAGE_ALIGN, invariant=False
     ]()
@@ -73,7 +72,6 @@ def load16_if(p: Pointer[mut=_, UInt8, _], is_there: Bool) -> LaneBytes:
 
 @always_inline
 def store16(p: BytePointer, bytes: LaneBytes):
-    """Stores 16 bytes."""
     p.unsafe_bitcast[UInt32]().unsafe_store[alignment=MESSAGE_ALIGN](0, bytes)
 
 
@@ -87,13 +85,11 @@ def shuffle_address(address: UInt64, src_lane: Int) -> UInt64:
 
 @always_inline
 def bytes_at(address: UInt64) -> BytePointer:
-    """Makes a pointer of an address."""
     return BytePointer(unsafe_from_address=Int(address))
 
 
 @always_inline
 def copy_warp[n_bytes: Int](dest: BytePointer, src: Pointer[UInt8, _], lane: Int):
-    """Copies bytes with all lanes of a warp."""
     comptime n_vectors = n_bytes // MESSAGE_ALIGN
     comptime in_flight = ACCESSES_IN_FLIGHT
     for first in range(0, n_vectors, WARP_SIZE * in_flight):
@@ -110,7 +106,6 @@ def copy_warp[n_bytes: Int](dest: BytePointer, src: Pointer[UInt8, _], lane: Int
 
 @always_inline
 def any_lane(condition: Bool) -> Bool:
-    """Returns whether a condition holds in any lane of the warp."""
     comptime if WARP_SIZE == 32:
         return warp.vote[DType.uint32](condition) != 0
     else:
@@ -132,11 +127,8 @@ on the way, so that `SENTINEL` is what they do not have."""
 
 @always_inline
 def avoid_sentinel[flip: UInt32 = 0](bytes: LaneBytes) -> LaneBytes:
-    """Makes data that does not look missing: flips bits, and replaces a `SENTINEL`.
-
-    Parameters:
-        flip: Bits of the last word that change (`TokenFormat.values_flip`).
-    """
+    """Makes data that does not look missing: flips bits of the last word
+    (`TokenFormat.values_flip`), and replaces a `SENTINEL`."""
     var sent = bytes
     comptime if flip != 0:
         sent[3] ^= flip

@@ -18,20 +18,20 @@ from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..counters import Word
 from ..device.block import Block
-from ..device.phase import InputScales, Phase
+from ..device.phase import InputScales, Kernel
 from ..device.shared import own_of
-from ..device.start import can_start, is_last_block, rank_of
+from ..device.start import can_start, is_last_block
 from ..device.warp import in_32_bits
-from ..failures import Failure, record_failure
+from ..failures import Failure, RECEIVE, record_failure, SEND
 from ..flags import next_generation
 from ..layout import Group
 from ..token_format import BytePointer, TokenFormat
-from .receive import RECEIVE, Receiver
-from .send import N_CONTROL, SEND, Sender, SendSchedule
+from .receive import Receiver
+from .send import N_CONTROL, Sender, SendSchedule
 
 
 @fieldwise_init
-struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](Phase):
+struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](Kernel):
     """Sends a message for each choice, and sorts those that come into rows by expert.
 
     Launch: any grid; `group.num_threads` of three warps or more. All buffers must be
@@ -39,7 +39,6 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](P
     """
 
     comptime group = Self.group_
-    comptime overlaps_previous = False
 
     var given: GivenTokens[Self.input_type]
     """What is sent, aligned to 16 bytes."""
@@ -48,8 +47,6 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](P
     """Of dispatch. The send buffers are found from the recv buffers."""
     var put_bufs: Array[BytePointer, Self.group.n_mapped()]
     """Put buffers of this node's ranks; used if it sends with SHMEM."""
-    var my_rank: Int32
-    """This rank; -1: as the counters say."""
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
@@ -69,10 +66,10 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](P
             if not self._has_sent():
                 self._deliver_nothing()
                 return
-        var block = Block[group].set_up[N_CONTROL](self.buffers, self.my_rank)
+        var block = Block[group].set_up[N_CONTROL](self.buffers)
         var n_tokens = in_32_bits(self.given.n_tokens)
-        var sent = block.dispatch_sending()
-        var received = block.dispatch_receiving()
+        var sent = block.sending()
+        var received = block.receiving()
         comptime if sends:
             var n_senders = n_warps - 1
             comptime if receives:
@@ -108,12 +105,12 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](P
         comptime if sends:
             if block.lane == 0:
                 counters.n_tokens_of(sent)[] = Int32(n_tokens)
-                counters.set_generation(Word.DISPATCH_SENT, sent)
+                block.advance[True, False]()
             # AFTER: this generation's counts are with their receivers, and its
             # messages are on their way.
         comptime if receives:
             if block.lane == 0:
-                counters.set_generation(Word.DISPATCH_RECEIVED, received)
+                block.advance[False, True]()
             block.publish_done(group.dispatch_done_offset(block.my_rank), received)
             # AFTER: rows are complete; every source may overwrite its slots here.
 
@@ -128,7 +125,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](P
             counters.at(Word.FAILURE),
             Failure.NOT_SENT,
             RECEIVE,
-            rank_of(counters, self.my_rank),
+            counters.my_rank(),
             -1,
             received,
             0,

@@ -12,7 +12,7 @@ from ..counters import own_row
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, copy_warp
-from ..failures import Failure
+from ..failures import Failure, RECEIVE
 from ..flags import (
     count_of,
     flag_at,
@@ -24,11 +24,9 @@ from ..flags import (
     Wait,
 )
 from ..layout import Group, n_experts_on_rank
-from ..token_format import TokenFormat
+from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .send import NEXT_ITEM, PAIRS_READY, SendSchedule, staged
 
-comptime RECEIVE = 1
-"""Number of the phase in failure records."""
 comptime _FAILED = UInt32(2)
 """Value of the word `PAIRS_READY` when the counts did not come."""
 comptime _IN_FLIGHT = 8
@@ -50,7 +48,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def run(self):
-        """Has a warp of a block take its part in receiving."""
         comptime group = Self.group
         comptime n_pairs = Self.n_pairs
         var lane = self.block.lane
@@ -90,7 +87,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
     def _receive_message(
         self, rows: Self.Format.Rows, pair: Int, slot: Int, row: Int
     ) -> Bool:
-        """Waits for a message and copies it to its row, with one warp."""
         comptime group = Self.group
         var lane = self.block.lane
         var message = self.block.recv_buf().unsafe_offset(
@@ -98,8 +94,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         )
         var word = self.block.await_message(
             message_flag(message, Self.Format.msg_bytes),
-            self.generation,
-            RECEIVE,
             pair % group.n_ranks,
             self.block.my_rank * group.n_local_experts() + pair // group.n_ranks,
         )
@@ -115,11 +109,16 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 self.block.counters.choices(self.generation, group)[
                     unsafe_offset=count_of(word)
                 ] = own_row(row)
-        copy_warp[Self.Format.row_bytes](
-            Self.Format.row_values(rows, row), message, lane
-        )
-        Self.Format.decode_scales_lane(message, rows, row, lane, WARP_SIZE)
+        self._place(message, rows, row)
         return True
+
+    @always_inline
+    def _place(self, message: BytePointer, rows: Self.Format.Rows, row: Int):
+        """Copies a message to its row, with one warp."""
+        copy_warp[Self.Format.row_bytes](
+            Self.Format.row_values(rows, row), message, self.block.lane
+        )
+        place_all_scales[Self.Format](message, rows, row, self.block.lane, WARP_SIZE)
 
     # ------------------------------------------------------------------ counts
 
@@ -169,7 +168,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             self.block.refuse(
                 Failure.TOO_MANY_ROWS,
                 RECEIVE,
-                self.generation,
                 0,
                 n_rows_needed,
                 self.dispatched.n_rows_max,
@@ -210,10 +208,8 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         if is_late:
             self.block.fail(
                 Failure.NO_COUNT,
-                RECEIVE,
                 missing % group.n_ranks,
                 my_rank * group.n_local_experts() + missing // group.n_ranks,
-                self.generation,
                 load_relaxed_sys(
                     flag_at(my_counts, group.dispatch_count_offset(missing))
                 ),
@@ -257,7 +253,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         """Copies what this block has staged to the shared expert's rows."""
         comptime group = Self.group
         comptime n_warps = group.num_threads // WARP_SIZE
-        var lane = self.block.lane
         var n_blocks = Int(grid_dim.x)
         var n_tokens = min(self.n_shared, self.dispatched.n_rows_max)
         var schedule = SendSchedule.of(n_tokens, group.top_k, n_blocks)
@@ -267,12 +262,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             if token_idx * schedule.n_per_token % n_blocks != Int(block_idx.x):
                 continue
             var token = staged[group](recv_buf, token_idx)
-            copy_warp[Self.Format.row_bytes](
-                Self.Format.row_values(self.dispatched.rows, token_idx), token, lane
-            )
-            Self.Format.decode_scales_lane(
-                token, self.dispatched.rows, token_idx, lane, WARP_SIZE
-            )
-            if lane == 0:
+            self._place(token, self.dispatched.rows, token_idx)
+            if self.block.lane == 0:
                 self.dispatched.src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
                 self.dispatched.src_info[unsafe_offset=2 * token_idx + 1] = -1

@@ -11,11 +11,12 @@ from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx, WARP_SIZ
 from ..arguments import GivenTokens
 from ..counters import NO_EXPERT, Word
 from ..device.block import Block
-from ..device.encode import encode_steps, steps_in_flight
+from ..device.encode import EncodedSteps, steps_in_flight
 from ..device.phase import InputScales
+from ..device.schedule import n_steps_of, vector_of_lane
 from ..device.shared import shared_words
-from ..device.warp import bytes_at, in_32_bits, shuffle_address, store16
-from ..failures import Failure
+from ..device.warp import bytes_at, in_32_bits, shuffle_address
+from ..failures import Failure, SEND
 from ..flags import (
     fetch_add_block,
     flag_at,
@@ -27,11 +28,8 @@ from ..flags import (
     store_release_block,
 )
 from ..layout import Group, MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes, TokenFormat
+from ..token_format import BytePointer, TokenFormat
 from ..transport import put_flag, put_message_warp
-
-comptime SEND = 0
-"""Number of the phase in failure records."""
 
 # Words of a block's control.
 comptime INDEXED = 0
@@ -41,7 +39,6 @@ comptime PAIRS_READY = 1
 comptime NEXT_ITEM = 2
 """The next message to receive."""
 comptime N_CONTROL = 3
-"""Control words."""
 
 
 @fieldwise_init
@@ -52,9 +49,7 @@ struct SendSchedule(TrivialRegisterPassable):
     """
 
     var n_items: Int
-    """Items of all blocks."""
     var n_per_token: Int
-    """Items of one token."""
 
     @staticmethod
     @always_inline
@@ -68,7 +63,6 @@ struct SendSchedule(TrivialRegisterPassable):
 
     @always_inline
     def token(self, item: Int) -> Int:
-        """Names the token of an item."""
         return item // self.n_per_token
 
     @always_inline
@@ -105,7 +99,6 @@ struct Sender[
 
     comptime group = Self.group_
     comptime Format = Self.Format_
-    """Wire format of a token."""
 
     var block: Block[Self.group]
     var given: GivenTokens[Self.input_type]
@@ -113,7 +106,6 @@ struct Sender[
     """This rank's put buffer; used with SHMEM."""
     var generation: UInt32
     var schedule: SendSchedule
-    """Which choices are whose."""
 
     @always_inline
     def run(self, n_senders: Int):
@@ -134,7 +126,6 @@ struct Sender[
         return self.block.await_done_words(
             Self.group.dispatch_done_offset(0),
             self.block.counters.generation(Word.DISPATCH_SENT),
-            SEND,
         )
 
     # -------------------------------------------------------- slots and counts
@@ -190,12 +181,7 @@ struct Sender[
                 var has_slot = is_expert and slot < group.max_tokens_per_rank
                 if not has_slot and expert != NO_EXPERT:
                     self.block.refuse(
-                        Failure.DROPPED,
-                        SEND,
-                        self.generation,
-                        Int(expert),
-                        token_idx,
-                        lane,
+                        Failure.DROPPED, SEND, Int(expert), token_idx, lane
                     )
                 var choice = group.choice(token_idx, lane)
                 choices[unsafe_offset=choice] = expert if has_slot else NO_EXPERT
@@ -289,7 +275,6 @@ struct Sender[
 
     @always_inline
     def _place_of(self, choice: Int) -> _Place:
-        """Finds where a choice of this block goes."""
         comptime group = Self.group
         var my_rank = self.block.my_rank
         var recv_bufs = self.block.recv_bufs
@@ -322,25 +307,23 @@ struct Sender[
         """Encodes a token into the messages of an item, with one warp."""
         comptime n_elements = Self.Format.lane_elements
         comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
+        comptime n_steps = n_steps_of[Self.Format]()
         comptime in_flight = steps_in_flight[Self.Format]()
         comptime Elements = SIMD[Self.input_type, n_elements]
         comptime is_scaled = Bool(Self.input_scales)
         var lane = self.block.lane
         var token = self.given.tokens.unsafe_offset(token_idx * Self.Format.hidden_size)
-        for first in range(0, n_vectors, WARP_SIZE * in_flight):
+        for first in range(0, n_steps, in_flight):
             var elements = Array[Elements, in_flight](fill=0)
             comptime for i in range(in_flight):
-                var vector = first + i * WARP_SIZE + lane
-                if vector < n_vectors:
+                var vector, has = vector_of_lane[n_vectors](first + i, n_steps, lane)
+                if has:
                     elements[i] = token.unsafe_load[
                         width=n_elements, alignment=MESSAGE_ALIGN
                     ](vector * n_elements)
-            var values = Array[LaneBytes, in_flight](fill=0)
-            var scales = Array[LaneBytes, in_flight](fill=0)
+            var encoded = EncodedSteps[Self.Format, in_flight]()
             comptime if not is_scaled:
-                encode_steps[Self.input_type, Self.Format, False](
-                    elements, values, scales, 1, lane
-                )
+                encoded.encode[is_scaled=False](elements, 1, lane)
             for k in range(first_k, end_k):
                 var to = shuffle_address(place.message, k)
                 if to == 0:
@@ -348,12 +331,12 @@ struct Sender[
                 comptime if is_scaled:
                     comptime scale_of = Self.input_scales.value()
                     var id = Int(warp.shuffle_idx(place.expert, UInt32(k)))
-                    encode_steps[Self.input_type, Self.Format, True](
-                        elements, values, scales, scale_of[DType.float32](id), lane
+                    encoded.encode[is_scaled=True](
+                        elements, scale_of[DType.float32](id), lane
                     )
-                _store_encoded[Self.Format](to, first, values, scales, lane)
+                encoded.store[False](to, first, n_steps, lane)
             if staged_at != 0:
-                _store_encoded[Self.Format](staged_at, first, values, scales, lane)
+                encoded.store[False](staged_at, first, n_steps, lane)
 
     @always_inline
     def _put_messages(self, token_idx: Int, place: _Place, first_k: Int, end_k: Int):
@@ -375,37 +358,3 @@ struct Sender[
                     Self.group.choice(token_idx, k),
                     id // Self.group.n_local_experts(),
                 )
-
-
-@always_inline
-def _store_encoded[
-    Format: TokenFormat
-](
-    to: UInt64,
-    first: Int,
-    values: Array[LaneBytes, steps_in_flight[Format]()],
-    scales: Array[LaneBytes, steps_in_flight[Format]()],
-    lane: Int,
-):
-    """Writes some steps of an encoded token, with one warp."""
-    comptime n_vectors = Format.value_bytes // MESSAGE_ALIGN
-    comptime for i in range(steps_in_flight[Format]()):
-        var vector = first + i * WARP_SIZE + lane
-        if vector < n_vectors:
-            store16(bytes_at(to).unsafe_offset(vector * MESSAGE_ALIGN), values[i])
-            comptime n = Format.scale_vectors
-            comptime scales_bytes = Format.n_scale_vectors * MESSAGE_ALIGN
-            comptime if n > 0:
-                # Of 32 lanes the first ones have the scales.
-                var has_scales = lane % 32 == 0
-                comptime if n > 1:
-                    has_scales = lane % 32 < n
-                if has_scales:
-                    var at = vector // 2
-                    comptime if n > 1:
-                        at = (vector // 32 * n + lane % 32) * MESSAGE_ALIGN
-                    if n == 1 or at < scales_bytes:
-                        store16(
-                            bytes_at(to).unsafe_offset(Format.value_bytes + at),
-                            scales[i],
-                        )

@@ -63,11 +63,9 @@ struct Choice(TrivialRegisterPassable):
     """Its router weight; 0 if combine returns rows."""
 
     comptime NONE = Self(NO_EXPERT, 0)
-    """No choice."""
 
     @always_inline
     def is_expert[group: Group](self) -> Bool:
-        """Returns whether the id is that of an expert."""
         return self.id >= 0 and self.id < Int32(group.n_experts)
 
 
@@ -83,7 +81,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
     """`[n_choices]`; read if combine returns sums."""
     var n_choices: Int
     var shared_ids: SharedInts
-    """The ids, if `are_shared`."""
     var shared_weights: SharedInts
     """The weights' bits, if they are at most `_N_SHARED_WEIGHTS`, too."""
     var counted: SharedInts
@@ -116,19 +113,16 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def are_shared(self) -> Bool:
-        """Returns whether the ids are in shared memory."""
         return not self.are_in_lanes() and self.n_choices <= N_SHARED_CHOICES
 
     @always_inline
     def id(self, choice: Int) -> Int32:
-        """Reads an id."""
         if self.are_shared():
             return self.shared_ids[unsafe_offset=choice]
         return self.load_id(choice)
 
     @always_inline
     def load_id(self, choice: Int) -> Int32:
-        """Loads an id from global memory."""
         comptime if Self.group.sends_to_all():
             return Int32(UInt32(choice) % UInt32(Self.group.n_ranks))
         comptime if Self.group.wide_ids:
@@ -148,7 +142,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def load_weight(self, choice: Int) -> Float32:
-        """Loads a router weight from global memory."""
         comptime if not Self.group.has_sums():
             return 0
         comptime if Self.group.sends_to_all():

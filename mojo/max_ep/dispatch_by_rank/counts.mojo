@@ -13,7 +13,7 @@ from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, max_of_lanes
 from ..device.liveness import decided_of, is_lost, NEVER_DECIDED, UNDECIDED
-from ..failures import Failure, record_failure
+from ..failures import Failure, RECEIVE, record_failure
 from ..flags import (
     arrive_in_block,
     count_of,
@@ -30,15 +30,7 @@ from ..flags import (
 )
 from ..layout import Group, MESSAGE_ALIGN, n_experts_on_rank
 from ..row_tables import RowTables
-from .roles import (
-    COUNTED,
-    FAILED,
-    N_INDEX_WARPS,
-    NO_NUMBERS,
-    RECEIVE,
-    SUMMED,
-    TOKENS_READY,
-)
+from .roles import COUNTED, FAILED, N_INDEX_WARPS, NO_NUMBERS, SUMMED, TOKENS_READY
 
 comptime _LOADS_OF_LANE = 4
 comptime _PAIRS_OF_LANE = 2 * _LOADS_OF_LANE
@@ -73,7 +65,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     var block: Block[Self.group]
     var tables: RowTables[Self.group]
-    """The output tensors that say which row is whose."""
     var pair_rows: SharedInts
     """The rows before each pair, packed, and before the end."""
     var sums: SharedInts
@@ -85,7 +76,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def __init__(out self, block: Block[Self.group], tables: RowTables[Self.group]):
-        """Allocates it; nothing is initialized."""
         self.block = block
         self.tables = tables
         comptime n_counting = n_counting_warps[Self.group]()
@@ -98,22 +88,18 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def n_tokens(self, src_rank: Int) -> Int:
-        """Reads how many tokens a source has sent."""
         return Int(self.n_tokens_of[unsafe_offset=src_rank])
 
     @always_inline
     def most_tokens(self) -> Int:
-        """Reads the largest number of tokens that a source has sent."""
         return self.n_tokens(Self.group.n_ranks)
 
     @always_inline
     def rows_before(self, pair: Int) -> Int:
-        """Reads how many rows are before a pair."""
         return Int(self.pair_rows[unsafe_offset=pair])
 
     @always_inline
     def row_of_pair(self, pair: Int) -> Int32:
-        """Finds the first row of a pair."""
         var row = self.pair_rows[unsafe_offset=pair]
         comptime if Self.group.is_padded:
             var local_expert = pair // Self.group.n_ranks
@@ -139,7 +125,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         the first has decided. `place`: that of `EPLocalSyncCounters.decided`.
         """
         var clock = self.block.clock()
-        var generation = self.block.dispatch_receiving()
+        var generation = self.block.receiving()
         if block_idx.x == 0:
             if is_lost[Self.group](clock, src_rank):
                 return flag_word(generation, 0)
@@ -168,7 +154,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def _read_numbers(self) -> Bool:
         """Waits for the numbers of tokens of all sources, with one warp."""
-        var generation = self.block.dispatch_receiving()
+        var generation = self.block.receiving()
         var my_counts = self.block.my_counts()
         var is_late = False
         var most: Int32 = 0
@@ -188,9 +174,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                         if generation_of(word) == generation:
                             break
                 if not Self.group.masks and self.block.gives_up(wait, src_rank):
-                    self.block.fail(
-                        Failure.NO_COUNT, RECEIVE, src_rank, -1, generation, word
-                    )
+                    self.block.fail(Failure.NO_COUNT, src_rank, -1, word)
                     is_late = True
                     break
                 word = load_relaxed_sys(flag)
@@ -248,7 +232,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         self, mut words: Array[UInt64, _PAIRS_OF_LANE], first: Int, n_pairs: Int
     ) -> Bool:
         """Waits for the count words of a lane's pairs; all lanes call it."""
-        var generation = self.block.dispatch_receiving()
+        var generation = self.block.receiving()
         var my_counts = self.block.my_counts()
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
         comptime for i in range(_PAIRS_OF_LANE):
@@ -289,11 +273,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(
                     Failure.NO_COUNT,
-                    RECEIVE,
                     pair % Self.group.n_ranks,
                     self.block.my_rank * Self.group.n_local_experts()
                     + pair // Self.group.n_ranks,
-                    generation,
                     load_relaxed_sys(
                         flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                     ),
@@ -407,12 +389,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             self.block.counters.set_broken()
             if self.block.lane == 0:
                 self.block.refuse(
-                    Failure.TOO_MANY_ROWS,
-                    RECEIVE,
-                    self.block.dispatch_receiving(),
-                    0,
-                    n_rows_needed,
-                    n_rows_max,
+                    Failure.TOO_MANY_ROWS, RECEIVE, 0, n_rows_needed, n_rows_max
                 )
                 store_release_block(failed, 1)
         # Even after a failure: the block waits for all counting warps without a deadline.

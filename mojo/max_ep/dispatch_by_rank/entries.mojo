@@ -24,19 +24,16 @@ comptime ENTRY_FIELD_BITS = 16
 
 @always_inline
 def entry_word(generation: UInt32, expert_id: Int, position: Int) -> UInt64:
-    """Makes an entry."""
     return flag_word(generation, (expert_id << ENTRY_FIELD_BITS) | position)
 
 
 @always_inline
 def expert_of_entry(entry: UInt64) -> Int:
-    """Reads the expert of an entry."""
     return count_of(entry) >> ENTRY_FIELD_BITS
 
 
 @always_inline
 def position_of_entry(entry: UInt64) -> Int:
-    """Reads the position of an entry."""
     return count_of(entry) & ((1 << ENTRY_FIELD_BITS) - 1)
 
 
@@ -48,23 +45,19 @@ comptime NO_POSITION = (1 << ENTRY_FIELD_BITS) - 1
 
 @always_inline
 def weight_word(generation: UInt32, weight: Float32) -> UInt64:
-    """Makes the second word of an entry."""
     return flag_word(generation, Int(bitcast[DType.uint32](weight)))
 
 
 @always_inline
 def weight_of_word(word: UInt64) -> Float32:
-    """Reads the router weight of an entry."""
     return bitcast[DType.float32](UInt32(word & 0xFFFF_FFFF))
 
 
 @always_inline
 def id_word(generation: UInt32, expert_id: Int32) -> UInt64:
-    """Makes the first word of routing metadata."""
     return flag_word(generation, Int(bitcast[DType.uint32](expert_id)))
 
 
 @always_inline
 def id_of_word(word: UInt64) -> Int32:
-    """Reads the expert id of routing metadata."""
     return bitcast[DType.int32](UInt32(word & 0xFFFF_FFFF))

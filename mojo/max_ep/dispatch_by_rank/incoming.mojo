@@ -15,7 +15,6 @@ from ..failures import Failure
 from ..flags import flag_at, flag_word, load_relaxed_sys, load_relaxed_sys_16, Wait
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes, TokenFormat
-from .roles import RECEIVE
 
 
 @always_inline
@@ -32,21 +31,13 @@ def await_words[
     are_two: Bool
 ](words: BytePointer, src_rank: Int, block: Block[...]) -> LaneBytes:
     """Waits for an entry, or routing metadata, with one lane."""
-    var generation = block.dispatch_receiving()
     var bytes = _load_words[are_two](words)
     var wait = Wait(block.deadline)
     while True:
-        if bytes[1] == generation:
+        if bytes[1] == block.receiving():
             return bytes
         if block.gives_up(wait, src_rank):
-            block.fail(
-                Failure.NO_MESSAGE,
-                RECEIVE,
-                src_rank,
-                -1,
-                generation,
-                flag_word(bytes[1], 0),
-            )
+            block.fail(Failure.NO_MESSAGE, src_rank, -1, flag_word(bytes[1], 0))
             return bytes
         bytes = _load_words[are_two](words)
 
@@ -56,22 +47,17 @@ struct _LaneVectors(TrivialRegisterPassable):
     """Some vectors of a token that a lane moves."""
 
     var bytes: BytePointer
-    """The vectors of the token."""
     var first: Int
-    """This lane's first vector."""
     var end: UInt32
     """One past the last vector that may be this lane's."""
     var stride: Int
-    """From one of its vectors to the next."""
 
     @always_inline
     def has(self, i: Int) -> Bool:
-        """Returns whether this lane has that vector."""
         return UInt32(self.first + i * self.stride) < self.end
 
     @always_inline
     def at(self, i: Int) -> BytePointer:
-        """Points to one."""
         return self.bytes.unsafe_offset(
             Int(UInt32(self.first + i * self.stride)) * MESSAGE_ALIGN
         )
@@ -103,14 +89,7 @@ struct _LaneVectors(TrivialRegisterPassable):
             if not is_missing:
                 break
             if block.gives_up(wait, src_rank):
-                block.fail(
-                    Failure.NO_MESSAGE,
-                    RECEIVE,
-                    src_rank,
-                    -1,
-                    block.dispatch_receiving(),
-                    0,
-                )
+                block.fail(Failure.NO_MESSAGE, src_rank, -1, 0)
                 return False
             comptime for i in range(n):
                 if self.has(i) and loaded[i][3] == SENTINEL:
@@ -129,12 +108,10 @@ struct Token(TrivialRegisterPassable):
     """Where a token is read."""
 
     var bytes: BytePointer
-    """The encoded token."""
     var src_rank: Int
     var idx: Int
     """Which of the source's tokens it is."""
     var is_inline: Bool
-    """Whether its data is its own flag."""
     var is_loaded: Bool
     """Whether it is loaded before its entries are read: it has no flags."""
 
@@ -155,13 +132,11 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
     comptime in_flight = _n_in_flight[Self.Format, Self.are_all_inline]()
 
     var values: Array[LaneBytes, Self.in_flight]
-    """A vector of each step."""
     var scales: Array[LaneBytes, 1]
     """Vector `lane` of the scales of these steps, if there are any."""
 
     @always_inline
     def __init__(out self):
-        """Makes one that holds nothing."""
         self.values = Array[LaneBytes, Self.in_flight](fill=0)
         self.scales = Array[LaneBytes, 1](fill=0)
 
@@ -218,7 +193,6 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
 
     @always_inline
     def place(self, rows: Self.Format.Rows, row: Int, first: Int, end: Int, lane: Int):
-        """Places them in a row."""
         comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
         var to = Self.Format.row_values(rows, row)
         comptime for i in range(Self.in_flight):

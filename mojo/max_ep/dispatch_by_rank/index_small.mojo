@@ -42,7 +42,6 @@ struct Item(TrivialRegisterPassable):
 
     @always_inline
     def publish[group: Group](self, block: Block[group]):
-        """Publishes it, with one warp."""
         var number = self.number - group.n_experts
         if number >= 0:
             publish_entry(
@@ -59,11 +58,9 @@ struct LaneIndex[group: Group]:
     var ids: Array[Int32, _N_LANE_IDS]
     """Of lane `l`: ids of the choices `l`, `WARP_SIZE + l`, and so on."""
     var next: Item
-    """What this warp publishes next."""
 
     @always_inline
     def __init__(out self, choices: Choices[Self.group]):
-        """Makes one that holds nothing."""
         self.choices = choices
         self.ids = Array[Int32, _N_LANE_IDS](fill=NO_EXPERT)
         self.next = Item(Int.MAX, Choice.NONE, 0)
@@ -79,7 +76,6 @@ struct LaneIndex[group: Group]:
 
     @always_inline
     def _count(mut self, number: Int):
-        """Counts an item, with one warp."""
         var choice_idx = number - Self.group.n_experts
         var choice = Choice(Int32(number), 0)
         var end = self.choices.n_choices
@@ -95,7 +91,6 @@ struct LaneIndex[group: Group]:
 
     @always_inline
     def publish(mut self, block: Block[Self.group]):
-        """Publishes this warp's items."""
         while self.next.number < Self.group.n_experts + self.choices.n_choices:
             self.next.publish(block)
             self._count(self.next.number + N_INDEX_WARPS * Int(grid_dim.x))

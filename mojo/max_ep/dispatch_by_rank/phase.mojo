@@ -24,12 +24,12 @@ read (`publish_earlier_reads`), or this one at its end if ranks share a GPU.
 from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, DispatchedRows, GivenTokens
-from ..counters import Word
 from ..device.block import Block
-from ..device.phase import Phase
+from ..device.phase import Kernel
 from ..device.shared import share_addresses
-from ..device.start import await_launch_before, header_word, is_last_block, mask_word
+from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
+from ..failures import RECEIVE, SEND
 from ..layout import Group
 from ..token_format import TokenFormat
 from .choices import Choices, N_SHARED_CHOICES
@@ -46,14 +46,12 @@ from .roles import (
     n_send_warps,
     N_WARPS_MIN,
     NUMBERS_WARP,
-    RECEIVE,
-    SEND,
 )
 from .send import TokenSender
 
 
 @fieldwise_init
-struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Phase):
+struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Kernel):
     """Sends each token to its ranks; makes rows, sorted by expert, of those that come.
 
     A launch that only sends does not touch the outputs, one that only receives not
@@ -73,19 +71,11 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Pha
     var buffers: Buffers[Self.group_]
 
     comptime group = Self.group_
-    comptime overlaps_previous = True
     comptime n_warps = Self.group_.num_threads // WARP_SIZE
 
     @always_inline
     def run[sends: Bool, receives: Bool](self):
         comptime assert Self.n_warps >= N_WARPS_MIN, "a role has no warp"
-        comptime has_metadata = Self.Format.router_top_k > 0
-        comptime assert (
-            has_metadata == Self.group.sends_to_all()
-        ), "an all-gather takes routing metadata along"
-        comptime assert (
-            not has_metadata or Self.group.n_experts == Self.group.n_ranks
-        ), "each rank of an all-gather is an expert"
         # Then this rank reads its own tokens where they are given.
         comptime has_input = (
             sends and receives and Self.Format.is_identity[Self.input_type]()
@@ -136,15 +126,11 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Pha
                 self._write_nothing()
             return
         var indexer = block.warp_idx - (Self.n_warps - N_INDEX_WARPS)
-        var received = block.dispatch_receiving()
         comptime if not publishes_at_end:
             if block.is_last_to_start(COUNTING_WARP):
                 comptime if sends:
-                    var sent = block.dispatch_sending()
-                    block.counters.n_tokens_of(sent)[] = Int32(n_tokens)
-                    block.counters.set_generation(Word.DISPATCH_SENT, sent)
-                comptime if receives:
-                    block.counters.set_generation(Word.DISPATCH_RECEIVED, received)
+                    block.counters.n_tokens_of(block.sending())[] = Int32(n_tokens)
+                block.advance[sends, receives]()
         comptime if sends:
             block.publish_earlier_reads(DONE_WARP)
             if indexer >= 0:
@@ -157,21 +143,16 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Pha
         comptime if receives:
             comptime if Self.group.has_sums() and not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == DONE_WARP:
-                    block.prefetch_done_words[is_combine=True]()
-            var n_own = n_tokens if sends else block.before.n_tokens(received)
+                    block.prefetch_done_words()
+            var n_own = n_tokens if sends else block.before.n_tokens(block.receiving())
             self._receive[has_input](block, indexer, n_own)
             comptime if publishes_at_end:
-                if not is_last_block(block.counters):
-                    return
-                if block.lane == 0:
-                    block.counters.set_generation(Word.DISPATCH_RECEIVED, received)
-                block.publish_reads(received, block.before.combine_received)
+                block.end_wait()
             # AFTER: rows are complete; every source may overwrite its tokens here,
             # once that is published, by this launch or the next of this rank.
 
     @always_inline
     def _write_nothing(self):
-        """Writes outputs without rows."""
         comptime num_threads = Self.group.num_threads
         if block_idx.x == 0:
             self.dispatched.tables.write_no_rows(Int(thread_idx.x), num_threads)
@@ -197,7 +178,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Pha
         Receivers wait for the entries of choices without an expert, too.
         """
         # I3, for entries and counts.
-        var can_write = block.await_readers[is_combine=False](SEND)
+        var can_write = block.await_readers()
         if choices.are_in_lanes():
             if can_write:
                 lane_index.publish(block)

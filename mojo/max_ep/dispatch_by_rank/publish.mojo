@@ -9,13 +9,13 @@ from std.memory import bitcast
 from ..counters import NO_EXPERT
 from ..device.block import Block
 from ..device.warp import bytes_at, divmod_32
-from ..failures import Failure
+from ..failures import Failure, SEND
 from ..flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
 from ..layout import Group
 from ..token_format import LaneBytes
 from .choices import Choice, Choices
 from .entries import entry_word, id_word, NO_ENTRY_EXPERT, NO_POSITION, weight_word
-from .roles import N_INDEX_WARPS, SEND
+from .roles import N_INDEX_WARPS
 
 
 @always_inline
@@ -28,7 +28,6 @@ def nth_peer(my_rank: Int, n: Int, n_ranks: Int) -> Int:
 
 @always_inline
 def two_words(first: UInt64, second: UInt64) -> LaneBytes:
-    """Joins two words to what one access writes."""
     return bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](first, second))
 
 
@@ -36,12 +35,12 @@ def two_words(first: UInt64, second: UInt64) -> LaneBytes:
 def publish_n_tokens[group: Group](n_tokens: Int, block: Block[group]):
     """Publishes to every rank how many tokens this one sends, with one warp."""
     # I3, for numbers of tokens.
-    if not block.await_readers[is_combine=False](SEND):
+    if not block.await_readers():
         return
     for rank in range(block.lane, group.n_ranks, WARP_SIZE):
         store_relaxed_sys(
             block.flag(rank, group.dispatch_n_tokens_offset(block.my_rank)),
-            block.dispatch_sending(),
+            block.sending(),
             n_tokens,
         )
 
@@ -55,7 +54,7 @@ def publish_count[group: Group](expert: Int, n_choices: Int, block: Block[group]
             dst_rank,
             group.dispatch_count_offset(group.pair(local_expert, block.my_rank)),
         ),
-        block.dispatch_sending(),
+        block.sending(),
         min(n_choices, group.max_tokens_per_rank),
     )
 
@@ -72,7 +71,7 @@ def publish_entry[
     n_lanes: Int,
 ):
     """Publishes the entry of a choice to every rank, with one lane of some."""
-    var generation = block.dispatch_sending()
+    var generation = block.sending()
     var is_expert = choice.is_expert[group]()
     var has_place = is_expert and position < group.max_tokens_per_rank
     # A choice that gets a row on this rank is recorded by who makes the row.
@@ -105,7 +104,6 @@ def publish_entry[
             block.refuse(
                 Failure.DROPPED,
                 SEND,
-                generation,
                 Int(choice.id),
                 number // group.top_k,
                 number % group.top_k,
@@ -118,9 +116,9 @@ def send_metadata[
 ](choices: Choices[group], n_tokens: Int, block: Block[group], indexer: Int):
     """Sends routing metadata to every rank, with one of the index warps."""
     # I3, for routing metadata.
-    if not block.await_readers[is_combine=False](SEND):
+    if not block.await_readers():
         return
-    var generation = block.dispatch_sending()
+    var generation = block.sending()
     for place in range(
         (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE + block.lane,
         n_tokens * router_top_k,

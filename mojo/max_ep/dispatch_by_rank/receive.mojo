@@ -27,7 +27,7 @@ from .entries import (
     weight_of_word,
 )
 from .incoming import await_words, Steps, Token
-from .roles import NEXT_RECEIVE, RECEIVE, receive_schedule
+from .roles import NEXT_RECEIVE, receive_schedule
 
 
 @fieldwise_init
@@ -37,9 +37,7 @@ struct _Destination(TrivialRegisterPassable):
     var is_late: Bool
     """Whether the entry has not come."""
     var is_here: Bool
-    """Whether the choice's expert is on this rank."""
     var has_row: Bool
-    """Whether the choice has a row here."""
     var pair: Int
     var position: Int32
     """Its place among the rows of the pair."""
@@ -48,7 +46,6 @@ struct _Destination(TrivialRegisterPassable):
     var weight: Float32
 
     comptime NONE = Self(False, False, False, 0, 0, NO_ROW, 0)
-    """That of no choice."""
 
 
 @fieldwise_init
@@ -62,7 +59,6 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     """This rank's tokens, if `has_input`."""
     var recv_buf: BytePointer
     var shared: SharedCounts[Self.group]
-    """What the block knows of all sources."""
     var block: Block[Self.group]
 
     @always_inline
@@ -114,7 +110,6 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     def _locate[
         are_all_inline: Bool
     ](self, src_rank: Int, token_idx: Int, n_tokens: Int) -> Token:
-        """Finds where a token is read."""
         comptime if Self.has_input:
             if src_rank == self.block.my_rank:
                 var bytes = bytes_at(
@@ -146,7 +141,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             token.src_rank,
             self.block,
         )
-        var is_late = entry[1] != self.block.dispatch_receiving()
+        var is_late = entry[1] != self.block.receiving()
         var words = bitcast[DType.uint64, 2](entry)
         var expert = expert_of_entry(words[0])
         var local_expert = expert - my_rank * n_local_experts
@@ -212,10 +207,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 self.recv_buf,
                 Self.group.chunk_flag_offset(token.src_rank, token.idx, chunk.idx),
             )
-            var word = self.block.await_message(
-                flag, self.block.dispatch_receiving(), RECEIVE, token.src_rank, -1
-            )
-            if any_lane(generation_of(word) != self.block.dispatch_receiving()):
+            var word = self.block.await_message(flag, token.src_rank)
+            if any_lane(generation_of(word) != self.block.receiving()):
                 comptime if Self.group.masks:
                     # Rows of a lost source stay: nobody reads what experts make of them.
                     return True
@@ -271,14 +264,12 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     @always_inline
     def _rows_of_pair(self, pair: Int) -> Self.Format.Rows:
-        """Finds where the rows of a pair's expert go."""
         var expert = pair // Self.group.n_ranks
         var first_row = self.shared.row_of_pair(Self.group.pair(expert, 0))
         return self.dispatched.rows.of_expert(expert, Int(first_row))
 
     @always_inline
     def _record_row(self, token: Token, row: Int32):
-        """Records for combine where a lane's choice has its row."""
         comptime if Self.group.has_sums():
             if self.block.lane < Self.group.top_k:
                 var source = relative_rank(
@@ -300,11 +291,9 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             comptime if not Self.group.has_sums():
                 # `publish_entry` leaves these choices out.
                 if token.src_rank == self.block.my_rank:
-                    self.block.counters.choices(
-                        self.block.dispatch_receiving(), Self.group
-                    )[unsafe_offset=Self.group.choice(token.idx, lane)] = own_row(
-                        Int(to.row)
-                    )
+                    self.block.counters.choices(self.block.receiving(), Self.group)[
+                        unsafe_offset=Self.group.choice(token.idx, lane)
+                    ] = own_row(Int(to.row))
         self._record_row(token, to.row)
         comptime if Self.group.has_sums():
             if lane < Self.group.top_k:
@@ -329,7 +318,6 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     @always_inline
     def _place_metadata(self, token: Token, row: Int) -> Bool:
-        """Places a token's routing metadata into its row, with one warp."""
         comptime router_top_k = Self.Format.router_top_k
         var is_late = False
         for k in range(self.block.lane, router_top_k, WARP_SIZE):
@@ -342,7 +330,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 token.src_rank,
                 self.block,
             )
-            is_late = is_late or found[1] != self.block.dispatch_receiving()
+            is_late = is_late or found[1] != self.block.receiving()
             var words = bitcast[DType.uint64, 2](found)
             Self.Format.place_metadata(
                 self.dispatched.rows,

@@ -9,10 +9,6 @@ All but the index warps receive. If work is taken from a counter, index warps do
 from ..device.schedule import Schedule
 from ..layout import Group, N_CHUNKS
 
-comptime SEND = 0
-"""The send phase, a position in `failures.PHASES`."""
-comptime RECEIVE = 1
-"""The receive phase."""
 comptime N_INDEX_WARPS = 8
 """Warps of a block that write entries and counts; some then read counts."""
 comptime N_WARPS_MIN = N_INDEX_WARPS + 2
@@ -44,7 +40,6 @@ comptime GAVE_UP = 5
 comptime NEXT_SEND = 6
 """Control word: work that sending warps have taken after their first."""
 comptime N_CONTROL = NEXT_SEND + 1
-"""Control words of a block."""
 
 comptime _TWO_AT_ONCE = 1024
 """Tokens up to which a warp sends two chunks at once where it could send four: fours

@@ -11,7 +11,7 @@ from std.bit import count_trailing_zeros, pop_count
 
 from ..counters import LaunchHeader, NO_EXPERT
 from ..device.block import Block
-from ..device.encode import encode_steps, steps_in_flight
+from ..device.encode import EncodedSteps, steps_in_flight
 from ..device.schedule import (
     Chunk,
     inline_split,
@@ -19,20 +19,12 @@ from ..device.schedule import (
     n_steps_of,
     vector_of_lane,
 )
-from ..device.warp import (
-    any_lane,
-    avoid_sentinel,
-    bytes_at,
-    divmod_32,
-    lanes_like,
-    shuffle_address,
-    store16,
-)
-from ..flags import flag_at, publish, store_relaxed_sys_16
+from ..device.warp import any_lane, bytes_at, divmod_32, lanes_like, shuffle_address
+from ..flags import flag_at, publish
 from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
-from ..token_format import LaneBytes, TokenFormat
+from ..token_format import TokenFormat
 from .choices import Choices
-from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND, SEND
+from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND
 
 
 @fieldwise_init
@@ -44,7 +36,6 @@ struct Receivers(TrivialRegisterPassable):
     var is_target: Bool
     """Whether this lane is the first of those with its rank, a peer."""
     var targets: UInt32
-    """Which lanes are."""
     var is_own: Bool
     """Whether this rank gets it through its own region."""
 
@@ -73,12 +64,10 @@ struct Receivers(TrivialRegisterPassable):
 
     @always_inline
     def are_any(self) -> Bool:
-        """Says whether the token is sent at all."""
         return self.targets != 0 or self.is_own
 
     @always_inline
     def count(self) -> Int:
-        """Counts them."""
         return Int(pop_count(self.targets)) + Int(self.is_own)
 
     @always_inline
@@ -99,48 +88,6 @@ struct Receivers(TrivialRegisterPassable):
         return dst_rank
 
 
-@always_inline
-def _store_steps[
-    in_flight: Int, //, Format: TokenFormat, is_inline: Bool
-](
-    to: UInt64,
-    first: Int,
-    end: Int,
-    values: Array[LaneBytes, in_flight],
-    scales: Array[LaneBytes, in_flight],
-    lane: Int,
-):
-    """Writes some steps of an encoded token, with one warp."""
-
-    @always_inline
-    @__parameter
-    def store[flip: UInt32](offset: Int, bytes: LaneBytes):
-        var p = bytes_at(to).unsafe_offset(offset)
-        comptime if is_inline:
-            store_relaxed_sys_16(p, avoid_sentinel[flip](bytes))
-        else:
-            store16(p, bytes)
-
-    comptime n_vectors = Format.value_bytes // MESSAGE_ALIGN
-    comptime for i in range(in_flight):
-        var step = first + i
-        var vector, is_in_chunk = vector_of_lane[n_vectors](step, end, lane)
-        if is_in_chunk:
-            store[Format.values_flip](vector * MESSAGE_ALIGN, values[i])
-            comptime n = Format.scale_vectors
-            comptime if n > 0:
-                # Lane `j` has the j-th 16 bytes of the step.
-                var has_scales = lane == 0
-                var of_token = step
-                comptime if n > 1:
-                    of_token = step * n + lane
-                    has_scales = lane < n and of_token < Format.n_scale_vectors
-                if has_scales:
-                    store[Format.scales_flip](
-                        Format.value_bytes + of_token * MESSAGE_ALIGN, scales[i]
-                    )
-
-
 @fieldwise_init
 struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
     """What a lane has of some steps of a token, as it is given."""
@@ -150,13 +97,11 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
     var elements: Array[
         SIMD[Self.input_type, Self.Format.lane_elements], Self.in_flight
     ]
-    """Of some steps of one of them."""
 
     @always_inline
     def __init__(
         out self, tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
     ):
-        """Makes one that holds nothing."""
         self.tokens = tokens
         self.elements = {fill = 0}
 
@@ -187,20 +132,15 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
         lane: Int,
     ):
         """Encodes the loaded steps once, writes them to all who get them."""
-        var values = Array[LaneBytes, Self.in_flight](fill=0)
-        var scales = Array[LaneBytes, Self.in_flight](fill=0)
-        encode_steps[Self.input_type, Self.Format, False](
-            self.elements, values, scales, 1, lane
-        )
+        var encoded = EncodedSteps[Self.Format, Self.in_flight]()
+        encoded.encode[is_scaled=False](self.elements, 1, lane)
         var rest = receivers.targets
         while rest != 0:
             var k = Int(count_trailing_zeros(rest))
             rest &= rest - 1
-            _store_steps[Self.Format, is_inline](
-                shuffle_address(address, k), first, end, values, scales, lane
-            )
+            encoded.store[is_inline](shuffle_address(address, k), first, end, lane)
         if receivers.is_own:
-            _store_steps[Self.Format, is_inline](own, first, end, values, scales, lane)
+            encoded.store[is_inline](own, first, end, lane)
 
     @always_inline
     def send[
@@ -257,7 +197,6 @@ struct TokenSender[
     """
 
     var choices: Choices[Self.group]
-    """The choices of the tokens."""
     var n_tokens: Int
     var sender: Int
     """Which of the sending warps of the block this is."""
@@ -266,7 +205,6 @@ struct TokenSender[
     """Which of all inline chunks is the next; there may be none for this warp."""
     var chunk: Chunk
     var has_chunk: Bool
-    """Whether this warp sends inline chunks."""
     var inline: TokenLane[
         Self.Format, Self.input_type, _inline_in_flight[Self.Format]()
     ]
@@ -274,7 +212,6 @@ struct TokenSender[
     var id: Int32
     """Expert id of choice `lane` of its token."""
     var receivers: Receivers
-    """Who gets the next inline chunk."""
 
     @always_inline
     def __init__(
@@ -304,7 +241,6 @@ struct TokenSender[
 
     @always_inline
     def prefetch(mut self):
-        """Begins to load the first chunk."""
         if self.has_chunk:
             var lane = Int(lane_id())
             self.inline.load(self.chunk.whole, self.chunk.begin, self.chunk.end, lane)
@@ -324,14 +260,12 @@ struct TokenSender[
 
     @always_inline
     def _receivers_of(self, token_idx: Int, block: Block[Self.group]) -> Receivers:
-        """Finds out who gets a token."""
         return Receivers.of[Self.group, Self.has_input](
             self.choices.id_of_lane(token_idx, block.lane), block.my_rank, block.lane
         )
 
     @always_inline
     def send(mut self, block: Block[Self.group]):
-        """Sends what this warp has to send, with or without flags."""
         if self.sender >= self.n_senders:
             return
         if self.n_tokens <= Self.group.n_inline_tokens():
@@ -348,7 +282,7 @@ struct TokenSender[
         if not self.has_chunk:
             return
         # I3, for tokens.
-        if not block.await_readers[is_combine=False](SEND):
+        if not block.await_readers():
             return
         var is_loaded = True
         while True:
@@ -365,7 +299,6 @@ struct TokenSender[
 
     @always_inline
     def _send_chunks(self, block: Block[Self.group]):
-        """Sends chunks that have flags, as many as this warp takes."""
         comptime n_steps = n_steps_of[Self.Format]()
         var shift = chunks_at_once_shift[Self.group, n_steps](
             self.n_tokens, self.n_senders
@@ -379,7 +312,7 @@ struct TokenSender[
         if number >= self.n_tokens * n_bundles:
             return
         # I3, for tokens.
-        if not block.await_readers[is_combine=False](SEND):
+        if not block.await_readers():
             return
         while True:
             var token_idx, bundle = divmod_32(number, n_bundles)
@@ -401,9 +334,7 @@ struct TokenSender[
                         block.my_rank, token_idx, (bundle << shift) + chunk_idx
                     )
                     var recv_buf = block.recv_bufs[unsafe_offset=dst_rank]
-                    publish(
-                        flag_at(bytes_at(recv_buf), offset), block.dispatch_sending(), 0
-                    )
+                    publish(flag_at(bytes_at(recv_buf), offset), block.sending(), 0)
             var round = block.next_work(NEXT_SEND)
             number = (self.n_senders + round) * Int(grid_dim.x) + Int(block_idx.x)
             if number >= self.n_tokens * n_bundles:

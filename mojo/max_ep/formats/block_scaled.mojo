@@ -9,7 +9,6 @@ from std.bit import log2_floor
 from std.memory import bitcast
 from std.sys import size_of
 
-from ..cpu_copy import copy_bytes
 from ..layout import MESSAGE_ALIGN, scaled_token_bytes
 from ..token_format import BytePointer, LaneBytes, LaneWire, OutputTensors, TokenFormat
 from .casts import bits_of_magnitude, WIDTH
@@ -112,9 +111,7 @@ struct BlockScaledTokenFormat[
     comptime value_bits = Self.Numbers.value_bits
     comptime scale_type = Self.Numbers.scale_type
     comptime scale_bytes = size_of[Scalar[Self.scale_type]]()
-    """Bytes of a scale."""
     comptime n_blocks = Self.hidden_size_ // Self.block
-    """Scales of one token."""
     comptime block_lanes = max(1, Self.block // Self.lane_elements)
     """GPU lanes that share one block."""
     comptime lane_blocks = max(1, Self.lane_elements // Self.block)
@@ -181,18 +178,6 @@ struct BlockScaledTokenFormat[
         Self._scales_of(message)[unsafe_offset=block] = scale.bits.cast[
             Self.scale_type
         ]()
-
-    @staticmethod
-    @always_inline
-    def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
-        """Copies values and scales; nothing is dequantized."""
-        copy_bytes(
-            dest=Self.row_values(rows, row),
-            src=message,
-            count=Self.value_bytes,
-            is_streaming=is_streaming,
-        )
-        Self.decode_scales_lane(message, rows, row, 0, 1)
 
     @staticmethod
     @always_inline
@@ -265,17 +250,3 @@ struct BlockScaledTokenFormat[
     @always_inline
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:
         return rows.values().unsafe_offset(row * Self.value_bytes)
-
-    @staticmethod
-    @always_inline
-    def decode_scales_lane(
-        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
-    ):
-        # One float32, or the four bytes that stand together in a tile.
-        comptime n = 4 // Self.scale_bytes
-        var scales = Self._scales_of(message)
-        var start = rows.first_scale[Self.n_blocks](row)
-        for first in range(lane * n, Self.n_blocks, n_lanes * n):
-            rows.place[Self.n_blocks](
-                start, first, scales.unsafe_load[width=n, alignment=4](first)
-            )

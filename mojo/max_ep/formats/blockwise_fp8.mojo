@@ -25,7 +25,6 @@ comptime FP8_MIN_AMAX = Float32(1e-4)
 
 @always_inline
 def power_of_two_at_least(x: Float32) -> Float32:
-    """Rounds up to a power of two."""
     var bits = bitcast[DType.uint32](x)
     comptime mantissa = UInt32(0x7F_FFFF)
     return bitcast[DType.float32]((bits + mantissa) & ~mantissa)

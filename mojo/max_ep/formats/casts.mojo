@@ -11,7 +11,6 @@ from std.sys import is_nvidia_gpu
 comptime FP8_MAX = Float32(448)
 """Largest finite float8_e4m3fn."""
 comptime WIDTH = 16
-"""Elements that are cast at once."""
 
 
 @always_inline
@@ -62,7 +61,6 @@ def bits_of_magnitude[
 
 @always_inline
 def is_nan_of_bits(magnitude: UInt32) -> Bool:
-    """Returns whether the bits of a magnitude are those of a NaN."""
     return magnitude > 0x7F80_0000
 
 

@@ -46,7 +46,6 @@ struct ForwardedTokenFormat[
     comptime Quantizing = BlockScaledTokenFormat[
         Self.Numbers, Self.Rows_, Self.hidden_size_, Self.top_k_
     ]
-    """The format that makes such tokens."""
     comptime hidden_size = Self.token_bytes
     """Bytes of a token, as it is given and sent."""
     comptime top_k = Self.top_k_
@@ -60,7 +59,6 @@ struct ForwardedTokenFormat[
     comptime row_bytes = Self.Quantizing.value_bytes
     comptime lane_elements = MESSAGE_ALIGN
     comptime scale_vectors = 0
-    """They are not sent apart."""
     comptime values_flip = Self.Numbers.forwarded_flip
     comptime Rows = Self.Rows_
 
@@ -83,23 +81,6 @@ struct ForwardedTokenFormat[
             src=token.unsafe_bitcast[UInt8](),
             count=Self.token_bytes,
             is_streaming=False,
-        )
-
-    @staticmethod
-    @always_inline
-    def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
-        Self.Quantizing.decode(message, rows, row, is_streaming)
-        comptime if Self.has_row_scale:
-            Self._place_row_scale(message, rows, row)
-
-    @staticmethod
-    @always_inline
-    def _place_row_scale(message: BytePointer, rows: Self.Rows, row: Int):
-        rows.place_row_scale(
-            row,
-            message.unsafe_offset(Self.Quantizing.token_bytes).unsafe_bitcast[
-                Float32
-            ]()[],
         )
 
     @staticmethod
@@ -133,16 +114,6 @@ struct ForwardedTokenFormat[
                 return
         Self.Quantizing.place_scales(rows, row, vector, scales)
 
-    @staticmethod
-    @always_inline
-    def decode_scales_lane(
-        message: BytePointer, rows: Self.Rows, row: Int, lane: Int, n_lanes: Int
-    ):
-        Self.Quantizing.decode_scales_lane(message, rows, row, lane, n_lanes)
-        comptime if Self.has_row_scale:
-            if lane == 0:
-                Self._place_row_scale(message, rows, row)
-
 
 # ---------------------------------------------------------------------- the join
 
@@ -162,9 +133,7 @@ struct JoinWords[Numbers: BlockNumbers, hidden_size: Int](Work):
     comptime Format = BlockScaledTokenFormat[
         Self.Numbers, RowByRow, Self.hidden_size, 1
     ]
-    """How a token is joined."""
     comptime words_per_token = Self.Format.token_bytes // 4
-    """Items of a token."""
 
     @always_inline
     def do(self, i: Int):

@@ -85,16 +85,6 @@ struct PlainTokenFormat[
 
     @staticmethod
     @always_inline
-    def decode(message: BytePointer, rows: Self.Rows, row: Int, is_streaming: Bool):
-        copy_bytes(
-            dest=rows.tokens.unsafe_offset(row * Self.token_bytes),
-            src=message,
-            count=Self.token_bytes,
-            is_streaming=is_streaming,
-        )
-
-    @staticmethod
-    @always_inline
     def encode_lane[
         input_type: DType, is_scaled: Bool
     ](

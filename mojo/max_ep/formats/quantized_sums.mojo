@@ -29,18 +29,14 @@ struct QuantizedSums[block: Int, hidden_size: Int]:
     comptime Numbers: BlockNumbers = (
         BlockwiseFP8[] if Self.block == FP8_BLOCK else MXFP8
     )
-    """Its values and scales."""
     comptime Format = BlockScaledTokenFormat[
         Self.Numbers, RowByRow, Self.hidden_size, 1
     ]
-    """A token that is quantized in the same way."""
     comptime scale_bytes = size_of[Scalar[Self.Numbers.scale_type]]()
-    """Bytes of a scale."""
 
     @staticmethod
     @always_inline
     def encode(message: BytePointer, sum: List[Float32]):
-        """Quantizes a sum, with one thread."""
         var elements = Pointer[Float32, ImmUntrackedOrigin](
             unsafe_from_address=Int(sum.unsafe_ptr())
         )
@@ -70,7 +66,6 @@ struct QuantizedSums[block: Int, hidden_size: Int]:
     ](
         acc: SIMD[DType.float32, width], values: SIMD[DType.uint8, width], scale: UInt32
     ) -> SIMD[DType.float32, width]:
-        """Adds values of one block."""
         var factor: Float32
         comptime if Self.scale_bytes == 1:
             factor = float_of_e8m0(scale)

@@ -72,7 +72,6 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
     """
 
     var rows: Self.Rows
-    """Values and scales of blocks."""
     var row_scales: Pointer[Float32, MutUntrackedOrigin]
     """Scales of rows, `[n_rows_max]`."""
 
@@ -117,7 +116,6 @@ struct TransposedRows(ScaledRows):
     var tokens: BytePointer
     """Values, `[n_rows_max][hidden_size]` of one byte each."""
     var scales: BytePointer
-    """Scales."""
     var rows_per_group: Int
     """Rows whose scales stand together: all of them where rows are packed,
     those of one expert where they are padded."""
@@ -175,7 +173,6 @@ struct PackedExponents(ScaledRows):
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
     ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
-        """Puts the exponents of some scales of a row where they belong."""
         comptime assert scale_type == DType.uint32 and n_blocks % 4 == 0
         var exponents = (scales >> 23).cast[DType.uint8]()
         comptime for i in range(n):
@@ -191,9 +188,7 @@ struct RowByRow(ScaledRows):
     """Scales: `[n_rows_max][n_blocks]`."""
 
     var tokens: BytePointer
-    """Values."""
     var scales: BytePointer
-    """Scales."""
 
     @staticmethod
     @always_inline
@@ -235,14 +230,11 @@ struct InTiles(ScaledRows):
     """
 
     var tokens: BytePointer
-    """Values."""
     var scales: BytePointer
-    """Scales."""
     var shift: Int
     """From a row to its place in the tiles: the same for all rows of an expert."""
 
     comptime depend_on_expert = True
-    """Each expert has tiles of its own."""
 
     @staticmethod
     @always_inline
@@ -251,7 +243,6 @@ struct InTiles(ScaledRows):
 
     @always_inline
     def of_expert(self, local_expert: Int, first_row: Int) -> Self:
-        """Finds where the tiles of an expert begin."""
         return {self.tokens, self.scales, 128 * local_expert - first_row % 128}
 
     @always_inline

@@ -40,7 +40,6 @@ comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
         "nvfp4"
     ) else BlockwiseFP8[name == "fp8_power_of_two"]
 )
-"""The numbers of a quantizing format."""
 
 comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
     RowByRow if scales
@@ -74,7 +73,6 @@ where scales go: transposed, rows, tiles or packed."""
 
 
 def has_format(name: StaticString) -> Bool:
-    """Returns whether a format has the name."""
     var names = materialize[FORMAT_NAMES]()
     for i in range(len(names)):
         if name == names[i]:
