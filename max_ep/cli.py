@@ -37,7 +37,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     plan = commands.add_parser(
         "plan", help="show the protocol, and the bytes of each buffer"
     )
-    # Each `dest` is a field of EPConfig.
+    build = commands.add_parser(
+        "build", help="compile the kernels of max_ep.torch ahead, for any GPU"
+    )
+    # Each `dest` of a plan is a field of EPConfig.
     for option, dest, text in (
         ("--ranks", "n_gpus_per_node", "ranks of the group"),
         ("--experts", "n_experts", "experts of the group"),
@@ -45,10 +48,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         ("--hidden", "hidden_size", "elements of a token"),
         ("--tokens", "max_tokens_per_rank", "most tokens a rank sends at a time"),
     ):
-        name = option.lstrip("-").upper()
-        plan.add_argument(
-            option, dest=dest, metavar=name, type=int, required=True, help=text
-        )
+        size = dict(metavar="N", type=int, required=True, help=text)
+        plan.add_argument(option, dest=dest, **size)
+        build.add_argument(option, **size)
     plan.add_argument(
         "--dispatch",
         dest="dispatch_dtype",
@@ -105,9 +107,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         balance.add_argument(option, type=int, default=default, help=text)
     balance.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
     balance.add_argument("--out", help="an .npz for the placement")
-    build = commands.add_parser(
-        "build", help="compile the kernels of max_ep.torch ahead, for any GPU"
-    )
     build.add_argument(
         "--torch",
         dest="target",
@@ -115,8 +114,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         required=True,
         help="cpu, or an architecture such as sm_90a",
     )
-    for option in ("--ranks", "--experts", "--top-k", "--hidden", "--tokens"):
-        build.add_argument(option, type=int, required=True)
     build.add_argument(
         "--dispatch",
         choices=("bfloat16", "fp8", "fp8-round", "normal"),
