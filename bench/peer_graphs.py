@@ -58,7 +58,7 @@ def make_data(case: Case, seed: int) -> Data:
     ids = _cases.expert_ids(shape, case.routing, n, case.n_tokens, seed)
     whole = [_cases.exact_weights(shape, n, i) for i in ids]
     if case.config.is_quantized:
-        # What experts return is the same for all tokens, so weights tell them apart.
+        # What experts return is the same for all tokens, so weights distinguish them.
         for rank, w in enumerate(whole):
             w *= 2.0 ** ((rank + np.arange(len(w))) % 3)[:, np.newaxis]
     weights = [[w * np.float32(f) for w in whole] for f in LAYER_FACTORS]
