@@ -18,7 +18,6 @@ class Result:
     """What an exploration has found."""
 
     n_states: int
-    n_steps: int
     failure: Violation | None = None
     trace: list[str] = field(default_factory=list)
     n_ends: int = 0
@@ -26,7 +25,7 @@ class Result:
 
     def __str__(self) -> str:
         if self.failure is None:
-            return f"holds: {self.n_states} states, {self.n_steps} steps"
+            return f"holds: {self.n_states} states"
         return self.with_lines(self.trace)
 
     def with_lines(self, lines: list[str]) -> str:
@@ -189,7 +188,7 @@ class Machine(Steps):
                     n_refused += 1
                 else:
                     return self._failed(self._stuck(state), path, seen, every_order)
-        return Result(len(seen), self.n_steps, n_ends=n_ends, n_refused=n_refused)
+        return Result(len(seen), n_ends=n_ends, n_refused=n_refused)
 
     def _failed(
         self, violation: Violation, path: Any, seen: Any, every_order: bool
@@ -199,7 +198,6 @@ class Machine(Steps):
         while path is not None:
             path, choice = path
             choices.append(choice)
-        n_steps = self.n_steps
         trace = self._trace = []
         state = self.start()
         try:
@@ -215,7 +213,7 @@ class Machine(Steps):
         except Violation:
             pass
         self._trace = None
-        return Result(len(seen), n_steps, violation, trace)
+        return Result(len(seen), violation, trace)
 
     def walk(self, n_walks: int, seed: int) -> Result:
         """Goes random ways: for worlds that are too large to explore."""
@@ -239,5 +237,5 @@ class Machine(Steps):
                             break
                         raise self._stuck(state)
             except Violation as violation:
-                return Result(0, self.n_steps, violation, trace)
-        return Result(0, self.n_steps, n_ends=n_walks)
+                return Result(0, violation, trace)
+        return Result(0, n_ends=n_walks)

@@ -73,7 +73,6 @@ class Steps:
         self._names: dict[Any, tuple[str, ...]] = {}
         self._builds: dict[Any, Any] = {}
         self._half = 1 << (program.generation_bits - 1)
-        self.n_steps = 0
         self.used: set[Step] = set()
         self._trace: list[str] | None = None
 
@@ -232,7 +231,6 @@ class Steps:
         step = r.agents[agent][r.pcs[agent]]
         if self._trace is not None:
             self._trace.append(self._describe(state, rank, agent))
-        self.n_steps += 1
         self.used.add(step)
         skip = 0
         if step.kind == "write":
