@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How rows and weights get into a stage: tensor maps, and copies of boxes.
 
-Of every 8 rows of a box of weights, `wgmma` gives each of the four lanes of a row of the
-result two adjacent ones. The map of weights permutes them. Of a column `8 * e + 2 * i + j`
-of the box, `j < 2`, with SwiGLU of gate and up, `j = 0` and `1`, of a column `8 * e + i`,
-the row in the box is
+The map of weights permutes them, so that a lane gets adjacent columns of the result. The
+row in a box of 128
 
-    i * 2 * n_eights + 2 * e + j
+    64 * i + 16 * w + 8 * h + q
 
-So lane `e % 4` has all 8 columns of eight `e`.
+is of column `32 * w + 4 * q + 2 * i + h`, with SwiGLU of column `16 * w + 2 * q + i` of
+gate, `h = 0`, or of up. In bfloat16 a lane of warp `w` has one `q`, in FP8 two adjacent
+ones of each `w`.
 """
 from max.gpu.host import DeviceBuffer, DeviceContext
 from max.gpu.host.nvidia.tma import (
@@ -21,6 +21,7 @@ from max.gpu.memory import (
     cp_async_bulk_tensor_shared_cluster_global,
     cp_async_bulk_tensor_shared_cluster_global_multicast,
 )
+from std.math import ceildiv
 from std.utils import IndexList, StaticTuple
 
 from .groups import Smem
@@ -31,9 +32,11 @@ from .tiles import BlockTile, BM, BN
 
 comptime SWIZZLE = TensorMapSwizzle.SWIZZLE_128B
 comptime BOX: UInt32 = 128
-"""Rows of a weight that are copied at once."""
-comptime HALF: UInt32 = 64
-"""Rows of `x` that are copied at once, those of a warpgroup."""
+"""Rows of a weight that are copied together."""
+comptime WARPS = 4
+"""Warps of a warpgroup."""
+comptime _ROWS: UInt32 = 32
+"""Rows of `x` that are copied at once."""
 comptime _BOTH = UInt16(3)
 """The blocks of a cluster."""
 
@@ -64,7 +67,7 @@ def map_of_rows(
         Int(product.x),
         IndexList[2](product.n_rows, product.k),
         IndexList[2](product.k, 1),
-        IndexList[2](Int(HALF), K_STEP),
+        IndexList[2](Int(_ROWS), K_STEP),
         context,
     )
 
@@ -74,28 +77,22 @@ def map_of_weights[
 ](
     product: GroupedProduct[DType.bfloat16], context: DeviceContext
 ) raises -> TMADescriptor:
-    """Makes the map of weights, with coordinates `(k, 0, eight, 0)`.
+    """Makes the map of weights, with coordinates `(k, 0, 2 * i, w)`.
 
-    An eight is 8 columns of the result.
+    `w` counts the warps' parts of all experts' rows. With SwiGLU the coordinates are
+    `(k, 0, 0, w)`, where `k` goes on in the next row, that of `i = 1`.
     """
-    var n, k = product.n, product.k
-    var n_eights = product.n_experts * n // 8
+    var n_rows, k = product.n_experts * product.n, product.k
+    # Up is n / 2 rows behind gate; the last expert's has no other behind it.
+    var up = product.n // 2
+    var n_warps = (n_rows - up) // 16 if swiglu else n_rows // 32
+    var shape = IndexList[4](n_warps, 4, 8, k)
+    var strides = IndexList[4](32 * k, k, 4 * k, 1)
     comptime if swiglu:
-        # Up is n / 2 rows behind gate; the last expert's has no other behind it.
-        return _map(
-            Int(product.weights),
-            IndexList[4](8, n_eights - n // 16, 2, k),
-            IndexList[4](k, 8 * k, n // 2 * k, 1),
-            IndexList[4](8, 8, 2, K_STEP),
-            context,
-        )
-    return _map(
-        Int(product.weights),
-        IndexList[4](4, n_eights, 2, k),
-        IndexList[4](2 * k, 8 * k, k, 1),
-        IndexList[4](4, 16, 2, K_STEP),
-        context,
-    )
+        shape = IndexList[4](n_warps, 2, 8, 2 * k)
+        strides = IndexList[4](16 * k, up * k, 2 * k, 1)
+    var box = IndexList[4](WARPS, 2, 8, K_STEP)
+    return _map(Int(product.weights), shape, strides, box, context)
 
 
 @always_inline
@@ -117,51 +114,54 @@ def _copy[
 
 @always_inline
 def load_stage[
-    eights_of_box: UInt32
+    swiglu: Bool
 ](
     x: TMADescriptor,
     weights: TMADescriptor,
     ring: Ring,
     tile: BlockTile,
-    eight: UInt32,
+    first: UInt32,
+    row: UInt32,
     k: UInt32,
     rank: UInt32,
 ):
     """Starts the copies of a stage; of what both blocks have each copies half.
-
-    Parameters:
-        eights_of_box: Eights that are copied at once.
 
     Args:
         x: The map of `x`.
         weights: The map of weights.
         ring: At the stage.
         tile: The block's tile.
-        eight: Its first 8 columns of the result, counted from the first expert.
+        first: The first warp's part of the weights' rows.
+        row: Elements of a row.
         k: First element.
         rank: This block.
     """
-    var n_rows = HALF if tile.n_rows <= HALF else BM
-    ring.full()[].expect_bytes(Int32(n_rows + tile.n_columns) * Int32(ROW_BYTES))
+    var n_boxes = ceildiv(tile.n_rows, _ROWS)
+    ring.full()[].expect_bytes(
+        Int32(n_boxes * _ROWS + tile.n_columns) * Int32(ROW_BYTES)
+    )
 
     @always_inline
     def copy_weights[to_both: Bool](i: UInt32) {imm}:
-        var at = StaticTuple[UInt32, 4](k, 0, eight + i * eights_of_box, 0)
-        _copy[to_both](weights, at, ring, ring.rows(BM + i * BOX))
+        comptime for part in range(2):
+            var at = StaticTuple[UInt32, 4](k, 0, 0, first + i * UInt32(WARPS))
+            at[0 if swiglu else 2] += UInt32(part) * (row if swiglu else 2)
+            var to = BM + i * BOX + UInt32(part) * BOX // 2
+            _copy[to_both](weights, at, ring, ring.rows(to))
 
     @always_inline
     def copy_rows[to_both: Bool](i: UInt32) {imm}:
-        var at = StaticTuple[UInt32, 2](k, tile.begin + i * HALF)
-        _copy[to_both](x, at, ring, ring.rows(i * HALF))
+        var at = StaticTuple[UInt32, 2](k, tile.begin + i * _ROWS)
+        _copy[to_both](x, at, ring, ring.rows(i * _ROWS))
 
     if tile.shares_weight:
         copy_weights[True](rank)
-        copy_rows[False](0)
-        if n_rows == BM:
-            copy_rows[False](1)
+        for i in range(n_boxes):
+            copy_rows[False](i)
     else:
         copy_weights[False](0)
         if tile.n_columns == BN:
             copy_weights[False](1)
-        if n_rows == BM or rank == 0:
-            copy_rows[True](rank)
+        for i in range(rank, n_boxes, 2):
+            copy_rows[True](i)

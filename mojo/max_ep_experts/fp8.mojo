@@ -16,19 +16,12 @@ from max.gpu.compute.mma import (
 )
 from max.gpu.primitives import warp
 
-from .copies import BOX, HALF
-from .hopper import (
-    descriptor,
-    eight_columns,
-    row_of_thread,
-    skip_tile,
-    Sums,
-    TileProduct,
-)
+from .copies import BOX, WARPS
+from .hopper import descriptor, Sums, TileProduct, warp_and_lane
 from .product import GroupedProduct, In, Out
 from .ring import Ring
-from .tile import K_STEP
-from .tiles import BlockTile, BM, BN
+from .tile import K_STEP, silu
+from .tiles import BlockTile, BM, BN, Chunks
 
 comptime FP8 = DType.float8_e4m3fn
 comptime BLOCK = 128
@@ -36,6 +29,38 @@ comptime BLOCK = 128
 comptime FP8_MAX = Float32(448)
 comptime FP8_MIN_AMAX = Float32(1e-4)
 """As in the format `fp8`."""
+comptime HALF: UInt32 = 64
+"""Rows of a warpgroup."""
+
+
+@always_inline
+def adjacent[
+    swiglu: Bool, block: Int, half: Int
+](sums: Sums[Int(BN)]) -> SIMD[DType.float32, 4 if swiglu else 8]:
+    """Returns adjacent columns of the block-th 32 that four lanes have, with SwiGLU 16.
+
+    `half` is which of the lane's two rows. The order is that of `copies.mojo`.
+    """
+    comptime box, w = divmod(block, WARPS)
+    var v = SIMD[DType.float32, 4 if swiglu else 8](0)
+    comptime for j in range(2):
+        comptime for i in range(2):
+            comptime first = 4 * (16 * box + 8 * i + 2 * w) + 2 * half + j
+            comptime if swiglu:
+                v[2 * j + i] = silu(sums[first]) * sums[first + 4]
+            else:
+                v[4 * j + 2 * i] = sums[first]
+                v[4 * j + 2 * i + 1] = sums[first + 4]
+    return v
+
+
+@always_inline
+def skip_tile(mut ring: Ring, n_steps: UInt32):
+    """Goes on to the next tile where a warpgroup has no rows."""
+    for _ in range(n_steps):
+        ring.await_full()
+        ring.release(ring.stage)
+        ring.step()
 
 
 @fieldwise_init
@@ -43,6 +68,7 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
     """A product of FP8 rows and weights, with their scales."""
 
     comptime swiglu = Self.swiglu_
+    comptime chunks = Chunks(most=2 * HALF, step=2 * HALF)
     # 128 results of SwiGLU have one scale.
     comptime may_be_narrow = False
 
@@ -62,7 +88,8 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
 
     @always_inline
     def consume(self, var ring: Ring, warpgroup: UInt32):
-        var row = row_of_thread(warpgroup)
+        var warp, lane = warp_and_lane()
+        var row = warpgroup * HALF + 16 * warp + lane // 4
         while True:
             ring.await_full()
             var tile = ring.tile()[]
@@ -103,7 +130,7 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
         """Multiplies a warpgroup's rows with `BN` columns, along k.
 
         The thread has rows `row` and `row + 8` of the tile. Of 128 rows of a weight those
-        with SwiGLU are 64 of gate and 64 of up, in turn.
+        with SwiGLU are 64 of gate and 64 of up, 8 in turn.
         """
         comptime n_boxes = Int(BN // BOX)
         comptime k_of_one = 32
@@ -147,7 +174,7 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
                 comptime if box == n_boxes - 1:
                     ring.release(ring.stage)
                 comptime for i in range(Int(BOX) // 2):
-                    comptime at = i % 2 if Self.swiglu else box
+                    comptime at = i // 4 % 2 if Self.swiglu else box
                     comptime to = box * Int(BOX) // 2 + i
                     var factor = of_rows[i // 2 % 2] * of_columns[at]
                     sums[to] = sums[to] + products[i] * factor
@@ -163,7 +190,7 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
             var at = row + UInt32(8 * half)
             var first = Int(tile.begin + at) * self.product.n + Int(column)
             comptime for block in range(Int(BN) // 32):
-                var v = eight_columns[Int(BN), False, block, half](sums)
+                var v = adjacent[False, block, half](sums)
                 if at < tile.n_rows:
                     self.product.y.unsafe_store[alignment=16](
                         first + 32 * block, v.cast[DType.bfloat16]()
@@ -172,7 +199,7 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
     @always_inline
     def _store_quantized(self, tile: BlockTile, row: UInt32, sums: Sums[Int(BN)]):
         """Stores SwiGLU of the thread's two rows, 128 columns with one scale."""
-        comptime n_blocks = Int(BN) // 64
+        comptime n_blocks = Int(BN) // 32
         var n = self.product.n // 2
         var lane = UInt32(thread_idx.x) % UInt32(WARP_SIZE)
         var first = tile.column // 2
@@ -182,19 +209,19 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
         )
         comptime for half in range(2):
             var at = row + UInt32(8 * half)
-            var values = Array[SIMD[DType.float32, 8], n_blocks](fill=0)
+            var values = Array[SIMD[DType.float32, 4], n_blocks](fill=0)
             var amax = FP8_MIN_AMAX
             comptime for block in range(n_blocks):
-                values[block] = eight_columns[Int(BN), True, block, half](sums)
+                values[block] = adjacent[True, block, half](sums)
                 amax = max(amax, abs(values[block]).reduce_max())
             # The other columns are in the next three lanes.
             amax = max(amax, warp.shuffle_xor(amax, 1))
             amax = max(amax, warp.shuffle_xor(amax, 2))
             if at < tile.n_rows:
                 var to = Int(tile.begin + at)
-                var column = first + 8 * (lane % 4)
+                var column = first + 4 * (lane % 4)
                 comptime for block in range(n_blocks):
                     var v = (values[block] * (FP8_MAX / amax)).cast[FP8]()
-                    y.unsafe_store[alignment=8](to * n + Int(column) + 32 * block, v)
+                    y.unsafe_store[alignment=4](to * n + Int(column) + 16 * block, v)
                 if lane % 4 == 0:
                     y_scales[unsafe_offset=to] = amax / FP8_MAX

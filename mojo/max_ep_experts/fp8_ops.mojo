@@ -46,6 +46,7 @@ def _launch[
         weights={unsafe_from_address = Int(weights.unsafe_ptr())},
         row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
         expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
+        one_group=0,
         n_groups=row_offsets.dim_size(0) - 1,
         n_rows=x.dim_size(0),
         n_experts=weights.dim_size(0),

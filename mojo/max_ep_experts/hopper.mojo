@@ -2,8 +2,8 @@
 """The kernel of matmuls of groups on Hopper, and its launch.
 
 In a block one thread finds the tiles; one, the producer, copies 64 elements of k at a time
-into a ring of stages in shared memory; two warpgroups, the consumers, multiply 64 rows
-each. Blocks are in clusters of two, which share rows or weights: one copy goes to both.
+into a ring of stages in shared memory; two warpgroups, the consumers, multiply. Blocks are
+in clusters of two, which share rows or weights: one copy goes to both.
 
 What consumers compute is a `TileProduct`: in bfloat16 (`wgmma.mojo`), in FP8 (`fp8.mojo`).
 """
@@ -26,12 +26,12 @@ from max.gpu.intrinsics import warpgroup_reg_alloc, warpgroup_reg_dealloc
 from max.gpu.memory import external_memory
 from std.utils import StaticTuple
 
-from .copies import HALF, load_stage, map_of_rows, map_of_weights, SWIZZLE
+from .copies import load_stage, map_of_rows, map_of_weights, SWIZZLE
 from .groups import add_up, count
 from .product import GroupedProduct, KernelArgument
 from .ring import MAX_GROUPS, NextTile, Ring, RING_BYTES
-from .tile import K_STEP, silu
-from .tiles import BlockTile, BN, n_odd, n_pairs, Schedule
+from .tile import K_STEP
+from .tiles import BN, Chunks, Schedule
 
 comptime WARPGROUP = 128
 comptime _N_THREADS = 3 * WARPGROUP
@@ -39,11 +39,19 @@ comptime Sums[columns: Int] = StaticTuple[Float32, columns // 2]
 """A thread's part of 64 rows: of each of two rows, two adjacent columns of every 8."""
 
 
+@always_inline
+def warp_and_lane() -> Tuple[UInt32, UInt32]:
+    """Returns the warp of the warpgroup, and the lane."""
+    return divmod(UInt32(thread_idx.x) % UInt32(WARPGROUP), UInt32(WARP_SIZE))
+
+
 trait TileProduct(KernelArgument):
     """A product, and how a warpgroup computes its rows."""
 
     comptime swiglu: Bool
     """Whether the result is SwiGLU of the product."""
+    comptime chunks: Chunks
+    """How rows are divided."""
     comptime may_be_narrow: Bool
     """Whether tiles may have half of the columns."""
 
@@ -52,7 +60,7 @@ trait TileProduct(KernelArgument):
         ...
 
     def consume(self, var ring: Ring, warpgroup: UInt32):
-        """Computes a warpgroup's rows of each tile."""
+        """Computes a warpgroup's part of each tile."""
         ...
 
 
@@ -63,35 +71,6 @@ def descriptor[dtype: DType](ring: Ring, row: UInt32) -> WGMMADescriptor[dtype]:
     return WGMMADescriptor[dtype].create[64, 1, SWIZZLE](
         ring.rows(row).unsafe_bitcast[Scalar[dtype]]()
     )
-
-
-@always_inline
-def eight_columns[
-    columns: Int, swiglu: Bool, block: Int, half: Int
-](sums: Sums[columns]) -> SIMD[DType.float32, 8]:
-    """Returns 8 adjacent columns of the block-th 32 that four lanes have.
-
-    `half` is which of the lane's two rows. The order is that of `copies.mojo`.
-    """
-    comptime blocks_of_box = 2 if swiglu else 4
-    comptime box, at = divmod(block, blocks_of_box)
-    var v = SIMD[DType.float32, 8](0)
-    comptime for i in range(8 if swiglu else 4):
-        comptime first = 4 * (16 * box + i * blocks_of_box + at) + 2 * half
-        comptime if swiglu:
-            v[i] = silu(sums[first]) * sums[first + 1]
-        else:
-            v[2 * i] = sums[first]
-            v[2 * i + 1] = sums[first + 1]
-    return v
-
-
-@always_inline
-def row_of_thread(warpgroup: UInt32) -> UInt32:
-    """Returns the first of the thread's two rows of a tile; the other is 8 behind."""
-    var thread = UInt32(thread_idx.x) % UInt32(WARPGROUP)
-    var warp, lane = divmod(thread, UInt32(WARP_SIZE))
-    return warpgroup * HALF + 16 * warp + lane // 4
 
 
 @always_inline
@@ -120,7 +99,7 @@ def _load_tiles[
     var next = ring.next_tile()
     while True:
         var tile = next.take()
-        var eight = tile.expert * UInt32(product.n // 8) + tile.column // (8 * width)
+        var first = tile.expert * width * UInt32(product.n // 32) + tile.column // 32
         ring.await_empty()
         ring.tile()[] = tile
         if tile.n_rows == 0:
@@ -129,30 +108,23 @@ def _load_tiles[
         for step in range(n_steps):
             ring.await_empty()
             var k = step * UInt32(K_STEP)
-            load_stage[16 // width](x, weights, ring, tile, eight, k, rank)
+            load_stage[swiglu](
+                x, weights, ring, tile, first, UInt32(product.k), k, rank
+            )
             ring.step()
 
 
 @always_inline
-def skip_tile(mut ring: Ring, n_steps: UInt32):
-    """Goes on to the next tile where a warpgroup has no rows."""
-    for _ in range(n_steps):
-        ring.await_full()
-        ring.release(ring.stage)
-        ring.step()
-
-
-@always_inline
-def _count_tiles(product: GroupedProduct[DType.bfloat16], ring: Ring):
+def _count_tiles[chunks: Chunks](product: GroupedProduct[DType.bfloat16], ring: Ring):
     """Counts pairs and odd chunks before each group, with the block."""
 
     @always_inline
     def pairs(n_rows: UInt32) -> UInt32:
-        return n_pairs(n_rows)
+        return chunks.n_pairs(n_rows)
 
     @always_inline
     def odds(n_rows: UInt32) -> UInt32:
-        return n_odd(n_rows)
+        return chunks.n_odd(n_rows)
 
     count(product, ring.table(0), pairs)
     count(product, ring.table(1), odds)
@@ -188,7 +160,7 @@ def hopper_kernel[P: TileProduct](x: TMADescriptor, weights: TMADescriptor, prod
     var grouped = product.grouped()
     if thread == 0:
         ring.initialize()
-    _count_tiles(grouped, ring)
+    _count_tiles[P.chunks](grouped, ring)
     cluster_sync()
     if thread < WARPGROUP:
         warpgroup_reg_dealloc[40]()
@@ -197,6 +169,7 @@ def hopper_kernel[P: TileProduct](x: TMADescriptor, weights: TMADescriptor, prod
         elif thread == WARP_SIZE:
             var schedule = Schedule(
                 grouped,
+                P.chunks,
                 ring.table(0),
                 ring.table(1),
                 UInt32(block_idx.x) // 2,

@@ -11,17 +11,21 @@ from linalg.matmul import matmul
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
+from .hopper import fits, launch_on_hopper
+from .launch import is_hopper
 from .linear import FEW_ROWS, launch_linear
+from .product import GroupedProduct
+from .wgmma import Bf16Product
 
 
 @extensibility.register("max_ep.gpu_linear")
 struct GpuLinear:
     """Multiplies rows with the transpose of a weight, in bfloat16, on GPUs.
 
-    `linear_kernel` multiplies fewer than `FEW_ROWS` rows, MAX's matmul more.
-    That one writes behind its result unless the result ends with a whole tile. So it
-    gets all whole tiles, then the last `FEW_ROWS` rows, which may be in the last
-    whole tile, too.
+    `linear_kernel` multiplies fewer than `FEW_ROWS` rows, MAX's matmul more. That one
+    writes behind its result unless the result ends with a whole tile. Where it does not,
+    `hopper_kernel` multiplies all rows. For sizes which that does not take, MAX's gets all
+    whole tiles, then the last `FEW_ROWS` rows, some of them in the last whole tile, too.
     """
 
     @staticmethod
@@ -48,6 +52,23 @@ struct GpuLinear:
                 ctx,
             )
             return
+        comptime if is_hopper():
+            var product = GroupedProduct[DType.bfloat16](
+                y={unsafe_from_address = Int(y.unsafe_ptr())},
+                x={unsafe_from_address = Int(x.unsafe_ptr())},
+                weights={unsafe_from_address = Int(weight.unsafe_ptr())},
+                row_offsets={unsafe_from_address = Int(x.unsafe_ptr())},
+                expert_ids={unsafe_from_address = Int(x.unsafe_ptr())},
+                one_group=1,
+                n_groups=1,
+                n_rows=n_rows,
+                n_experts=1,
+                n=n,
+                k=k,
+            )
+            if n_rows % FEW_ROWS > 0 and fits(product):
+                launch_on_hopper(Bf16Product[False, 128](product), ctx, ctx.stream())
+                return
         var weights = weight.to_tile_tensor[DType.int64]()
         comptime n_static = weights.static_shape[0]
         comptime k_static = weights.static_shape[1]

@@ -29,7 +29,8 @@ struct GroupedProduct[dtype: DType](KernelArgument):
     """`y[r] = x[r] @ weights[expert_ids[g]].T` for every row `r` of a group `g`.
 
     Group `g` has the rows `[row_offsets[g], row_offsets[g + 1])`. Rows behind the
-    last group stay untouched. Products and sums are float32.
+    last group stay untouched. Or all rows are one group, of weight 0. Products and sums
+    are float32.
 
     With SwiGLU a weight has `n / 2` rows of gate, then as many of up, and `y` has
     `n / 2` columns: `silu(x[r] @ gate.T) * (x[r] @ up.T)`.
@@ -55,11 +56,23 @@ struct GroupedProduct[dtype: DType](KernelArgument):
     """Rows of a weight."""
     var k: Int
     """Columns of `x`."""
+    var one_group: Int
+    """1 if all rows are one group; then there are no offsets and ids. A `Bool` here makes
+    the kernels' pointers generic."""
 
     @always_inline
     def begin(self, group: Int) -> UInt32:
         """Returns a group's first row, which need not exist."""
+        if self.one_group == 1:
+            return UInt32(group * self.n_rows)
         return self.row_offsets[unsafe_offset=group]
+
+    @always_inline
+    def expert(self, group: Int) -> UInt32:
+        """Returns whose weight a group has; there need be none."""
+        if self.one_group == 1:
+            return 0
+        return UInt32(self.expert_ids[unsafe_offset=group])
 
     @always_inline
     def size(self, group: Int) -> UInt32:
@@ -70,5 +83,5 @@ struct GroupedProduct[dtype: DType](KernelArgument):
         """
         var begin = self.begin(group)
         var end = min(self.begin(group + 1), UInt32(self.n_rows))
-        var expert = UInt32(self.expert_ids[unsafe_offset=group])
-        return end - begin if begin < end and expert < UInt32(self.n_experts) else 0
+        var is_known = self.expert(group) < UInt32(self.n_experts)
+        return end - begin if begin < end and is_known else 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ring in shared memory between a block's producer thread and its consumers.
 
-A stage holds 64 elements of k of a tile: of up to 128 rows of `x`, then of up to 256 rows
+A stage holds 64 elements of k of a tile: of up to 160 rows of `x`, then of up to 256 rows
 of a weight. The first stage of a tile also says which tile it is. Barriers of two
 parities say that a stage is full, or that all who read it are done.
 """

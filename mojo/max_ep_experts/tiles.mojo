@@ -5,8 +5,8 @@ from std.math import ceildiv
 from .groups import group_of, Smem
 from .product import GroupedProduct
 
-comptime BM: UInt32 = 128
-"""Most rows of a block's tile: 64 for each of two warpgroups."""
+comptime BM: UInt32 = 160
+"""Most rows of a block's tile."""
 comptime BN: UInt32 = 256
 """Most columns of a block's tile."""
 
@@ -18,7 +18,7 @@ struct BlockTile(TrivialRegisterPassable):
     var begin: UInt32
     """First row."""
     var n_rows: UInt32
-    """Rows, up to `BM`; 0 behind the last tile."""
+    """Rows, a chunk; 0 behind the last tile."""
     var expert: UInt32
     """Whose weight."""
     var column: UInt32
@@ -29,17 +29,34 @@ struct BlockTile(TrivialRegisterPassable):
     """Whether both blocks have the same part of the weight, or else the same rows."""
 
 
-@always_inline
-def n_pairs(n_rows: UInt32) -> UInt32:
-    """Returns how many pairs of chunks of `BM` rows a group has; the last chunk may
-    be shorter."""
-    return ceildiv(n_rows, BM) // 2
+@fieldwise_init
+struct Chunks(TrivialRegisterPassable):
+    """How a group's rows are divided: into few chunks of one size, the last shorter."""
 
+    var most: UInt32
+    """Most rows of a chunk, up to `BM`."""
+    var step: UInt32
+    """Divides the size of chunks, and `most`."""
 
-@always_inline
-def n_odd(n_rows: UInt32) -> UInt32:
-    """Returns how many chunks, one or none, are not in a pair."""
-    return ceildiv(n_rows, BM) % 2
+    @always_inline
+    def count(self, n_rows: UInt32) -> UInt32:
+        """Returns how many chunks so many rows are."""
+        return ceildiv(n_rows, self.most)
+
+    @always_inline
+    def n_pairs(self, n_rows: UInt32) -> UInt32:
+        """Returns how many pairs of chunks there are."""
+        return self.count(n_rows) // 2
+
+    @always_inline
+    def n_odd(self, n_rows: UInt32) -> UInt32:
+        """Returns how many chunks, one or none, are not in a pair."""
+        return self.count(n_rows) % 2
+
+    @always_inline
+    def size(self, n_rows: UInt32) -> UInt32:
+        """Returns the rows of each chunk of so many rows, `> 0`, but for the last."""
+        return ceildiv(ceildiv(n_rows, self.count(n_rows)), self.step) * self.step
 
 
 struct Schedule(Copyable):
@@ -48,7 +65,7 @@ struct Schedule(Copyable):
     A tile is a pair of chunks and `BN` columns, or an odd chunk and twice as many. The
     order of all tiles is by group, pairs before the odd chunk, then by columns. In each
     wave the clusters take the next `n_clusters` tiles, so a weight is loaded by all at
-    about the same time. Odd tiles may be half empty, so clusters take them in rotation.
+    about the same time. Odd tiles may have few rows, so clusters take them in rotation.
 
     If few tiles would leave clusters without one, tiles are narrow: they have half of
     the columns, and all chunks are odd.
@@ -56,6 +73,8 @@ struct Schedule(Copyable):
 
     var product: GroupedProduct[DType.bfloat16]
     """What is computed."""
+    var chunks: Chunks
+    """How its rows are divided."""
     var pairs: Smem[UInt32]
     """Pairs before each group, `[n_groups + 1]`."""
     var odds: Smem[UInt32]
@@ -75,6 +94,7 @@ struct Schedule(Copyable):
     def __init__(
         out self,
         product: GroupedProduct[DType.bfloat16],
+        chunks: Chunks,
         pairs: Smem[UInt32],
         odds: Smem[UInt32],
         cluster: UInt32,
@@ -83,6 +103,7 @@ struct Schedule(Copyable):
     ):
         """Begins; tiles are narrow if narrow ones, twice as many, fit one wave."""
         self.product = product
+        self.chunks = chunks
         self.pairs = pairs
         self.odds = odds
         self.narrow = False
@@ -130,7 +151,8 @@ struct Schedule(Copyable):
 
         var group = group_of(n, self.product.n_groups, before)
         var rest = n - self.tiles_before(group)
-        var n_pair_tiles = n_pairs(self.product.size(group)) * self.n_columns()
+        var n_pairs = self.chunks.n_pairs(self.product.size(group))
+        var n_pair_tiles = n_pairs * self.n_columns()
         var odds = rest - n_pair_tiles if rest > n_pair_tiles else 0
         return self.odd_tiles_before(group) + odds
 
@@ -166,7 +188,7 @@ struct Schedule(Copyable):
 
         var group = group_of(item, self.product.n_groups, before)
         var column, pair = divmod(
-            item - before(group), n_pairs(self.product.size(group))
+            item - before(group), self.chunks.n_pairs(self.product.size(group))
         )
         return self.tile(group, 2 * pair + rank, column * BN, True)
 
@@ -179,7 +201,7 @@ struct Schedule(Copyable):
             return self.odd_tiles_before(group)
 
         var group = group_of(item, self.product.n_groups, before)
-        var n_chunks = ceildiv(self.product.size(group), BM)
+        var n_chunks = self.chunks.count(self.product.size(group))
         var of_group = item - before(group)
         if self.narrow:
             var column, chunk = divmod(of_group, n_chunks)
@@ -193,11 +215,13 @@ struct Schedule(Copyable):
         self, group: Int, chunk: UInt32, column: UInt32, shares_weight: Bool
     ) -> BlockTile:
         """Returns the tile of a chunk of rows and columns from `column` on."""
-        var first = chunk * BM
+        var n_rows = self.product.size(group)
+        var size = self.chunks.size(n_rows)
+        var first = chunk * size
         return BlockTile(
             self.product.begin(group) + first,
-            min(self.product.size(group) - first, BM),
-            UInt32(self.product.expert_ids[unsafe_offset=group]),
+            min(n_rows - first, size),
+            self.product.expert(group),
             column,
             BN // 2 if self.narrow else BN,
             shares_weight,

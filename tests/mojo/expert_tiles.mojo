@@ -3,15 +3,17 @@
 
 Prints OK, or raises. Run by tests/test_experts.py.
 """
-from max_ep_experts.hopper import eight_columns
+from max_ep_experts import fp8, wgmma
+from max_ep_experts.hopper import Sums
 from max_ep_experts.launch import is_hopper
 from max_ep_experts.product import GroupedProduct
-from max_ep_experts.tiles import BM, BN, n_odd, n_pairs, Schedule
+from max_ep_experts.tiles import BN, Chunks, Schedule
 from std.random import random_ui64, seed
 from std.testing import assert_equal, assert_true
-from std.utils import StaticTuple
 
 comptime N_EXPERTS = 7
+comptime BF16 = wgmma.Bf16Product[False].chunks
+comptime FP8 = fp8.ScaledProduct[False].chunks
 
 
 def product_of(
@@ -24,6 +26,7 @@ def product_of(
         weights={unsafe_from_address = 16},
         row_offsets={unsafe_from_address = Int(offsets.unsafe_ptr())},
         expert_ids={unsafe_from_address = Int(experts.unsafe_ptr())},
+        one_group=0,
         n_groups=len(experts),
         n_rows=n_rows,
         n_experts=N_EXPERTS,
@@ -38,6 +41,7 @@ def check_schedules(
     n_rows: Int,
     n: Int,
     n_clusters: Int,
+    chunks: Chunks,
     may_be_narrow: Bool = True,
 ) raises:
     """Each row that exists has each column of its expert's weight, computed once."""
@@ -46,8 +50,8 @@ def check_schedules(
     var pairs = List[UInt32](length=n_groups + 1, fill=0)
     var odds = List[UInt32](length=n_groups + 1, fill=0)
     for g in range(n_groups):
-        pairs[g + 1] = pairs[g] + n_pairs(product.size(g))
-        odds[g + 1] = odds[g] + n_odd(product.size(g))
+        pairs[g + 1] = pairs[g] + chunks.n_pairs(product.size(g))
+        odds[g + 1] = odds[g] + chunks.n_odd(product.size(g))
     comptime part = Int(BN) // 2
     var n_parts = n // part
     var found = List[Int](length=n_rows * n_parts, fill=0)
@@ -55,6 +59,7 @@ def check_schedules(
         var cluster, rank = divmod(block, 2)
         var schedule = Schedule(
             product,
+            chunks,
             {unsafe_from_address = Int(pairs.unsafe_ptr())},
             {unsafe_from_address = Int(odds.unsafe_ptr())},
             UInt32(cluster),
@@ -65,7 +70,7 @@ def check_schedules(
             var tile = schedule.next(UInt32(rank))
             if tile.n_rows == 0:
                 break
-            assert_true(tile.n_rows <= BM)
+            assert_true(tile.n_rows <= chunks.most)
             var is_last = Int(tile.column) == n - Int(BN)
             if rank == 1 and is_last and n % (2 * Int(BN)) != 0:
                 if not (tile.shares_weight or schedule.narrow):
@@ -98,8 +103,8 @@ def check_random_groups() raises:
         var n_rows = Int(offsets[n_groups]) + 3
         var n_clusters = [1, 2, 3, 7, 66, 1000][i % 6]
         var n = [512, 768][i // 4 % 2]
-        for may_be_narrow in [True, False]:
-            check_schedules(offsets, experts, n_rows, n, n_clusters, may_be_narrow)
+        check_schedules(offsets, experts, n_rows, n, n_clusters, BF16)
+        check_schedules(offsets, experts, n_rows, n, n_clusters, FP8, False)
 
 
 def check_failed_dispatch() raises:
@@ -108,35 +113,91 @@ def check_failed_dispatch() raises:
     var offsets: List[UInt32] = [0, 130, 1 << 31, 1 << 30, far, 77, far - 1, far]
     var experts: List[Int32] = [3, 0, -1, Int32.MAX, 2, Int32.MIN, 6]
     for n_clusters in [3, 1000]:
-        check_schedules(offsets, experts, 700, 512, n_clusters)
+        check_schedules(offsets, experts, 700, 512, n_clusters, BF16)
+
+
+def check_one_group() raises:
+    """All rows are one group, of the only weight."""
+    var product = GroupedProduct[DType.bfloat16](
+        y={unsafe_from_address = 16},
+        x={unsafe_from_address = 16},
+        weights={unsafe_from_address = 16},
+        row_offsets={unsafe_from_address = 16},
+        expert_ids={unsafe_from_address = 16},
+        one_group=1,
+        n_groups=1,
+        n_rows=300,
+        n_experts=1,
+        n=512,
+        k=64,
+    )
+    assert_equal(product.begin(0), 0)
+    assert_equal(product.size(0), 300)
+    assert_equal(product.expert(0), 0)
+
+
+def check_chunks() raises:
+    """Chunks have their most rows, none is empty, and few rows are not multiplied."""
+    for n_rows in range(1, 3000):
+        for chunks in [BF16, FP8]:
+            var size = chunks.size(UInt32(n_rows))
+            assert_true(size <= chunks.most and size % chunks.step == 0)
+            var full = Int((chunks.count(UInt32(n_rows)) - 1) * size)
+            assert_true(full < n_rows <= full + Int(size))
+
+
+def column_of[swiglu: Bool](box: Int, row: Int) -> Int:
+    """Returns the column that a row of a box is of, counted in those of the result."""
+    var i, w, h, q = row // 64, row // 16 % 4, row // 8 % 2, row % 8
+    if swiglu:
+        return 64 * box + 16 * w + 2 * q + i
+    return 128 * box + 32 * w + 4 * q + 2 * i + h
+
+
+def value_of[swiglu: Bool](box: Int, row: Int) -> Float32:
+    """Returns a sum: its column, which with SwiGLU is `silu(64)` times up."""
+    var column = Float32(column_of[swiglu](box, row))
+    if swiglu:
+        # silu(64) is 64, without a rounding.
+        return column / 64 if row // 8 % 2 == 1 else 64
+    return column
 
 
 def check_columns[swiglu: Bool]() raises:
-    """A lane has 8 adjacent columns of what it gets of the rows that a box brings."""
-    comptime n_eights = 8 if swiglu else 16
-    comptime columns = Int(BN)
+    """A lane has adjacent columns of the rows of weights that a box brings."""
+    comptime boxes = Int(BN) // 128
+    # In FP8 rows of weights are columns of a `wgmma`.
     for lane in range(4):
-        var sums = StaticTuple[Float32, columns // 2](fill=0)
-        for box in range(2):
-            for e in range(n_eights):
-                for i in range(64 // n_eights):
-                    for j in range(2):
-                        var row = i * 2 * n_eights + 2 * e + j
-                        var column = 8 * (n_eights * box + e)
-                        column += i if swiglu else 2 * i + j
-                        if row % 8 // 2 != lane:
-                            continue
-                        var value = Float32(column)
-                        comptime if swiglu:
-                            # silu(64) is 64, without a rounding.
-                            value = value / 64 if j == 1 else 64
-                        for half in range(2):
-                            sums[4 * (16 * box + row // 8) + 2 * half + j] = value
-        comptime for block in range(columns // (64 if swiglu else 32)):
+        var sums = Sums[Int(BN)](fill=0)
+        for box in range(boxes):
+            for row in range(128):
+                if row % 8 // 2 == lane:
+                    for half in range(2):
+                        sums[4 * (16 * box + row // 8) + 2 * half + row % 2] = value_of[
+                            swiglu
+                        ](box, row)
+        comptime width = 4 if swiglu else 8
+        comptime for block in range(4 * boxes):
             comptime for half in range(2):
-                var eight = eight_columns[columns, swiglu, block, half](sums)
-                for i in range(8):
-                    assert_equal(eight[i], Float32(32 * block + 8 * lane + i))
+                var found = fp8.adjacent[swiglu, block, half](sums)
+                for i in range(width):
+                    assert_equal(
+                        found[i], Float32(4 * width * block + width * lane + i)
+                    )
+    # In bfloat16 they are its rows.
+    comptime width = 2 if swiglu else 4
+    for w in range(4):
+        for q in range(8):
+            var sums = wgmma.Parts[2, 16](fill=Sums[16](fill=0))
+            for i in range(2):
+                for of_thread in range(8):
+                    var row = 64 * i + 16 * w + 8 * (of_thread // 2 % 2) + q
+                    sums[i][of_thread] = value_of[swiglu](0, row)
+            comptime for eight in range(2):
+                comptime for j in range(2):
+                    var found = wgmma.adjacent[swiglu, eight, j](sums)
+                    for i in range(width):
+                        assert_equal(found[i], Float32(8 * width * w + width * q + i))
 
 
 def main() raises:
@@ -146,6 +207,8 @@ def main() raises:
     assert_true(not is_hopper["nvidia:sm_100a"]() and not is_hopper["amdgpu:gfx942"]())
     check_columns[False]()
     check_columns[True]()
+    check_chunks()
+    check_one_group()
     check_random_groups()
     check_failed_dispatch()
     print("OK")
