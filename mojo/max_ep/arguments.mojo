@@ -174,7 +174,7 @@ struct Call[group: Group](TrivialRegisterPassable):
     ) raises -> Self:
         """Checks counters and buffers; raises if they belong to another group."""
         var call = Self.of_wait[target](op, atomic_counters, recv_ptrs, recv_count_ptrs)
-        call.send_bufs = _peer_buffers[Self.group, target](op, "send_ptrs", send_ptrs)
+        call.send_bufs = _peer_buffers[Self.group](op, "send_ptrs", send_ptrs)
         return call
 
     @staticmethod
@@ -187,7 +187,7 @@ struct Call[group: Group](TrivialRegisterPassable):
         recv_count_ptrs: TileTensor[DType.uint64, ...],
     ) raises -> Self:
         """The same for an op that only receives, and has no send buffers."""
-        comptime buffers = _peer_buffers[Self.group, target]
+        comptime buffers = _peer_buffers[Self.group]
         var counters = _counters_of[Self.group, target](op, atomic_counters)
         var recv_bufs = buffers(op, "recv_ptrs", recv_ptrs)
         var counts = buffers(op, "recv_count_ptrs", recv_count_ptrs)
@@ -245,7 +245,7 @@ def _counters_of[
 
 
 def _peer_buffers[
-    group: Group, target: StaticString
+    group: Group
 ](
     op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
 ) raises -> PeerBuffers[group.n_ranks]:
@@ -255,10 +255,10 @@ def _peer_buffers[
     if n != n_ranks:
         raise Error(t"max_ep: {op}: {what} holds {n} addresses for {n_ranks} ranks.")
     var buffers = PeerBuffers[n_ranks](mut_(ptrs))
-    comptime only_node = is_gpu[target]() and group.use_shmem
-    var first_rank = buffers.first_mapped() if only_node else 0
-    comptime n_mapped = group.n_ranks_per_node if only_node else n_ranks
-    if not buffers.are_mapped(first_rank, n_mapped):
+    var n_mapped = 0
+    for rank in range(n_ranks):
+        n_mapped += Int(buffers.addresses[unsafe_offset=rank] != 0)
+    if n_mapped < group.n_mapped():
         raise Error(
             t"max_ep: {op}: the symmetric memory of these inputs was freed"
             t" (EPCommInitializer.close); run before close(), or with the"

@@ -86,11 +86,3 @@ struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
             if self.addresses[unsafe_offset=rank] != 0:
                 return rank
         return Self.n_ranks
-
-    def are_mapped(self, first_rank: Int, n: Int) -> Bool:
-        if first_rank + n > Self.n_ranks:
-            return False
-        for rank in range(first_rank, first_rank + n):
-            if self.addresses[unsafe_offset=rank] == 0:
-                return False
-        return True

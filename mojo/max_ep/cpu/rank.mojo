@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CpuRank: the state of a launch on a CPU rank, and its waits.
 
-`await_flag` is the wait of all phases. Where ranks mask a peer that is late, each rank
-writes a heartbeat to its peers when a launch begins and while it waits. A peer is late,
-and is masked, if it has not published what is awaited and has given no heartbeat for
-the time-out, counted from the begin of this rank's step at the earliest. So a
-peer that itself waits for a dead one is not taken for dead, and one time-out is enough
-for several that died at once.
+`await_flag` is the wait of all phases. docs/fault_tolerance.md says when a peer is late
+for ranks that mask it.
 """
 from ..arguments import Call
 from ..counters import EPLocalSyncCounters, N_FAILURE_WORDS, Word

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a rank that does not answer is masked: the clock of ranks that mask.
 
-A rank that waits for a dead one is late for others, who must not mask it, too. So each
-rank that waits sends heartbeats, and a rank is masked only if nothing has come of it,
-and no heartbeat, for `timeout_ms`. Between its launches a rank sends none.
+docs/fault_tolerance.md says when a rank is late. Between its launches it sends no
+heartbeats.
 
 All this is read after some dozens of polls without success, never before.
 """

@@ -6,11 +6,7 @@ rank. An entry for each choice goes to every rank. Entries, counts and numbers o
 tokens hold their generation, so they need no order between their stores. Rows and
 tables are those of dispatch by expert, bit for bit.
 
-How a token announces itself depends on how many its source sends:
-
-* *inline* (at most `MAX_INLINE_TOKENS`): every 16 bytes are their own flag. The
-  receiver puts `SENTINEL` back.
-* more: each of `N_CHUNKS` chunks has a flag, published after it.
+How a token announces itself depends on how many its source sends: docs/protocol.md.
 
 `roles.mojo` lists the roles of warps. Index warps publish entries and counts
 (`index_small.mojo`, `index_large.mojo`, `publish.mojo`), then read counts
