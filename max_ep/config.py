@@ -124,8 +124,8 @@ class EPConfig:
     """Local ranks that share a GPU. Above 1 they run one after another, so the fused
     forms are refused."""
     n_sms: int = 0
-    """Most multiprocessors of a GPU that an EP op occupies, so that other kernels can
-    run beside it; 0: all of them."""
+    """Most multiprocessors of a GPU that a dispatch or combine occupies, so that other
+    kernels can run beside it; 0: all of them."""
     output_layout: str = "packed"
     """How dispatched rows stand. ``"packed"``: one after another, with
     ``row_offsets``. ``"padded"``: each local expert has ``expert_capacity`` rows of

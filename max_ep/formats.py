@@ -2,8 +2,8 @@
 """Token formats: how dispatch encodes tokens on the wire.
 
 :data:`FORMATS` is the only table of them in Python. Configuration, checks, graph
-builders, ``max-ep plan``, the memory estimate and the tests' oracle ask it. A new
-format is one file in ``mojo/max_ep/formats`` and one entry here.
+builders, ``max-ep plan``, the memory estimate and the tests' oracle ask it.
+docs/adding_a_format.md lists what a new format touches.
 """
 
 from __future__ import annotations

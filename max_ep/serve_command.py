@@ -175,7 +175,8 @@ def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -
                 f"the matmuls need an H100 or H200, this GPU is {gpu.name}"
             )
     most = sum(gpu.n_bytes for gpu in gpus)
-    loaded = 2 * n_bytes if quantization else n_bytes  # FP8 becomes bfloat16
+    # FP8 becomes bfloat16, but for experts on one GPU.
+    loaded = 2 * n_bytes if quantization and len(gpus) > 1 else n_bytes
     if gpus and loaded > most:
         raise ValueError(
             f"{_gigabytes(loaded)} of weights do not fit into {_gigabytes(most)} "

@@ -60,6 +60,15 @@ def test_several_processes_need_a_node_id(session, monkeypatch):
             EPCommInitializer(config).ep_init(session)
 
 
+def test_gpu_processes_take_their_group_from_the_environment(monkeypatch):
+    monkeypatch.delenv("MAX_EP_GROUP", raising=False)
+    config = TWO.config(target="gpu", n_gpus_per_node=1, n_nodes=2)
+    with raises(ValueError, "group='mine'; MAX_EP_GROUP; SHMEM, which has no groups"):
+        EPCommInitializer(config, group="mine")
+    monkeypatch.setenv("MAX_EP_GROUP", "mine")
+    EPCommInitializer(config, group="mine")
+
+
 def test_processes_agree_on_all_that_matters():
     """Fails if a field is not compared: a peer would read what is not there."""
     wide = dict(hidden_size=256)

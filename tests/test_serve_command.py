@@ -86,7 +86,7 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
         ((), {}, (), "no architecture is not supported"),
         ((), dict(QWEN, quantization_config={"quant_method": "fp8"}), (),
          "Qwen3MoeForCausalLM in fp8 is not supported; take a checkpoint in bfloat16"),
-        (["NVIDIA H100, 4000, 9.0"],
+        (["NVIDIA H100, 2000, 9.0"] * 2,
          dict(QWEN, quantization_config={"weight_block_size": [128, 128]}), (),
          "4.3 GB of weights do not fit into 4.2 GB"),
         ((), dict(QWEN, architectures=["DeepseekV3ForCausalLM"]), (),

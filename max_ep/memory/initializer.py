@@ -45,8 +45,14 @@ class EPCommInitializer(MaskedRanks):
         """Takes what to allocate; :meth:`ep_init` does it.
 
         A ``node_id`` of -1, and the name of a ``group`` of several processes that is
-        None, are taken from the environment.
+        None, are taken from the environment. GPU processes read it from there only.
         """
+        if group and config.uses_shmem:
+            raise ValueError(
+                f"group={group!r}: GPU processes of one host take their group's name "
+                f"from {GROUP_VARIABLE}; without it ranks reach each other through "
+                "SHMEM, which has no groups"
+            )
         if config.n_nodes > 1:
             compile_once()
         self.config = config

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EPLocalSyncCounters: what a rank keeps between launches.
 
-The words are in this rank's own memory. No peer accesses them. All are Int32:
+The words are in this rank's own memory. Only `max-ep who` reads another rank's. All are Int32:
 
     [0, N_HEADER_WORDS)   who this rank is, the four generations, tallies, the
                           failure record of GPU launches

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All atomics of the project: publish a flag, await a flag, with a deadline.
+"""All atomics of the project: stores and loads of flags, and the deadline of a wait.
 
 A flag is one UInt64, written by one rank only and never reset:
 

@@ -3,8 +3,9 @@
 
 The first warp publishes how many tokens this rank sends, and reads the numbers of
 the others. The last `N_INDEX_WARPS` write entries and counts; the last
-`n_counting_warps` of these then read the counts of all ranks. The warps between send.
-All but the index warps receive. If work is taken from a counter, index warps do, too.
+`n_counting_warps` of these then read the counts of all ranks. The warps between send;
+in async alone, index warps send afterwards. All but the index warps receive, and they
+too where warps take work from a counter.
 """
 from ..device.schedule import Schedule
 from ..layout import Group, N_CHUNKS
