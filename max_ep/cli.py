@@ -121,9 +121,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         help="low_latency_dispatch's format, or the normal calls in bfloat16 "
         "(default: %(default)s)",
     )
-    build.add_argument(
-        "--shares-gpu", action="store_true", help="for ranks that share GPUs"
-    )
     serve = commands.add_parser(
         "serve", help="serve a model with MAX; other flags go to max serve"
     )

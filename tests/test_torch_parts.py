@@ -15,7 +15,7 @@ import torch
 
 from max_ep.extension import mojo_dir
 from max_ep.torch import EventOverlap, api, channel, dequantize, library
-from max_ep.torch.channel import Communicator
+from max_ep.torch.streams import Streams
 
 API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
 C_TYPES = {"Int": ctypes.c_int64, "Int64": ctypes.c_int64, "Int32": ctypes.c_int32}
@@ -109,8 +109,8 @@ class Stream:
 
 
 @pytest.fixture
-def comm(monkeypatch: pytest.MonkeyPatch) -> Communicator:
-    """A communicator of a GPU that is not there."""
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Those of a GPU that is not there."""
 
     @contextlib.contextmanager
     def use(stream: Stream) -> Any:
@@ -131,33 +131,30 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> Communicator:
         "is_current_stream_capturing",
         lambda: Stream.current.is_captured,
     )
-    made = Communicator.__new__(Communicator)
-    made.failure, made.is_gpu = "", True
-    made.device, made.index = torch.device("cuda", 0), 0
-    made.comm_stream = Stream("comm", 9)
-    made._caller, made._last_stream = None, (-1, None)
+    made = Streams(torch.device("cpu", 0))
+    made.is_gpu, made.comm = True, Stream("comm", 9)
     Stream.log, Stream.current = [], Stream("A", 0)
     return made
 
 
-def test_launches_are_in_one_order(comm: Communicator) -> None:
+def test_launches_are_in_one_order(streams: Streams) -> None:
     """A call on another stream waits for the launches on that of the call before."""
     a, b = Stream.current, Stream("B", 5)
     for Stream.current in (a, a, b, b, a):
-        assert comm.stream() == Stream.current.cuda_stream
+        assert streams.current() == Stream.current.cuda_stream
     assert Stream.log == ["B waits for A", "A waits for B"]
     # What a graph captures waits for nothing before the capture, nor is it waited for.
     Stream.log, Stream.current = [], Stream("C", 7, is_captured=True)
-    comm.stream()
+    streams.current()
     fork = Stream("D", 8, is_captured=True)
     Stream.current = fork
-    comm.stream()
+    streams.current()
     Stream.current = a
-    comm.stream()
+    streams.current()
     assert Stream.log == ["D waits for C"]
 
 
-def test_asynchronous_work_waits(comm: Communicator) -> None:
+def test_asynchronous_work_waits(streams: Streams) -> None:
     """For the caller's stream, where results are allocated, and for the event."""
     event: Any = EventOverlap()
     event.current_stream_wait = lambda: Stream.log.append(
@@ -170,16 +167,16 @@ def test_asynchronous_work_waits(comm: Communicator) -> None:
     def work() -> None:
         ran.append(Stream.current.name)
 
-    comm.run(work, [tensor, None], True, None)
+    streams.run(work, [tensor, None], True, None)
     assert Stream.log == ["comm waits for A"]
     Stream.log = []
-    comm.run(work, [tensor], True, event)
+    streams.run(work, [tensor], True, event)
     assert Stream.log == ["comm waits for A", "comm waits for the event"]
     Stream.log = []
-    with comm.allocating(True):
-        comm.run(work, [tensor], True, event)
+    with streams.allocating(True):
+        streams.run(work, [tensor], True, event)
     assert Stream.log == ["comm waits for the event"]
     assert ran == ["comm"] * 3 and used == ["comm", "A"] * 3
     Stream.log = []
-    comm.run(work, [tensor], False, event)
+    streams.run(work, [tensor], False, event)
     assert Stream.log == ["A waits for the event"] and ran[-1] == "A"

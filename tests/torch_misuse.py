@@ -181,8 +181,8 @@ def arguments(buffer: Buffer) -> None:
 def kept(buffer: Buffer) -> None:
     """The allocator hears of all that asynchronous calls are given."""
     used: list[int] = []
-    comm = buffer._comm
-    run = comm.run
+    streams = buffer._comm.streams
+    run = streams.run
 
     def remember(work: Any, tensors: Any, *rest: Any) -> Any:
         used[:] = [t.data_ptr() for t in tensors if t is not None]
@@ -192,7 +192,7 @@ def kept(buffer: Buffer) -> None:
         for i, tensor in enumerate(arguments):
             assert tensor.data_ptr() in used, f"argument {i}"
 
-    comm.run = remember
+    streams.run = remember
     x, ids, weights = (
         t[:2].contiguous() for t in given_to(buffer, (4 - buffer.rank) % 4)
     )
@@ -217,7 +217,7 @@ def kept(buffer: Buffer) -> None:
     bias = (torch.rand_like(x), torch.rand_like(x))
     y = buffer.combine(made, handle, topk_weights=recv_weights, bias=bias)[0]
     check(made, recv_weights, *bias, y, *inside)
-    del comm.run
+    del streams.run
 
 
 def facts(buffer: Buffer) -> None:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from ..limits import MAX_TIMEOUT_S
 from ..memory.board import Board
 from ..who import Answers, Waits
-from .channel import Communicator
 from .checks import refuse
+from .communicator import Communicator
 from .compiled import BUFFERS
 from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
+from .masks import MaskCalls
 from .normal_api import Normal
 
 _TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
@@ -32,7 +33,7 @@ _NAME = "torch-"
 _KEYS = itertools.count()
 
 
-class Buffer(LowLatency, Normal):
+class Buffer(LowLatency, Normal, MaskCalls):
     """Dispatch and combine of one rank, with the names of DeepEP's ``Buffer``.
 
     Memory is allocated, and kernels are built, by the first call with new sizes; all
@@ -166,7 +167,7 @@ class Buffer(LowLatency, Normal):
         comm = self._comm
         if comm.has_ended:
             comm.raise_failure()
-        comm.synchronize()  # who is here writes to no rank any more
+        comm.streams.synchronize()  # who is here writes to no rank any more
         names = [settings.name() for settings in comm.channels]
         all_ = self._gather((comm.board.n_exchanges, self._cap, names))
         self._cap = max(cap for _, cap, _ in all_)
@@ -186,7 +187,7 @@ class Buffer(LowLatency, Normal):
 
     def get_comm_stream(self) -> torch.cuda.Stream | None:
         """Returns the stream of ``async_finish``; None on CPU."""
-        return self._comm.comm_stream
+        return self._comm.streams.comm
 
     @staticmethod
     def capture() -> EventOverlap:

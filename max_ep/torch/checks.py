@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 if TYPE_CHECKING:
-    from .channel import Communicator
+    from .communicator import Communicator
 
 
 def refuse(name: str, what: str) -> NoReturn:

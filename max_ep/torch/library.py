@@ -58,7 +58,6 @@ class Settings:
     ranks: int
     top_k: int
     tokens: int
-    shares_gpu: bool = True
     wide_ids: bool = False
     masks: bool = False
 
@@ -194,7 +193,6 @@ def run_build(options: Any) -> int:
         target=options.target,
         ranks=options.ranks,
         tokens=options.tokens,
-        shares_gpu=options.shares_gpu,
     )
     if options.dispatch == "normal":
         common |= dict(experts=options.ranks, top_k=options.ranks)

@@ -15,8 +15,9 @@ import torch
 
 from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY
 from . import compiled
-from .channel import BLOCK, BOTH, RECEIVE, SEND, Channel, Communicator, Region
+from .channel import BLOCK, BOTH, RECEIVE, SEND, Channel, Region
 from .checks import check_handle, check_tensor, refuse
+from .communicator import Communicator
 from .events import EventOverlap
 from .library import FORMATS
 from .tables import LazyTuple, scales_of_rows, split_tables, view
@@ -25,7 +26,7 @@ _N_REGIONS = 2
 _MOST_CHOICES = 32
 
 
-@dataclass
+@dataclass(eq=False)
 class Handle(LazyTuple):
     """What combine needs of a dispatch; reads as DeepEP's tuple: tokens of the rows
     ``int32 [n_local, n_ranks * cap]``, ranges ``int64 [n_local, n_ranks]`` (first row
@@ -116,7 +117,7 @@ class LowLatency:
         region = channel.next_region()
         if self._comm.masks:
             self._latest = channel
-            self._comm.share_mask(region)
+            self._comm.masks.share(region)
 
         # Source of each row, ranges, counts: one allocation.
         n_words, empty = channel.n_table_words, self._comm.empty
@@ -261,48 +262,51 @@ class LowLatency:
         async_finish: bool,
         return_recv_hook: bool,
     ) -> tuple[EventOverlap, Callable[[], None] | None]:
-        """Launches a phase, in one launch where that can be; returns event and hook.
+        """Launches a phase; returns the event, and the hook if one is wanted.
 
-        Ranks that share a GPU cannot send and receive in one launch: its blocks would
-        wait for blocks of another rank that have no place to run.
+        To measure the waits, or for the hook, it sends and receives in two launches.
         """
         region, launch, arguments = phase
         if region.hook is not None:  # which nobody called
             region.hook()
-        in_one = not (return_recv_hook or self._comm.shares_gpu or waits_ns is not None)
-
-        if in_one and not async_finish and after is None:
+        in_two = return_recv_hook or waits_ns is not None
+        if not (in_two or async_finish or after is not None):
             launch(BOTH, *arguments)
             return EventOverlap(), None
         tensors += (waits_ns,)
 
+        def send() -> None:
+            launch(SEND if in_two else BOTH, *arguments)
+
         def receive() -> None:
             if waits_ns is not None:
                 region.watch(launch == region.combine, waits_ns)
-            if not in_one:
+            if in_two:
                 launch(RECEIVE, *arguments)
             if after is not None:
                 after()
 
-        def send_and_receive() -> None:
-            launch(BOTH if in_one else SEND, *arguments)
-            receive()
-
+        streams = self._comm.streams
         if return_recv_hook:
-            launch(SEND, *arguments)
-            stream = self._comm.stream()
+            send()
+            stream = streams.current()
 
             def hook() -> None:
                 if region.hook is not hook:
                     return  # called before
                 region.hook = None
-                if self._comm.stream() != stream:
-                    self._comm.keep(tensors)
+                if streams.current() != stream:
+                    streams.keep(tensors)
                 receive()
 
             region.hook, region.hook_is_of_dispatch = hook, launch == region.dispatch
             return EventOverlap(None, tensors), hook
-        return self._comm.run(send_and_receive, tensors, async_finish), None
+
+        def send_and_receive() -> None:
+            send()
+            receive()
+
+        return streams.run(send_and_receive, tensors, async_finish), None
 
     def _low_latency_channel(
         self,
@@ -358,7 +362,7 @@ class LowLatency:
             top_k=top_k,
             tokens=cap,
             wide_ids=True,
-            masks=comm.masks,
+            masks=comm.masks is not None,
         )
         (channel,) = comm.open([settings], _N_REGIONS)
         self._low_latency_channels[key] = channel
@@ -394,36 +398,6 @@ class LowLatency:
                 use_fp8=use_fp8,
                 round_scale=settings.format == FORMATS["fp8-round"],
             )
-
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Says which ranks are masked: 1 for each, into int32 ``[n_ranks]``."""
-        comm = self._comm_that_masks()
-        shape = (comm.n_ranks,)
-        check_tensor(comm, "mask_status", mask_status, torch.int32, shape)
-        mask_status.copy_(comm.masked())
-
-    def low_latency_update_mask_buffer(
-        self, rank_to_mask: int, mask: bool = False
-    ) -> None:
-        """Masks a rank, or waits for it again from the next call on.
-
-        A rank that has missed calls is masked again: only :meth:`Buffer.reset`, in all
-        processes, takes it in.
-        """
-        comm = self._comm_that_masks()
-        if not 0 <= rank_to_mask < comm.n_ranks or rank_to_mask == comm.rank:
-            refuse("rank_to_mask", f"={rank_to_mask} is not another rank of the group")
-        comm.set_mask([rank_to_mask], int(mask))
-
-    def low_latency_clean_mask_buffer(self) -> None:
-        """Waits for all ranks again from the next call on."""
-        comm = self._comm_that_masks()
-        comm.set_mask(range(comm.n_ranks), 0)
-
-    def _comm_that_masks(self) -> Communicator:
-        if not self._comm.masks:
-            refuse("enable_shrink", "is not set: this Buffer masks no ranks")
-        return self._comm
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

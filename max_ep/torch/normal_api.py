@@ -15,13 +15,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 
-from .channel import BOTH, RECEIVE, SEND, Channel, Communicator
+from .channel import BOTH, Channel
 from .checks import check_handle, check_tensor, refuse
+from .communicator import Communicator
 from .events import Config, EventOverlap
 from .library import (
     Settings,
@@ -35,6 +37,9 @@ from .tables import LazyTuple
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _SCALES = (torch.float32, torch.int32)
+Layout = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Tokens for each rank, whether a token goes to a rank, tokens for each expert."""
+
 _MOST_TOKENS = 32768
 _MOST_RANKS = 32
 _DEFAULT_TOKENS = 4096
@@ -49,7 +54,7 @@ def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Normal, *args: Any, **options: Any) -> Any:
         # Otherwise the work waits for all of the current stream.
         wanted = ("allocate_on_comm_stream", "async_finish", "previous_event")
-        with self._comm.allocating(all(options.get(name) for name in wanted)):
+        with self._comm.streams.allocating(all(options.get(name) for name in wanted)):
             return method(self, *args, **options)
 
     not_compiled = _disable_dynamo(call)
@@ -63,37 +68,43 @@ def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
     return call_or_break
 
 
+@dataclass(eq=False)
 class NormalHandle(LazyTuple):
     """What combine and a repeated dispatch need; reads as DeepEP's tuple.
 
     Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, None, None, source
     token of each row int32 ``[n_rows]``, ``is_token_in_rank``, None. In the matrix only
     this rank's column is filled.
+
+    Attributes:
+        n_rows: Rows of ``recv_x``.
+        n_made: Rows that kernels may write.
+        n_sent: Tokens that this rank sent.
+        cap: Tokens of a rank that the channels hold.
+        n_scales: Scales of a row, as int32 words; then ids and weights.
+        top_k: Ids of a row, and weights.
+        mask: ``is_token_in_rank``.
+        ids: int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1.
+        src_info: int32 ``[n_made, 2]``.
+        ranges: int32 ``[n_ranks, 2]``: first row of each source, and rows.
     """
 
     comm: Communicator
-    rank: int
     n_rows: int
-    """Rows of ``recv_x``."""
     n_made: int
-    """Rows that kernels may write."""
     n_sent: int
-    """Tokens that this rank sent."""
     cap: int
-    """Tokens of a rank that the channels hold."""
     n_scales: int
-    """Scales of a row, as int32 words; then ids and weights."""
     top_k: int
-    n_words: int
-    """All words that go with a row."""
     mask: torch.Tensor
-    """``is_token_in_rank``."""
     ids: torch.Tensor
-    """int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1."""
     src_info: torch.Tensor
-    """int32 ``[n_made, 2]``."""
     ranges: torch.Tensor
-    """int32 ``[n_ranks, 2]``: first row of each source, and rows."""
+
+    @property
+    def n_words(self) -> int:
+        """Returns how many int32 words go with a row."""
+        return words_of_row(self.n_scales, self.top_k)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Returns what launches use."""
@@ -104,7 +115,7 @@ class NormalHandle(LazyTuple):
         n_ranks = len(self.ranges)
         ends = self.ranges.sum(1, dtype=torch.int32)
         matrix = ends.new_zeros((n_ranks, n_ranks))
-        matrix[:, self.rank] = ends
+        matrix[:, self.comm.rank] = ends
         sources = self.src_info[: self.n_rows, 0]
         return matrix, None, None, sources, self.mask, None
 
@@ -143,6 +154,7 @@ class Normal:
             n_ranks]``, the event.
         """
         comm = self._comm
+        comm.raise_failure()
         check_tensor(comm, "topk_idx", topk_idx, torch.int64, (None, None))
         if num_experts < 1 or num_experts % comm.n_ranks != 0:
             refuse("num_experts", f"={num_experts} is no multiple of {comm.n_ranks}")
@@ -166,7 +178,7 @@ class Normal:
             per_expert.copy_(counts[1:])
 
         tensors = (topk_idx, per_rank, per_expert, in_rank)
-        event = comm.run(work, tensors, async_finish, previous_event)
+        event = comm.streams.run(work, tensors, async_finish, previous_event)
         return per_rank, None, per_expert, in_rank, event
 
     @_allocates
@@ -287,7 +299,7 @@ class Normal:
 
         tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
         tensors += received + handle.tensors()
-        event = comm.run(work, tensors, async_finish, previous_event)
+        event = comm.streams.run(work, tensors, async_finish, previous_event)
         result: Any = recv_x[: handle.n_rows]
         if scales is not None:
             result = (result, recv_scales)
@@ -338,7 +350,8 @@ class Normal:
         weights = None
         if topk_weights is not None:
             shape = (handle.n_rows, None)
-            check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
+            # Of any strides: gradients often are expanded.
+            check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape, True)
             top_k = topk_weights.shape[1]
             weights = topk_weights.new_empty((handle.n_sent, top_k))
             wanted.append(self._settings(handle.cap, weights_back(top_k)))
@@ -356,7 +369,7 @@ class Normal:
                 y.copy_(sum(biases, start=y.float()))
 
         tensors = (x, y, topk_weights, weights, *biases, *handle.tensors())
-        event = comm.run(work, tensors, async_finish, previous_event)
+        event = comm.streams.run(work, tensors, async_finish, previous_event)
         return y, weights, event
 
     # ------------------------------------------------------------------- inside
@@ -364,14 +377,54 @@ class Normal:
     def _new_handle(
         self,
         sizes: tuple[int, int, int],
-        layout: tuple[torch.Tensor | None, ...],
+        layout: Layout,
         choices: tuple[torch.Tensor | None, torch.Tensor | None],
         num_worst_tokens: int,
         previous_event: EventOverlap | None,
     ) -> tuple[NormalHandle, list[int]]:
         """Checks a layout and agrees on it; returns handle and rows by local expert."""
-        comm = self._comm
-        (n_tokens, row_bytes, n_scales), n_ranks = sizes, comm.n_ranks
+        comm, n_ranks = self._comm, self._comm.n_ranks
+        n_tokens, row_bytes, n_scales = sizes
+        top_k = self._check_layout(n_tokens, layout, choices)
+        per_rank, mask, _ = layout
+        if num_worst_tokens:
+            n_rows, counts = num_worst_tokens, []
+            most = up_to(num_worst_tokens, n_ranks) // n_ranks
+            if n_tokens > most:
+                refuse(
+                    "num_worst_tokens",
+                    f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens",
+                )
+        else:
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            most, n_rows, counts = self._agree(sizes, layout, top_k)
+        self._cap = self._enough(most, row_bytes)
+        n_made = n_ranks * self._cap if num_worst_tokens else n_rows
+        new = per_rank.new_empty
+        handle = NormalHandle(
+            comm,
+            n_rows,
+            n_made,
+            n_tokens,
+            self._cap,
+            n_scales,
+            top_k,
+            mask,
+            ids=new((n_tokens, n_ranks)),
+            src_info=new((max(1, n_made), 2)),
+            ranges=new((n_ranks, 2)),
+        )
+        return handle, counts
+
+    def _check_layout(
+        self,
+        n_tokens: int,
+        layout: Layout,
+        choices: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> int:
+        """Refuses a layout that cannot be of these tokens; returns ids of a token."""
+        comm, n_ranks = self._comm, self._comm.n_ranks
         per_rank, mask, per_expert = layout
         if per_rank is None or mask is None or per_expert is None:
             refuse(
@@ -399,42 +452,29 @@ class Normal:
             refuse("dispatch", f"is for at most {_MOST_RANKS} ranks, not {n_ranks}")
         if n_tokens > _MOST_TOKENS:
             refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
-        handle = NormalHandle()
-        counts: list[int] = []
-        if num_worst_tokens:
-            most = up_to(num_worst_tokens, n_ranks) // n_ranks
-            if n_tokens > most:
-                refuse(
-                    "num_worst_tokens",
-                    f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens",
-                )
-            handle.n_rows = num_worst_tokens
-        else:
-            if previous_event is not None:
-                previous_event.current_stream_wait()
-            # The mask says what is sent, so rows are counted by it alone.
-            mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
-            n_experts = per_expert.numel()
-            what = (
-                f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
-                f"top_k={top_k}, num_experts={n_experts}"
-            )
-            notes = comm.exchange(what, [n_tokens, *mine])
-            most = max(note[0] for note in notes)
-            handle.n_rows = sum(note[1 + comm.rank] for note in notes)
-            n_local = n_experts // n_ranks
-            first = 1 + n_ranks + comm.rank * n_local
-            counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
-        self._cap = handle.cap = self._enough(most, row_bytes)
-        handle.comm = comm
-        handle.rank, handle.mask, handle.n_sent = comm.rank, mask, n_tokens
-        handle.n_scales, handle.top_k = n_scales, top_k
-        handle.n_words = words_of_row(n_scales, top_k)
-        handle.n_made = n_ranks * handle.cap if num_worst_tokens else handle.n_rows
-        new = per_rank.new_empty
-        handle.ids, handle.ranges = new((n_tokens, n_ranks)), new((n_ranks, 2))
-        handle.src_info = new((max(1, handle.n_made), 2))
-        return handle, counts
+        return top_k
+
+    def _agree(
+        self, sizes: tuple[int, int, int], layout: Layout, top_k: int
+    ) -> tuple[int, int, list[int]]:
+        """Exchanges counts; returns the most tokens of a rank, the rows that this rank
+        receives, and those of each local expert."""
+        comm, n_ranks = self._comm, self._comm.n_ranks
+        n_tokens, row_bytes, n_scales = sizes
+        _, mask, per_expert = layout
+        # The mask says what is sent, so rows are counted by it alone.
+        mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
+        n_experts = per_expert.numel()
+        what = (
+            f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
+            f"top_k={top_k}, num_experts={n_experts}"
+        )
+        notes = comm.exchange(what, [n_tokens, *mine])
+        n_local = n_experts // n_ranks
+        first = 1 + n_ranks + comm.rank * n_local
+        counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
+        most = max(note[0] for note in notes)
+        return most, sum(note[1 + comm.rank] for note in notes), counts
 
     def _enough(self, n_tokens: int, row_bytes: int) -> int:
         """Returns how many tokens of a rank channels hold; never less than before.
@@ -467,30 +507,26 @@ class Normal:
     ) -> None:
         """Dispatches tensors through channels, to where the handle says."""
         counts = handle.ranges.new_empty(1)
-        for form in self._forms():
-            for channel, sent, received in moves:
-                channel.latest = (handle, self._comm.is_capturing())
-                channel.was_captured |= channel.latest[1]
-                channel.regions[0].dispatch(
-                    form,
-                    sent.data_ptr(),
-                    handle.ids.data_ptr(),
-                    handle.n_sent,
-                    received.data_ptr(),
-                    0,
-                    counts.data_ptr(),
-                    handle.ranges.data_ptr(),
-                    handle.src_info.data_ptr(),
-                )
-
-    def _forms(self) -> list[int]:
-        return [SEND, RECEIVE] if self._comm.shares_gpu else [BOTH]
+        for channel, sent, received in moves:
+            channel.latest = (handle, self._comm.streams.is_capturing())
+            channel.was_captured |= channel.latest[1]
+            channel.regions[0].dispatch(
+                BOTH,
+                sent.data_ptr(),
+                handle.ids.data_ptr(),
+                handle.n_sent,
+                received.data_ptr(),
+                0,
+                counts.data_ptr(),
+                handle.ranges.data_ptr(),
+                handle.src_info.data_ptr(),
+            )
 
     def _bring_back(
         self, channel: Channel, handle: NormalHandle, x: torch.Tensor, y: torch.Tensor
     ) -> None:
         """Combines through a channel that may have dispatched something else since."""
-        captures = self._comm.is_capturing()
+        captures = self._comm.streams.is_capturing()
         # Replays of a graph dispatch, too.
         is_latest = channel.latest[0] is handle and channel.latest[1] == captures
         if not is_latest or (channel.was_captured and not captures):
@@ -501,15 +537,14 @@ class Normal:
         ones = torch.ones(
             (handle.n_sent, self._comm.n_ranks), dtype=torch.float32, device=x.device
         )
-        for form in self._forms():
-            channel.regions[0].combine(
-                form,
-                x.data_ptr(),
-                handle.src_info.data_ptr(),
-                y.data_ptr(),
-                handle.n_sent,
-                ones.data_ptr(),
-            )
+        channel.regions[0].combine(
+            BOTH,
+            x.data_ptr(),
+            handle.src_info.data_ptr(),
+            y.data_ptr(),
+            handle.n_sent,
+            ones.data_ptr(),
+        )
 
 
 def _pack(
@@ -540,7 +575,7 @@ def _unpack(
 ) -> None:
     """Reads ids, made local, and weights out of them."""
     n, k = handle.n_scales, handle.top_k
-    torch.sub(extras[:, n : n + k], handle.rank * n_local, out=ids)
+    torch.sub(extras[:, n : n + k], handle.comm.rank * n_local, out=ids)
     is_elsewhere = (ids < 0) | (ids >= n_local)
     ids.masked_fill_(is_elsewhere, -1)
     weights.view(torch.int32).copy_(extras[:, n + k : n + 2 * k])

@@ -12,7 +12,6 @@ error.
     COMBINE             bfloat16 or float32: elements of expert rows and results
     COMBINE_HIDDEN      how many of them
     EXPERTS, RANKS, TOP_K, TOKENS      of the group; TOKENS: the most of a rank
-    SHARES_GPU          whether ranks may share a GPU
     WIDE_IDS            whether ids are int64
     MASKS               whether a rank that is late is masked, and the others go on
 """
@@ -75,7 +74,6 @@ def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) ->
         addressing=Addressing.BY_RANK,
         returns=Returns.ROWS,
         is_padded=True,
-        shares_gpu=is_defined["SHARES_GPU"](),
         wide_ids=WIDE_IDS,
         masks=is_defined["MASKS"](),
     )

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the calls of a rank share: the group, its channels, and what has failed."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..memory.board import Board
+from ..memory.gpu_shared import GpuSharedMemory
+from ..memory.symmetric_memory import SharedMemory
+from ..who import RankWait, Waits
+from .channel import Channel
+from .library import Settings, build_all
+from .masks import Masks
+from .streams import Streams
+from .tables import allocator
+
+_CHECK_EVERY_S = 0.1
+_RESET = "Call Buffer.reset() in every process, or restart the group."
+
+
+class TorchSymmetricMemory:
+    """Symmetric memory of ``torch.distributed._symmetric_memory``."""
+
+    def __init__(self, group: Any, n_bytes: int, device: int) -> None:
+        """Allocates this rank's block."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._group = group
+        self._symmetric = symmetric
+        self._block = symmetric.empty(
+            n_bytes, dtype=torch.uint8, device=f"cuda:{device}"
+        )
+
+    def local_addresses(self) -> list[int]:
+        """Returns the address of this rank's block."""
+        return [self._block.data_ptr()]
+
+    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
+        """Returns the address of every rank's block; torch's own time-out applies."""
+        if absent:
+            raise NotImplementedError('max_ep: enable_shrink needs memory="vmm"')
+        found = self._symmetric.rendezvous(self._block, self._group.group_name)
+        self._rendezvous = found
+        return list(found.buffer_ptrs)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._rendezvous = self._block = None
+
+
+class Communicator:
+    """The group of a rank, and the channels that it has opened."""
+
+    def __init__(
+        self,
+        board: Board,
+        device: torch.device,
+        group: Any,
+        memory: str,
+        masks: bool = False,
+    ) -> None:
+        """Takes the board of the group, this rank's device, and the kind of memory.
+
+        ``masks``: whether the others go on without a rank that is late.
+        """
+        self.board = board
+        self.rank, self.n_ranks = board.rank, board.n_ranks
+        self.timeout_s = board.timeout_s
+        self.device = device
+        self.is_gpu = device.type == "cuda"
+        self.index = device.index or 0
+        self.empty = allocator(device)
+        self.failure = ""  # what calls raise
+        self.has_ended = False  # so that reset() cannot help
+        self.next_check = 0.0
+        self.channels: dict[Settings, Channel] = {}
+        self._group = group
+        self._memory = memory
+        self.streams = Streams(device)
+        self.masks = Masks(self) if masks else None
+        self.target, own = "cpu", f"CPU {self.rank}"
+        if self.is_gpu:
+            about = torch.cuda.get_device_properties(device)
+            own = str(getattr(about, "uuid", device.index))
+            # Kernels use what only this architecture has.
+            suffix = "a" if about.major >= 9 else ""
+            self.target = f"sm_{about.major}{about.minor}{suffix}"
+        devices = board.exchange("Buffer()", own)
+        self.shares_gpu = len(set(devices)) < self.n_ranks
+        _ALIVE.add(self)
+
+    def raise_failure(self) -> None:
+        """Raises what has failed, until :meth:`reset`."""
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def end(self, why: str) -> None:
+        """Makes later calls raise; the memory is freed."""
+        self.failure, self.has_ended = why, True
+
+    def exchange(self, what: str, note: Any = None) -> list[Any]:
+        """Returns every rank's note; after a time-out calls raise.
+
+        If ranks mask, one that does not come is absent from then on.
+        """
+        self.raise_failure()
+        absent = self.masks.absent if self.masks else None
+        try:
+            return self.board.exchange(what, note, absent)
+        except TimeoutError as error:
+            self.failure = f"{error}. {_RESET}"
+            raise TimeoutError(self.failure) from None
+
+    def allocate(self, n_bytes: int) -> Any:
+        """Allocates symmetric memory."""
+        about = f"{self.board.n_exchanges}-{len(self.channels)}"
+        place = f"{self.board.name}-{about}", self.rank, self.n_ranks
+        if not self.is_gpu:
+            return SharedMemory(*place, 1, n_bytes, "")
+        if self._memory == "symm":
+            return TorchSymmetricMemory(self._group, n_bytes, self.index)
+        return GpuSharedMemory(*place, n_bytes, "", self.index)
+
+    def settings(self, **fields: Any) -> Settings:
+        """Returns a configuration of this group."""
+        return Settings(target=self.target, ranks=self.n_ranks, **fields)
+
+    def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
+        """Returns channels; opens those that are new, with all other ranks."""
+        new = [settings for settings in wanted if settings not in self.channels]
+        if new:
+            if self.streams.is_capturing():
+                raise RuntimeError(
+                    "max_ep: the first call with new sizes builds kernels and "
+                    "allocates memory; make it once before the capture"
+                )
+            if self.masks:
+                self.masks.give_up()
+            about = [" ".join(replace(s, target="").defines()) for s in new]
+            self.exchange("the first " + "; ".join(about).replace("-D ", ""))
+            try:
+                build_all(new)
+                for settings in new:
+                    self.channels[settings] = Channel(self, settings, n_regions)
+            except BaseException as error:  # other ranks may have what this one lacks
+                what = str(error) or type(error).__name__
+                self.failure = self.failure or f"{what}. {_RESET}"
+                raise
+        return [self.channels[settings] for settings in wanted]
+
+    def check(self) -> None:
+        """Waits for the device, and raises if a launch has failed."""
+        self.raise_failure()
+        self.streams.synchronize()
+        self.check_regions()
+
+    def who_waits(self) -> Waits:
+        """Says whom this rank waits for, in the region where it does."""
+        self.raise_failure()
+        found = [RankWait(self.rank)]
+        for channel in list(self.channels.values()):
+            found += [region.who_waits() for region in channel.regions]
+        latest = max(found, key=lambda w: (bool(w.missing), w.is_running, w.generation))
+        return Waits(self.board.name, [latest])
+
+    def check_regions(self) -> None:
+        """Raises if a launch has failed; does not wait for launches."""
+        self.next_check = time.monotonic() + _CHECK_EVERY_S
+        for channel in self.channels.values():
+            for region in channel.regions:
+                region.check()
+
+    def reset(self, n_exchanges: int, names: set[str]) -> None:
+        """Puts this rank before the first launch.
+
+        Args:
+            n_exchanges: The most that any rank has begun.
+            names: Settings of channels that all ranks have opened.
+        """
+        self.board.skip_to(n_exchanges)
+        for settings, channel in list(self.channels.items()):
+            if settings.name() in names:
+                channel.clear()
+            else:
+                self.channels.pop(settings).close()
+        self.failure = ""
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        if self.has_ended:
+            return
+        self.end("max_ep: this Buffer was destroyed")
+        self.streams.synchronize()
+        for channel in self.channels.values():
+            channel.close()
+        self.channels = {}
+        self.board.close()
+
+
+_ALIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Ends what a forked process has inherited; the memory stays with its parent."""
+    for comm in list(_ALIVE):
+        comm.end("max_ep: this Buffer is of the process that was forked; make one here")
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of a rank: the order of its launches, and work beside the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .events import EventHandle, EventOverlap
+
+
+class Streams:
+    """Where the work of a rank goes; CPU ranks have no streams, and do it at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Makes the streams of ``async_finish``, and of checks beside launches."""
+        self.device = device
+        self.index = device.index or 0
+        self.is_gpu = device.type == "cuda"
+        self.comm = torch.cuda.Stream(device) if self.is_gpu else None
+        self.side = torch.cuda.Stream(device) if self.is_gpu else None
+        self._caller: Any = None  # whose results are allocated on `comm`
+        self._last: tuple[int, Any] = (-1, None)
+
+    def current(self) -> int:
+        """Returns the current stream, as kernels take it.
+
+        Launches are in the order of the calls, on whatever streams: those of a region
+        share its counters, and all ranks need one order.
+        """
+        if not self.is_gpu:
+            return -1
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if stream != self._last[0]:
+            before = self._last[1]
+            current = torch.cuda.current_stream(self.device)
+            # A captured launch is none yet, and a capture begins when all have ended.
+            if before and _is_captured(before) == _is_captured(current):
+                current.wait_stream(before)
+            self._last = (stream, current)
+        return stream
+
+    def is_capturing(self) -> bool:
+        """Returns whether a graph captures the current stream."""
+        return self.is_gpu and torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        """Waits for this rank's launches."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def allocating(self, on_comm_stream: bool) -> Iterator[None]:
+        """Makes the stream of asynchronous work the current one, to allocate there."""
+        if not (self.is_gpu and on_comm_stream):
+            yield
+            return
+        self._caller = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.stream(self.comm):
+                yield
+        finally:
+            self._caller = None
+
+    def run(
+        self,
+        work: Callable[[], Any],
+        tensors: Sequence[torch.Tensor | None],
+        async_finish: bool,
+        previous_event: EventOverlap | None = None,
+    ) -> EventOverlap:
+        """Does work on the current stream, or on one of its own if asynchronous.
+
+        Args:
+            work: Launches; on CPU it has ended when it returns.
+            tensors: What it uses; the allocator hears of both streams.
+            async_finish: Whether the current stream goes on without waiting.
+            previous_event: What the work waits for; None: all of the current stream.
+        """
+        if not (self.is_gpu and async_finish):
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            work()
+            return EventOverlap()
+        caller = self._caller or torch.cuda.current_stream(self.device)
+        # Results that are allocated on the caller's stream may lie where something
+        # lay that the stream still uses.
+        if previous_event is None or self._caller is None:
+            self.comm.wait_stream(caller)
+        used = tuple(tensor for tensor in tensors if tensor is not None)
+        with torch.cuda.stream(self.comm):
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            work()
+            event = EventHandle()
+        self.keep(used, self.comm, caller)
+        return EventOverlap(event, used)
+
+    def keep(self, tensors: Sequence[torch.Tensor | None], *streams: Any) -> None:
+        """Records for the allocator which streams use tensors; none: the current."""
+        for stream in streams or (torch.cuda.current_stream(self.device),):
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(stream)
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    """Returns whether a graph captures a stream."""
+    if stream.cuda_stream == 0:
+        return False  # the default stream: nor may one ask during a capture
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
