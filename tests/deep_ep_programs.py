@@ -30,6 +30,11 @@ def cast_back(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return wide.flatten(-2).bfloat16()
 
 
+def nvl_hint(group: Any) -> int:
+    config = deep_ep.Buffer.get_dispatch_config(group.size())
+    return config.get_nvl_buffer_size_hint(2 * H, group.size())
+
+
 Batch = tuple[torch.Tensor, ...]
 """Tokens, ids and weights of a micro-batch."""
 
@@ -108,37 +113,169 @@ class LikeSglang:
         return outs
 
 
-class LikeMegatron:
-    """`fused_a2a.py` of Megatron-core: asynchronous, allocated on the other stream."""
+class LikeVllmPrefill:
+    """`DeepEPHTPrepareAndFinalize` of vLLM 0.33.0: two micro-batches in flight."""
 
     def __init__(self, group: Any) -> None:
-        config = deep_ep.Buffer.get_dispatch_config(group.size())
-        hint = config.get_nvl_buffer_size_hint(2 * H, group.size())
+        self.buffer = deep_ep.Buffer(group=group, num_nvl_bytes=nvl_hint(group))
+
+    def run(self, batches: list[Batch]) -> list[torch.Tensor]:
+        n, buffer = self.buffer.group_size, self.buffer
+        later = dict(previous_event=None, allocate_on_comm_stream=False)
+        sent = []
+        for x, ids, weights in batches:
+            per_rank, per_rdma_rank, per_expert, in_rank, _ = (
+                buffer.get_dispatch_layout(
+                    topk_idx=ids, num_experts=E, async_finish=False, **later
+                )
+            )
+            layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank)
+            layout |= dict(num_tokens_per_rdma_rank=per_rdma_rank)
+            layout |= dict(num_tokens_per_expert=per_expert)
+            how = dict(expert_alignment=1, config=buffer.get_dispatch_config(n))
+            how |= dict(topk_idx=ids, topk_weights=weights, async_finish=True)
+            sent.append(buffer.dispatch(x=x, handle=None, **layout, **how, **later))
+        outs = []
+        for rows, row_ids, row_weights, counts, handle, event in sent:
+            event.current_stream_wait()
+            assert sum(counts) == int((row_ids >= 0).sum())
+            rows = rows.float() * 2
+            back = buffer.combine(
+                x=(rows * row_weights.sum(1, keepdim=True)).bfloat16(),
+                handle=handle,
+                topk_weights=None,
+                config=buffer.get_combine_config(n),
+                async_finish=True,
+                **later,
+            )
+            back[2].current_stream_wait()
+            outs.append(back[0])
+        return outs
+
+
+class LikeSglangAuto:
+    """SGLang's mode `auto`: one buffer, prefill by normal calls, then decode."""
+
+    def __init__(self, group: Any) -> None:
+        self.decode = LikeSglang(group, True)
+        self.buffer = self.decode.buffer
+
+    def run(self, batches: list[Batch]) -> list[torch.Tensor]:
+        x, ids, weights = batches[0]
+        before = self.buffer.capture()
+        later = dict(async_finish=True, allocate_on_comm_stream=True)
+        per_rank, per_rdma_rank, per_expert, in_rank, before = (
+            self.buffer.get_dispatch_layout(ids, E, previous_event=before, **later)
+        )
+        rows, row_ids, row_weights, counts, handle, event = self.buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            previous_event=before,
+            expert_alignment=128,
+            config=None,
+            **later,
+        )
+        event.current_stream_wait()
+        assert all(n % 128 == 0 for n in counts)
+        made = rows.float() * 2 * row_weights.sum(1, keepdim=True)
+        event = self.buffer.capture()
+        y, _, event = self.buffer.combine(
+            made.bfloat16(), handle, previous_event=event, config=None, **later
+        )
+        event.current_stream_wait()
+        self.buffer.clean_low_latency_buffer(CAP, H, E)
+        return [y, *self.decode.run(batches[1:])]
+
+
+def later() -> dict[str, Any]:
+    """What Megatron-core passes to each call."""
+    event = EventOverlap(EventHandle())
+    how = dict(async_finish=True, allocate_on_comm_stream=True)
+    return dict(how, previous_event=event)
+
+
+class FusedDispatch(torch.autograd.Function):
+    """Of Megatron-core's `fused_a2a.py`, as the next one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, ids: Any, weights: Any, buffer: Any):
+        per_rank, per_rdma_rank, per_expert, in_rank, event = (
+            buffer.get_dispatch_layout(ids, E, **later())
+        )
+        rows, row_ids, row_weights, counts, ctx.handle, event = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            **dict(later(), previous_event=event),
+        )
+        event.current_stream_wait()
+        ctx.buffer = buffer
+        return rows, row_ids, row_weights, torch.tensor(counts), ctx.handle
+
+    @staticmethod
+    def backward(ctx: Any, rows: Any, _: Any, weights: Any, *__: Any):
+        grad, grad_weights, event = ctx.buffer.combine(
+            rows.contiguous(), ctx.handle, topk_weights=weights.float(), **later()
+        )
+        event.current_stream_wait()
+        return grad, None, grad_weights, None
+
+
+class FusedCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, handle: Any, buffer: Any):
+        y, _, event = buffer.combine(rows, handle=handle, **later())
+        event.current_stream_wait()
+        ctx.handle, ctx.buffer = handle, buffer
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, y: torch.Tensor):
+        rows, *_, event = ctx.buffer.dispatch(
+            y.contiguous(), handle=ctx.handle, **later()
+        )
+        event.current_stream_wait()
+        return rows, None, None
+
+
+class LikeMegatron:
+    """A pipeline of training: two micro-batches forward, then both backward."""
+
+    def __init__(self, group: Any) -> None:
         deep_ep.Buffer.set_num_sms(24)
-        self.buffer = deep_ep.Buffer(group, hint, 0)
+        self.buffer = deep_ep.Buffer(group, nvl_hint(group), 0)
 
     def run(self, batches: list[Batch]) -> list[torch.Tensor]:
         outs = []
-        later = dict(async_finish=True, allocate_on_comm_stream=True)
-        for x, ids, weights in batches:
-            how = dict(later, previous_event=EventOverlap(EventHandle()))
-            per_rank, per_rdma_rank, per_expert, in_rank, event = (
-                self.buffer.get_dispatch_layout(ids, E, **how)
-            )
-            how = dict(later, previous_event=event, topk_idx=ids, topk_weights=weights)
-            how |= dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank)
-            how |= dict(num_tokens_per_rdma_rank=per_rdma_rank)
-            rows, _, row_weights, counts, handle, event = self.buffer.dispatch(
-                x, num_tokens_per_expert=per_expert, **how
-            )
-            event.current_stream_wait()
+        given = [
+            (x.clone().requires_grad_(), ids, weights.clone().requires_grad_())
+            for x, ids, weights in batches
+        ]
+        for one in given:
+            rows, ids, weights, counts, handle = FusedDispatch.apply(*one, self.buffer)
             assert len(counts) == E // self.buffer.group_size
-            made = (rows.float() * 2 * row_weights.sum(1, keepdim=True)).bfloat16()
-            how = dict(later, previous_event=EventOverlap(EventHandle()))
-            y, _, event = self.buffer.combine(made, handle=handle, **how)
-            event.current_stream_wait()
-            outs.append(y)
-        return outs
+            own = weights.masked_fill(ids < 0, 0).sum(1, keepdim=True)
+            made = rows.float() * 2 * own
+            outs.append(FusedCombine.apply(made.bfloat16(), handle, self.buffer))
+        for y, (x, ids, weights) in zip(outs, given):
+            y.float().sum().backward()
+            alike = dict(rtol=2**-5, atol=2**-5)
+            sums = weights.masked_fill(ids < 0, 0).sum(1, keepdim=True)
+            want = (2 * sums).expand(x.shape).detach()
+            torch.testing.assert_close(x.grad.float(), want, **alike)
+            want = (2 * x.detach().float()).sum(1, keepdim=True).expand(ids.shape)
+            want = want.masked_fill(ids < 0, 0)
+            torch.testing.assert_close(weights.grad, want, **alike)
+        return [y.detach() for y in outs]
 
 
 def member(rank: int, n_ranks: int, store: str) -> None:
@@ -148,12 +285,16 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         LikeVllm(group),
         LikeSglang(group, True),
         LikeSglang(group, False),
+        LikeVllmPrefill(group),
+        LikeSglangAuto(group),
         LikeMegatron(group),
     ):
         device = program.buffer._comm.device
         batches = [tuple(t.to(device) for t in tokens_of(rank, g)) for g in (0, 1)]
         for _ in range(2):
-            for given, y in zip(batches, program.run(batches)):
+            with torch.inference_mode(not isinstance(program, LikeMegatron)):
+                outs = program.run(batches)
+            for given, y in zip(batches, outs):
                 want = want_doubled(*given)
                 torch.testing.assert_close(y.float(), want, rtol=2**-3, atol=2**-3)
         program.buffer.destroy()

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("all_cores")
 ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
 slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
 
+MORE_RANKS = [2, *(pytest.param(n, marks=slow) for n in (1, 4, 8))]
+
 # Each number of ranks compiles kernels of its own for them.
 NORMAL = ["normal"] * ALL_CASES
 HEALTHY = ["low_latency", "compiled", "normal", "normal_fp8"]
@@ -50,12 +52,17 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     [
         *((n, "cpu") for n in (1, 2, 4)),
         pytest.param(8, "cpu", marks=slow),
-        *(pytest.param(n, "gpu", marks=pytest.mark.gpu(1)) for n in (1, 2, 4)),
+        *(pytest.param(n, "gpu", marks=pytest.mark.gpu(1)) for n in (1, 2, 4, 8)),
     ],
     indirect=["place"],
 )
-def test_scenarios(n_ranks: int, place: str, tmp_path: Path) -> None:
-    """Of four ranks also a peer that is stopped, or has other arguments."""
+def test_scenarios(
+    n_ranks: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four ranks also a peer that is stopped, or has other arguments; on GPUs they
+    have torch's expandable segments."""
+    if n_ranks == 4:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     names, kinds = RUNS[n_ranks]
     names = [*names, *["captured"] * (place == "gpu")]
     arguments = (n_ranks, str(tmp_path / "store"), names, kinds)
@@ -87,12 +94,14 @@ def test_killed(phase: str, place: str, tmp_path: Path) -> None:
     assert caught.value.failures[1] == "died without a result (exit code -9)"
 
 
-def test_deep_ep(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_ranks", MORE_RANKS)
+def test_deep_ep(place: str, n_ranks: int, tmp_path: Path) -> None:
     """Programs of vLLM, SGLang and Megatron-core, as far as they call it."""
-    launch(deep_ep_programs.member, 2, (2, str(tmp_path / "store")), timeout_s=600)
+    arguments = n_ranks, str(tmp_path / "store")
+    launch(deep_ep_programs.member, n_ranks, arguments, timeout_s=600)
 
 
-@pytest.mark.parametrize("n_ranks", [2, *(pytest.param(n, marks=slow) for n in (1, 4))])
+@pytest.mark.parametrize("n_ranks", MORE_RANKS[:-1])
 def test_misuse(place: str, n_ranks: int, tmp_path: Path) -> None:
     launch(torch_misuse.member, n_ranks, (n_ranks, str(tmp_path / "store")))
 
