@@ -135,7 +135,7 @@ class EPConfig:
     """The most rows of routed experts that a rank's tensors hold; None: enough for any
     routing. What does not fit is dropped by a fixed rule, and counted
     (:meth:`EPBatchManager.ep_dropped`,
-    docs/decisions/0028-a-cap-on-dispatched-rows.md). Packed rows of CPU ranks."""
+    docs/decisions/0028-a-cap-on-dispatched-rows.md). Packed rows; on GPUs by rank."""
 
     scale_layout: str = "auto"
     """How the scales of quantized rows stand: ``"rows"``, ``"transposed"``, ``"tiles"``
@@ -156,7 +156,6 @@ class EPConfig:
             self.target = "gpu" if accelerator_count() > 0 else "cpu"
         checks.check_sizes(self)
         checks.check_balance(self)
-        checks.check_max_output_rows(self)
         checks.check_dtypes(self)
         checks.check_hidden_size(self)
         checks.check_scale_layout(self)
@@ -164,6 +163,7 @@ class EPConfig:
             works = self.combines_sums or not checks.refusal_by_rank(self)
             self.protocol = "by_rank" if works else "by_expert"
         checks.check_protocol(self)
+        checks.check_max_output_rows(self)
 
     # ------------------------------------------------------------ derived facts
 

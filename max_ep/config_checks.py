@@ -162,11 +162,15 @@ def check_max_output_rows(config: EPConfig) -> None:
     if n_rows is None:
         return
     _check_integer(config, "max_output_rows", more=", or None")
-    if config.target != "cpu" or config.is_padded or config.router_top_k:
+    if config.is_padded or config.router_top_k:
         raise ValueError(
-            f"max_output_rows={n_rows} with target={config.target!r}, output_layout="
-            f"{config.output_layout!r}: only CPU ranks drop rows that do not fit, and "
-            "only packed ones, of no all-gather; leave it out"
+            f"max_output_rows={n_rows} with output_layout={config.output_layout!r}: "
+            "only packed rows are dropped, of no all-gather; leave it out"
+        )
+    if config.target == "gpu" and not config.is_by_rank:
+        raise ValueError(
+            f"max_output_rows={n_rows} with protocol={config.protocol!r}: GPU ranks "
+            "drop rows by rank only; pass protocol='by_rank', or leave it out"
         )
 
 

@@ -313,8 +313,13 @@ def _owners_of_missing_rows(
     choices = words.counters(facts.choices_word + half * n_places, n)
     pitch = facts.combine_msg_bytes
     late = []
-    # Negative: no row, or one that is here.
-    owners = np.where(choices < 0, -1, choices // facts.n_local_experts)
+    # Negative: no row, or one that is here. With a cap on rows, also the position.
+    positions, experts = divmod(choices, facts.n_experts)
+    kept = words.flags(facts.combine_counts_offset, facts.n_experts)[experts]
+    is_dropped = kept >> np.uint64(32) == generation
+    is_dropped &= positions >= (kept & np.uint64(2**32 - 1)).astype(np.int64)
+    has_no_row = (choices < 0) | is_dropped
+    owners = np.where(has_no_row, -1, experts // facts.n_local_experts)
     for owner in sorted(set(owners[owners >= 0].tolist())):
         first = facts.combine_recv_offset + pitch - SOURCE_INFO_BYTES
         if facts.protocol & MASKS:

@@ -117,7 +117,7 @@ eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
 **BALANCED, eplb_phy2log_plan=[[0, 1, 2, 3, 0], [0, 1, 2, 0, 0]] | each logical
 **BALANCED | dict(max_replicas=1, **PLANNED) | 2 replicas; max_replicas=1
 max_output_rows=0 | max_output_rows=0; >= 1, or None
-max_output_rows=9, target="gpu" | max_output_rows=9; target='gpu'; leave it out
+max_output_rows=9, target="gpu", protocol="by_expert" | max_output_rows=9; by_rank
 max_output_rows=9, **PADDED | max_output_rows=9; 'padded'; packed
 fused_moe_ready=True | fused_moe_ready; Blackwell; use ep_dispatch
 """

@@ -361,6 +361,11 @@ class EPBatchManager:
                 "ep_watch with on_timeout='mask': a rank that watches gives no "
                 "heartbeat, and its peers would mask it; watch with on_timeout='raise'"
             )
+        if config.target == "gpu" and config.max_output_rows is not None:
+            raise ValueError(
+                "ep_watch with max_output_rows on GPUs: it would wait for rows that a "
+                "peer has dropped; leave one of them out"
+            )
         types = [
             TensorType(DType.int64, [config.exchange_ranks], config.device(device_id))
         ]

@@ -11,7 +11,7 @@ The words are in this rank's own memory. Only `max-ep who` reads another rank's.
                           `combine_async` finds each row's source rank by them
     choices [2][max_tokens_per_rank * top_k]
                           GPU only: expert of each choice of the last two
-                          dispatches, `NO_EXPERT` if it was not sent; halves
+                          dispatches (`sent_choice`), `NO_EXPERT` if it was not sent; halves
                           alternate by generation. If combine sends rows,
                           `dispatch_wait` records `own_row` in its place where
                           this rank has the expert
@@ -33,8 +33,9 @@ The words are in this rank's own memory. Only `max-ep who` reads another rank's.
                           tokens that the first block took; the last heartbeat of
                           each rank, and when it was seen, in ms
     rows found [max_tokens_per_rank], rows dropped [n_local_experts]
-                          CPU: rows that came back of each token in the last combine,
-                          and rows that did not fit in the last dispatch
+                          CPU, and GPU if rows are dropped: rows that came back of
+                          each token in the last combine, and rows that did not fit in
+                          the last dispatch
 """
 import max.gpu.primitives.warp as warp
 
@@ -46,6 +47,27 @@ comptime COUNTERS_MAGIC = 0x6D657031
 """Value of the magic word once `max_ep.init` has run."""
 comptime NO_EXPERT = Int32(-1)
 """Expert of a choice that is not sent."""
+
+
+@always_inline
+def sent_choice(expert_id: Int32, position: Int, group: Group) -> Int32:
+    """Encodes a choice that is sent: its expert; if rows are dropped, also the position
+    in its pair."""
+    if group.drops_rows:
+        return Int32(position * group.n_experts) + expert_id
+    return expert_id
+
+
+@always_inline
+def expert_of_choice(choice: Int32, group: Group) -> Int:
+    """Decodes the expert of a choice that was sent."""
+    return Int(choice) % group.n_experts if group.drops_rows else Int(choice)
+
+
+@always_inline
+def position_of_choice(choice: Int32, group: Group) -> Int:
+    """Decodes the position of a choice that was sent, if rows are dropped."""
+    return Int(choice) // group.n_experts
 
 
 @always_inline

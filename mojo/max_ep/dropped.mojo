@@ -1,10 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank lacks because rows did not fit (`kept_rows.mojo`): CPU ranks only."""
+"""What a rank lacks because rows did not fit (`kept_rows.mojo`)."""
 from layout import TileTensor
-from max.gpu.host.info import is_cpu
+from max.gpu.host import DeviceContext
 
 from .arguments import Call, check_shape, check_size, imm, mut_
+from .counters import EPLocalSyncCounters
+from .for_each import for_each, Work
 from .layout import Group
+
+
+@fieldwise_init
+struct CountDropped[group: Group](Work):
+    """Counts what is missing of a token, or, behind all tokens, of a local expert."""
+
+    var of_tokens: Pointer[Int32, MutUntrackedOrigin]
+    """Result `[n_tokens]`: choices without a row in the last combine."""
+    var of_experts: Pointer[Int32, MutUntrackedOrigin]
+    """Result `[n_local_experts]`: rows that the last dispatch dropped."""
+    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
+    var n_tokens: Int
+
+    @always_inline
+    def do(self, i: Int):
+        if i >= self.n_tokens:
+            var expert = i - self.n_tokens
+            var n_dropped = self.counters.rows_dropped(Self.group, expert)[]
+            self.of_experts[unsafe_offset=expert] = n_dropped
+            return
+        var n_missing = -self.counters.rows_found(Self.group, i)[]
+        for k in range(Self.group.top_k):
+            n_missing += Int32(
+                self.topk_ids[unsafe_offset=Self.group.choice(i, k)] >= 0
+            )
+        self.of_tokens[unsafe_offset=i] = n_missing
 
 
 def launch_dropped[
@@ -14,19 +43,18 @@ def launch_dropped[
     of_tokens: TileTensor[DType.int32, ...],
     of_experts: TileTensor[DType.int32, ...],
     topk_ids: TileTensor[DType.int32, ...],
+    context: DeviceContext,
 ) raises:
     """Counts, of each token, its choices without a row in the last combine, and of each
     local expert, the rows that the last dispatch dropped."""
-    comptime assert is_cpu[target](), "max_ep: only CPU ranks drop rows"
     var n_tokens = Int(of_tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
     check_shape(call.op, "topk_ids", topk_ids, n_tokens, group.top_k)
     check_size(call.op, "experts", Int(of_experts.dim[0]()), group.n_local_experts())
-    var ids = imm(topk_ids)
-    for token_idx in range(n_tokens):
-        var n_missing = -call.counters.rows_found(group, token_idx)[]
-        for k in range(group.top_k):
-            n_missing += Int32(ids[unsafe_offset=group.choice(token_idx, k)] >= 0)
-        mut_(of_tokens)[unsafe_offset=token_idx] = n_missing
-    for i in range(group.n_local_experts()):
-        mut_(of_experts)[unsafe_offset=i] = call.counters.rows_dropped(group, i)[]
+    for_each[target](
+        n_tokens + group.n_local_experts(),
+        CountDropped[group](
+            mut_(of_tokens), mut_(of_experts), call.counters, imm(topk_ids), n_tokens
+        ),
+        context,
+    )

@@ -225,7 +225,7 @@ struct Group(TrivialRegisterPassable):
     var masks: Bool
     """Whether a rank that is late is masked, and the others go on without it."""
     var drops_rows: Bool
-    """Whether rows that do not fit into the outputs are dropped (CPU)."""
+    """Whether rows that do not fit into the outputs are dropped."""
     var partial_block: Int
     """Elements of a partial sum that share a scale; 0: there are no scales."""
 
@@ -336,6 +336,10 @@ struct Group(TrivialRegisterPassable):
     def n_ranks_with_experts(self) -> Int:
         """Counts the ranks that hold experts: the first ones."""
         return (self.n_experts + self.n_local_experts() - 1) // self.n_local_experts()
+
+    def n_shared_max(self) -> Int:
+        """Counts the rows that a fused shared expert can get."""
+        return self.max_tokens_per_rank if self.fused_shared_expert else 0
 
     def n_mapped(self) -> Int:
         return self.n_ranks_per_node if self.use_shmem else self.n_ranks

@@ -362,4 +362,5 @@ struct Dropped:
             of_tokens.to_tile_tensor(),
             of_experts.to_tile_tensor(),
             topk_ids.to_tile_tensor(),
+            ctx,
         )

@@ -84,6 +84,8 @@ class World:
     shares_gpu: bool | None = None  # `None`: if launches run one after another
     in_turn: bool = False
     has_shared_expert: bool = False
+    drops_rows: bool = False
+    """Whether owners say which rows they have kept; here all of them."""
     streams: bool = False  # CPU ranks copy with streaming stores
     generation_bits: int = 32
     first_generation: int = 0  # What the counters of generations hold at first

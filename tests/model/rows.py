@@ -3,7 +3,7 @@
 
 from .by_expert import await_done_words, finish, received_messages
 from .launches import Agent, Launch
-from .steps import await_message
+from .steps import await_kept_count, await_message, publish_kept_counts
 
 CODE = "combine to rows: "
 
@@ -14,6 +14,8 @@ def _send_rows(a: Agent) -> None:
     for counter in range(a.world.n_index_warps):
         a.load(("pair_rows", a.rank, counter), ("pair rows", n))
     await_done_words(a, "combine")
+    if a.world.drops_rows and a.block == 0:
+        publish_kept_counts(a)
     items = [item for item in received_messages(a, n) if item[0] != a.rank]
     for i in a.of_block(len(items)):
         src, t, k, expert, _ = items[i]
@@ -46,6 +48,8 @@ def _reduce_tokens(a: Agent, n: int, of: int) -> None:
             a.load(("choices", a.rank, parity, t, k), (truth, n, t, k))
             if is_own or expert < 0:
                 continue
+            if a.world.drops_rows:
+                await_kept_count(a, expert)
             meant = ("row", m, a.rank, t, k)
             flag = ("combine_message_flag", a.rank, t, k)
             await_message(a, flag, generation, meant)

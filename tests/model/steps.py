@@ -71,6 +71,21 @@ def record_readers(a: Agent, direction: str) -> None:
     a.poll(places, ("reached", half, generation), ("at least", half, n), then)
 
 
+def publish_kept_counts(a: Agent) -> None:
+    """An owner says how many rows of each source its experts have kept."""
+    m, generation = a.next("combine_sent")
+    for expert in a.world.experts_of(a.rank):
+        for src in a.world.ranks:
+            place, truth = ("combine_count", src, expert), ("kept", m, src, expert)
+            a.store_relaxed(place, (generation, 0), truth)
+
+
+def await_kept_count(a: Agent, expert: int) -> None:
+    m, generation = a.next("combine_received")
+    place, truth = ("combine_count", a.rank, expert), ("kept", m, a.rank, expert)
+    a.load_acquire(place, ("equals", generation), truth)
+
+
 def publish_at_end(launch: Launch, block: int, first: int) -> None:
     """The last block that ends moves the generation, and publishes it."""
     mine = f"{launch.direction}_received"

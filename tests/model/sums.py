@@ -4,12 +4,14 @@
 from .launches import Agent, Launch
 from .memory import SENTINEL
 from .steps import (
+    await_kept_count,
     await_readers,
     header_word,
     is_last_to_start,
     move,
     publish_at_end,
     publish_earlier_reads,
+    publish_kept_counts,
     record_readers,
 )
 
@@ -24,6 +26,9 @@ def send_partials(a: Agent) -> None:
     others = [(rank + 1 + i) % world.n_ranks for i in range(world.n_ranks - 1)]
     items = [(t, src) for t in range(most) for src in others]
     is_waiting = True
+    if world.drops_rows and a.block == 0:
+        await_readers(a, "combine")
+        publish_kept_counts(a)
     for t, src in (items[i] for i in a.of_block(len(items))):
         a.load(("received_tokens", rank, src), ("received", n, src))
         if t >= len(world.tokens(n, src)):
@@ -71,6 +76,12 @@ def add_tokens(a: Agent, n: int, of: int) -> None:
         a.load(("received_rows", rank, rank, t), truth)
         if rank in owners:
             a.load(("received_weights", rank, rank, t), truth)
+        if world.drops_rows:
+            for k, expert in enumerate(world.tokens(n, rank)[t]):
+                if expert >= 0 and world.rank_of(expert) != rank:
+                    parity = a.launch.parity(of, n)
+                    a.load(("choices", rank, parity, t, k), ("choice", n, t, k))
+                    await_kept_count(a, expert)
         for owner in owners:
             for chunk in range(world.n_chunks if owner != rank else 0):
                 place = _partial(a, rank, owner, t, chunk)

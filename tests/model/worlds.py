@@ -51,6 +51,7 @@ TWO_AT_ONCE = BY_BLOCKS | dict(n_chunks_at_once=2)
 SUMS = dict(protocol="by_rank", has_sums=True)
 
 
+DROPS = dict(drops_rows=True)
 LANES = dict(most_counting_warps=1, indexes_in_lanes=True)
 TWICE, ONCE = replays(FUSED, 2), replays(FUSED, 1)
 GATHER = dict(protocol="all_gather", has_metadata=True)
@@ -76,6 +77,8 @@ fused | TWO_RANKS | replays(FUSED, 3) | {}
 in turn | TWO_RANKS | replays(SPLIT, 2) | dict(n_blocks=2, in_turn=True)
 nothing exchanged | NOTHING_EXCHANGED | TWICE | {}
 a rank without experts | NO_EXPERTS | TWICE | dict(n_experts=1)
+drops | TWO_RANKS | replays(FUSED, 3) | DROPS
+drops, split | TWO_RANKS | replays(SPLIT, 2) | DROPS
 all-gather | EVERYBODY | TWICE | TWO_BLOCKS | GATHER
 """,
     )
@@ -179,6 +182,8 @@ def by_rank_rows() -> list[World]:
         dict(protocol="by_rank"),
         """
 fused | TWO_RANKS | replays(FUSED, 3) | {}
+drops | TWO_RANKS | replays(FUSED, 3) | DROPS
+drops, overlap | TWO_RANKS | OVERLAP | DROPS
 split | TWO_TOKENS | replays(SPLIT, 2) | {}
 2 blocks | TWO_RANKS | TWICE | TWO_BLOCKS
 overlap | TWO_RANKS | OVERLAP | {}

@@ -21,6 +21,7 @@ from groups import (
     N_RANKS,
     ROWS,
     SUMS,
+    that_drops,
     that_masks,
     TOP_K,
 )
@@ -93,6 +94,16 @@ comptime MaskingCombine = CombineSums[
     DType.bfloat16,
     DType.bfloat16,
 ]
+comptime DroppingDispatch = DispatchByRank[
+    that_drops(dispatch_group[BF16](BY_RANK, ROWS, shares_gpu=False)),
+    BF16,
+    DType.bfloat16,
+]
+comptime DroppingCombine = CombineSums[
+    that_drops(combine_group[DType.bfloat16](SUMS, shares_gpu=False)),
+    DType.bfloat16,
+    DType.bfloat16,
+]
 
 
 def main() raises:
@@ -125,6 +136,8 @@ def main() raises:
     )
     emit_phase[MaskingDispatch, "dispatch"]("bf16_sums_masks")
     emit_phase[MaskingCombine, "combine"]("bf16_masks")
+    emit_phase[DroppingDispatch, "dispatch"]("bf16_drops")
+    emit_phase[DroppingCombine, "combine"]("bf16_drops")
     emit_phase[Combine[DType.bfloat16], "combine_async"]("bf16")
     emit_phase[Combine[DType.float32, MANY], "combine_async"]("f32")
     emit_phase[Combine[DType.bfloat16, shared=True], "combine_wait"]("bf16_shared")

@@ -102,6 +102,13 @@ def on_hosts(n_hosts: Int, group: Group) -> Group:
     return spread
 
 
+def that_drops(group: Group) -> Group:
+    """Makes the ranks of a group drop rows that do not fit."""
+    var dropping = group
+    dropping.drops_rows = True
+    return dropping
+
+
 def that_masks(group: Group) -> Group:
     """Makes the ranks of a group mask a peer that is late."""
     var masking = group

@@ -8,8 +8,9 @@ from std.sys import size_of
 from std.utils.numerics import nan
 
 from ..arguments import CombinedTokens
-from ..counters import NO_EXPERT, row_of_own, Word
+from ..counters import expert_of_choice, NO_EXPERT, row_of_own, Word
 from ..device.block import Block
+from ..device.kept import is_dropped, record_rows_found
 from ..device.warp import any_lane, in_32_bits, load16, store16
 from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
@@ -219,6 +220,12 @@ def reduce_tokens[
         if lane < top_k:
             choice = choices[unsafe_offset=token_idx * top_k + lane]
             weight = combined.router_weights[unsafe_offset=token_idx * top_k + lane]
+        comptime if group.drops_rows:
+            if choice >= 0:
+                if is_dropped(choice, block):
+                    choice = NO_EXPERT
+                else:
+                    choice = Int32(expert_of_choice(choice, group))
         var own = row_of_own(choice)
         if own >= expert_rows.n_rows:
             block.refuse(
@@ -253,6 +260,8 @@ def reduce_tokens[
                     Failure.WRONG_EXPERT, owner_rank, expert, word, token_idx, lane
                 )
                 is_broken = True
+        comptime if group.drops_rows:
+            record_rows_found(token_idx, choice != NO_EXPERT, block)
         is_broken = any_lane(is_broken)
         syncwarp()
         Rows(

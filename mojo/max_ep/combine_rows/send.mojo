@@ -4,12 +4,13 @@
 The receive phase reads the rows of own tokens in place. They are sent only if they may
 change before it.
 """
-from max.gpu import barrier, syncwarp, thread_idx
+from max.gpu import barrier, block_idx, syncwarp, thread_idx
 from std.sys import size_of
 
 from ..arguments import GivenRows
 from ..counters import EPLocalSyncCounters, rank_of_relative
 from ..device.block import Block
+from ..device.kept import publish_kept_counts
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import bytes_at, copy_warp
 from ..failures import Failure, SEND
@@ -50,6 +51,9 @@ def send_rows[
         group.combine_done_offset(0), block.before.combine_sent
     ):
         return
+    comptime if group.drops_rows:
+        if block_idx.x == 0 and block.warp_idx == 0:
+            publish_kept_counts(block)
     # Slot by slot over all pairs: all sources get rows all the time, and
     # tokens are complete about in their order.
     comptime first = 0 if sends_own else 1

@@ -10,6 +10,7 @@ from std.utils.numerics import nan
 
 from ..counters import NO_ROW, rank_elsewhere
 from ..device.block import Block
+from ..device.kept import is_dropped, record_rows_found
 from ..device.schedule import Schedule
 from ..device.warp import any_lane, any_of_lanes, SENTINEL
 from ..layout import Group
@@ -78,6 +79,17 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             comptime if Self.group.masks:
                 if owner >= 0 and block.is_masked(owner):
                     owner = -1
+            comptime if Self.group.drops_rows:
+                if owner >= 0:
+                    var choices = block.counters.choices(
+                        block.before.dispatch_received, Self.group
+                    )
+                    var choice = choices[
+                        unsafe_offset=Self.group.choice(token_idx, lane)
+                    ]
+                    if is_dropped(choice, block):
+                        owner = -1
+                record_rows_found(token_idx, row >= 0 or owner >= 0, block)
             var owners: UInt32 = 0
             comptime if prefetches:
                 owners = any_of_lanes(UInt32(1) << UInt32(owner) if owner >= 0 else 0)

@@ -8,6 +8,7 @@ from max.gpu import block_idx, grid_dim, WARP_SIZE
 
 from ..counters import rank_of_relative
 from ..device.block import Block
+from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
@@ -38,6 +39,11 @@ def send_partials[
     ]
     comptime n_others = group.n_ranks - 1
     comptime if n_others > 0:
+        comptime if group.drops_rows:
+            if block_idx.x == 0 and block.warp_idx == 0:
+                if not block.await_readers():
+                    return
+                publish_kept_counts(block)
         var lane = block.lane
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)

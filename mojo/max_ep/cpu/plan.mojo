@@ -131,10 +131,7 @@ def _drop_rows[
 ](mut counts: List[Int], n_rows_max: Int, rank: CpuRank[group]):
     """Reduces the counts to the rows that fit, and records how many do not."""
     var announced = counts.copy()
-    comptime n_shared_max = (
-        group.max_tokens_per_rank if group.fused_shared_expert else 0
-    )
-    keep_rows(counts, n_rows_max - n_shared_max)
+    keep_rows(counts, n_rows_max - group.n_shared_max())
     for local_expert in range(group.n_local_experts()):
         var n_dropped = 0
         for src_rank in range(group.n_ranks):

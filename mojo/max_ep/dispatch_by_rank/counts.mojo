@@ -6,12 +6,13 @@ ones at once, because polling one after another would cost a memory latency each
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, syncwarp, WARP_SIZE
+from std.bit import pop_count
 from std.math import ceildiv
 
 from ..counters import relative_rank, Word
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
-from ..device.warp import any_lane, max_of_lanes
+from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
 from ..device.liveness import decided_of, is_lost, NEVER_DECIDED, UNDECIDED
 from ..failures import Failure, RECEIVE, record_failure
 from ..flags import (
@@ -28,6 +29,7 @@ from ..flags import (
     store_release_block,
     Wait,
 )
+from ..kept_rows import largest_level
 from ..layout import Group, MESSAGE_ALIGN, n_experts_on_rank
 from ..row_tables import RowTables
 from .roles import COUNTED, FAILED, N_INDEX_WARPS, NO_NUMBERS, SUMMED, TOKENS_READY
@@ -97,6 +99,18 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def rows_before(self, pair: Int) -> Int:
         return Int(self.pair_rows[unsafe_offset=pair])
+
+    @always_inline
+    def _rows_of_pair(self, pair: Int) -> Int:
+        """Counts the rows of a pair."""
+        return self.rows_before(pair + 1) - self.rows_before(pair)
+
+    @always_inline
+    def _rows_of_expert(self, local_expert: Int) -> Int:
+        """Counts the rows of an expert."""
+        return self.rows_before(Self.group.pair(local_expert + 1, 0)) - (
+            self.rows_before(Self.group.pair(local_expert, 0))
+        )
 
     @always_inline
     def row_of_pair(self, pair: Int) -> Int32:
@@ -384,6 +398,11 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             n_rows = self._add_sums_before(n_shared, counter)
         if counter == 0 and self.block.lane == 0:
             self.pair_rows[unsafe_offset=Self.group.n_pairs()] = n_rows
+        comptime if Self.group.drops_rows:
+            var n_kept = max(n_rows_max - Self.group.n_shared_max(), 0)
+            if counter == 0:
+                self._drop_rows(n_kept)
+            n_rows = min(n_rows, Int32(n_shared + n_kept))
         var n_rows_needed = self.tables.n_rows_needed(Int(n_rows))
         if n_rows_needed > n_rows_max:
             self.block.counters.set_broken()
@@ -397,6 +416,48 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         if self.block.lane == 0:
             arrive_in_block(self.block.word(COUNTED))
         # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
+
+    @always_inline
+    def _drop_rows(self, n_rows_max: Int):
+        """Reduces the rows of pairs to those that fit, with the first counting warp."""
+        comptime n_pairs = Self.group.n_pairs()
+        comptime n_counting = n_counting_warps[Self.group]()
+        # The others have added up their pairs.
+        while load_acquire_block(self.block.word(COUNTED)) < UInt32(n_counting - 1):
+            pass
+        syncwarp()
+        var lane = self.block.lane
+        if block_idx.x == 0:
+            for i in range(lane, Self.group.n_local_experts(), WARP_SIZE):
+                self.block.counters.rows_dropped(Self.group, i)[] = Int32(
+                    self._rows_of_expert(i)
+                )
+        var n_before = self.rows_before(0)
+        if self.rows_before(n_pairs) - n_before <= n_rows_max:
+            return
+
+        def rows_below(level: Int) {imm} -> Int:
+            var n = 0
+            for pair in range(lane, n_pairs, WARP_SIZE):
+                n += min(self._rows_of_pair(pair), level)
+            return Int(sum_of_lanes(UInt32(n)))
+
+        var level = largest_level(n_rows_max, rows_below)
+        var n_left = n_rows_max - rows_below(level)
+        for first in range(0, n_pairs, WARP_SIZE):
+            var pair = first + lane
+            var count = self._rows_of_pair(pair) if pair < n_pairs else 0
+            var have_more = warp.vote[DType.uint32](count > level)
+            var n_earlier = pop_count(have_more & ((UInt32(1) << UInt32(lane)) - 1))
+            if count > level:
+                count = level + Int(Int(n_earlier) < n_left)
+            n_left -= Int(pop_count(have_more))
+            var n = Int(warp.prefix_sum[exclusive=True](Int32(count))) + n_before
+            if pair < n_pairs:
+                self.pair_rows[unsafe_offset=pair] = Int32(n)
+            n_before = Int(warp.shuffle_idx(Int32(n + count), UInt32(WARP_SIZE - 1)))
+        if lane == 0:
+            self.pair_rows[unsafe_offset=n_pairs] = Int32(n_before)
 
     @always_inline
     def lay_out_rows(self, n_shared: Int, n_rows_max: Int, indexer: Int):
@@ -426,6 +487,11 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 pair, row - self.rows_before(Self.group.pair(local_expert, 0)), count
             )
             if src_rank == 0:
+                comptime if Self.group.drops_rows:
+                    # It holds the rows that have been announced.
+                    self.block.counters.rows_dropped(
+                        Self.group, local_expert
+                    )[] -= Int32(self._rows_of_expert(local_expert))
                 self.tables.write_expert(
                     local_expert,
                     first_row,

@@ -6,7 +6,7 @@ Each word holds its generation. Their stores are not ordered with each other.
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.memory import bitcast
 
-from ..counters import NO_EXPERT
+from ..counters import NO_EXPERT, sent_choice
 from ..device.block import Block
 from ..device.warp import bytes_at, divmod_32
 from ..failures import Failure, SEND
@@ -78,9 +78,9 @@ def publish_entry[
     var owner_rank = Int(choice.id) // group.n_local_experts()
     var is_recorded = group.has_sums() or not has_place or owner_rank != block.my_rank
     if lane == 0 and is_recorded:
-        block.counters.choices(generation, group)[
-            unsafe_offset=number
-        ] = choice.id if has_place else NO_EXPERT
+        block.counters.choices(generation, group)[unsafe_offset=number] = sent_choice(
+            choice.id, position, group
+        ) if has_place else NO_EXPERT
     # The token of a choice without a place is sent like any other, so its entry
     # names the expert.
     var word = entry_word(

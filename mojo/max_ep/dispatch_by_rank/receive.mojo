@@ -11,7 +11,7 @@ from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
 from ..arguments import DispatchedRows
-from ..counters import NO_ROW, own_row, relative_rank, row_elsewhere
+from ..counters import NO_EXPERT, NO_ROW, own_row, relative_rank, row_elsewhere
 from ..device.block import Block
 from ..device.schedule import Chunk, FlaggedSplit, inline_split, n_steps_of, Schedule
 from ..device.warp import any_lane, bytes_at, divmod_32
@@ -232,7 +232,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     return False
                 has_pair_rows = True
             if first == chunk.begin:
-                comptime if Self.group.masks:
+                comptime if Self.group.masks or Self.group.drops_rows:
                     # A pair whose count did not come in time has no rows.
                     to.has_row = to.has_row and self.shared.has_row(
                         to.pair, to.position
@@ -243,7 +243,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     self.block.counters.set_broken()
                     return False
             var rest = wanted
-            comptime if Self.group.masks:
+            comptime if Self.group.masks or Self.group.drops_rows:
                 rest = warp.vote[DType.uint32](to.has_row)
             var is_shared_left = is_shared
             while rest != 0 or is_shared_left:
@@ -284,6 +284,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         self, token: Token, to: _Destination, wanted: UInt32, is_shared: Bool
     ) -> Bool:
         """Records where the rows of a token come from, with one warp."""
+        comptime drops_own = Self.group.drops_rows and not Self.group.has_sums()
         var lane = self.block.lane
         if to.has_row:
             self.dispatched.src_info[unsafe_offset=2 * Int(to.row)] = Int32(token.idx)
@@ -294,6 +295,10 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     self.block.counters.choices(self.block.receiving(), Self.group)[
                         unsafe_offset=Self.group.choice(token.idx, lane)
                     ] = own_row(Int(to.row))
+        elif drops_own and to.is_here and token.src_rank == self.block.my_rank:
+            self.block.counters.choices(self.block.receiving(), Self.group)[
+                unsafe_offset=Self.group.choice(token.idx, lane)
+            ] = NO_EXPERT
         self._record_row(token, to.row)
         comptime if Self.group.has_sums():
             if lane < Self.group.top_k:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which choices have no row because their rank has dropped it: `Group.drops_rows`.
+
+An owner keeps the first rows of a pair, so a count says which. With each combine it
+publishes these counts to each source, where those of CPU ranks stand. A source knows
+the positions of its choices from its own dispatch.
+"""
+import max.gpu.primitives.warp as warp
+from max.gpu import WARP_SIZE
+from std.bit import pop_count
+
+from ..counters import expert_of_choice, position_of_choice
+from ..flags import count_of, flag_at, generation_of, store_relaxed_sys
+from ..layout import Group, n_experts_on_rank
+from .block import Block
+
+
+@always_inline
+def _count_offset[group: Group](expert_id: Int) -> Int:
+    """Locates the combine count of an expert from the counts that a block has."""
+    comptime if group.has_sums():
+        return group.combine_count_offset(expert_id) - (
+            group.dispatch_counts_from_combine_counts()
+        )
+    return group.combine_count_offset(expert_id)
+
+
+@always_inline
+def publish_kept_counts[group: Group](block: Block[group]):
+    """Publishes to each source how many of its rows each expert has, with one warp.
+
+    The warp has awaited the readers of the combine before (I3).
+    """
+    var my_rank = block.my_rank
+    for pair in range(
+        block.lane,
+        n_experts_on_rank(group.n_experts, group.n_ranks, my_rank) * group.n_ranks,
+        WARP_SIZE,
+    ):
+        var local_expert, src_rank = divmod(pair, group.n_ranks)
+        store_relaxed_sys(
+            block.flag(
+                src_rank,
+                _count_offset[group](my_rank * group.n_local_experts() + local_expert),
+            ),
+            block.sending(),
+            block.counters.pair_count(pair),
+        )
+
+
+@always_inline
+def is_dropped[group: Group](choice: Int32, block: Block[group]) -> Bool:
+    """Waits for the count of a choice's expert; returns whether it has no row there.
+
+    If the count does not come, the row, which is awaited next, does not come either.
+    """
+    var expert = expert_of_choice(choice, group)
+    var word = block.await_message(
+        flag_at(block.my_counts(), _count_offset[group](expert)),
+        expert // group.n_local_experts(),
+        expert,
+    )
+    return generation_of(word) == block.receiving() and position_of_choice(
+        choice, group
+    ) >= count_of(word)
+
+
+@always_inline
+def record_rows_found[group: Group](token_idx: Int, has_row: Bool, block: Block[group]):
+    """Records how many rows a token's result has; lane `k` knows of choice `k`."""
+    var n_found = pop_count(warp.vote[DType.uint32](has_row))
+    if block.lane == 0:
+        block.counters.rows_found(group, token_idx)[] = Int32(n_found)
