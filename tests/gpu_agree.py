@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three processes with a rank each, of which one is killed: the others agree on it."""
+"""Three processes with a rank each. One is killed: the others agree on it, and take a
+new one in. One is expelled, and rejoins. On GPUs those that stay replay one graph."""
 
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ from multiprocessing.connection import Connection
 
 from cases import Case, expected, make_inputs
 from harness import assert_round_trip, building, flatten, round_trip, take_outputs
-from max.driver import CPU, Accelerator, accelerator_count
+from max.driver import CPU, Accelerator, Buffer, accelerator_count
 from max.engine import InferenceSession
 from test_gpu_masks import without
 
@@ -19,10 +20,12 @@ from max_ep.limits import GROUP_VARIABLE
 from max_ep.memory.setup_graph import setup_model
 from max_ep.memory.symmetric_memory import members_name, unlink
 
-N_RANKS, TIMEOUT_S = 3, 2.0
+N_RANKS, TIMEOUT_S = 3, 4.0
 
 
-def member(rank: int, target: str, group: str, case: Case, pipe: Connection) -> None:
+def member(
+    rank: int, target: str, group: str, case: Case, replays: bool, pipe: Connection
+) -> None:
     """Does what it is asked, and answers."""
     if target == "gpu" and accelerator_count() >= N_RANKS:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
@@ -31,10 +34,11 @@ def member(rank: int, target: str, group: str, case: Case, pipe: Connection) -> 
     one_each = dict(n_nodes=N_RANKS, n_gpus_per_node=1, node_id=rank, target=target)
     config = case.config(**one_each, timeout_s=TIMEOUT_S, on_timeout="mask")
     one = replace(case, n_ranks=1)
-    with building("agree", one, config) as (manager, ranks, graph):
+    with building(f"agree_{case.name}", one, config) as (manager, ranks, graph):
         graph.output(*(v for of_rank in round_trip(manager, ranks) for v in of_rank))
     model = session.load(graph)
     comm, setup = EPCommInitializer(config, group), setup_model(session, config)
+    replayed = []
 
     def join(_: None) -> list[int]:
         comm.ep_init(session, setup)
@@ -42,6 +46,22 @@ def member(rank: int, target: str, group: str, case: Case, pipe: Connection) -> 
 
     def reconcile(_: None) -> list[int]:
         return comm.reconcile()
+
+    def rejoin(_: None) -> list[int]:
+        return comm.rejoin()
+
+    def run(inputs: list[Buffer]) -> list[Buffer]:
+        if not replays:
+            return model.execute(*inputs)
+        if not replayed:
+            outputs = model.execute(*inputs)
+            replayed[:] = inputs, model.capture(1, *inputs)
+            return outputs
+        for to, what in zip(replayed[0], inputs):
+            if to is not what and not to.is_host:
+                to.inplace_copy_from(what)
+        model.replay(1, *replayed[0])
+        return replayed[1]
 
     def mask(other: int) -> list[int]:
         comm.mask(other)
@@ -51,19 +71,20 @@ def member(rank: int, target: str, group: str, case: Case, pipe: Connection) -> 
         given = make_inputs(case, "uniform", counts=[case.max_tokens_per_rank] * 3)
         given = given if dead is None else without(case, given, dead)
         want = expected(case, given)
-        n = len(flatten(given, config)) // N_RANKS
-        mine = flatten(given)[n * rank : n * rank + n]
+        of_all = flatten(given)
+        n = len(of_all) // N_RANKS
+        mine = of_all[n * rank : n * rank + n]
         inputs = [x.to(session.devices[0]) for x in mine]
         begin = time.monotonic()
-        outputs = model.execute(*inputs, *comm.model_inputs())
+        outputs = run([*inputs, *comm.model_inputs()])
         comm.check()
-        assert time.monotonic() - begin < TIMEOUT_S + 1
+        assert dead is None or time.monotonic() - begin < TIMEOUT_S + 1
         want.dispatch = want.dispatch[rank : rank + 1]
         want.combine = want.combine[rank : rank + 1]
         assert_round_trip(f"rank {rank}", take_outputs(one, iter(outputs)), want)
         return comm.active_ranks()
 
-    calls = dict(join=join, reconcile=reconcile, mask=mask, step=step)
+    calls = dict(join=join, reconcile=reconcile, mask=mask, step=step, rejoin=rejoin)
     pipe.send("loaded")
     while (request := pipe.recv()) is not None:
         name, argument = request
@@ -75,24 +96,38 @@ def member(rank: int, target: str, group: str, case: Case, pipe: Connection) -> 
 
 
 def run(target: str, case: Case) -> None:
-    """One is killed; then one of the others is masked by hand, and expelled."""
+    """One is killed and comes again; another is masked by hand, and rejoins."""
     context = multiprocessing.get_context("spawn")
-    group, pipes, processes = f"agree-{os.getpid()}", [], []
-    for rank in range(N_RANKS):
-        ours, theirs = context.Pipe()
-        given = rank, target, group, case, theirs
-        processes.append(context.Process(target=member, args=given, daemon=True))
-        processes[-1].start()
-        pipes.append(ours)
+    group, pipes, processes = f"agree-{os.getpid()}", {}, {}
+
+    def start(rank: int, replays: bool) -> None:
+        pipes[rank], theirs = context.Pipe()
+        given = rank, target, group, case, replays, theirs
+        processes[rank] = context.Process(target=member, args=given, daemon=True)
+        processes[rank].start()
 
     def ask(ranks: list[int], name: str, argument: object = None) -> list:
         for rank in ranks:
             pipes[rank].send((name, argument))
         return [pipes[rank].recv() for rank in ranks]
 
+    def take_in(rank: int, call: str) -> None:
+        """A rank joins while the others run steps; then all do."""
+        others = [other for other in everybody if other != rank]
+        pipes[rank].send((call, None))
+        while (got := ask(others, "reconcile")) == 2 * [others]:
+            got = ask(others, "step", rank)
+            assert got == 2 * [others], got
+        assert [*got, pipes[rank].recv()] == N_RANKS * [everybody], got
+        for call in ("step", "reconcile", "step"):
+            got = ask(everybody, call)
+            assert got == N_RANKS * [everybody], got
+
+    everybody = list(range(N_RANKS))
     try:
-        assert [pipe.recv() for pipe in pipes] == N_RANKS * ["loaded"]
-        everybody = list(range(N_RANKS))
+        for rank in everybody:
+            start(rank, target == "gpu")
+        assert [pipes[rank].recv() for rank in everybody] == N_RANKS * ["loaded"]
         for call in ("join", "step", "reconcile"):
             got = ask(everybody, call)
             assert got == N_RANKS * [everybody], got
@@ -101,11 +136,15 @@ def run(target: str, case: Case) -> None:
         for call in ("step", "reconcile", "step"):
             got = ask([0, 1], call, 2)
             assert got == 2 * [[0, 1]], got
-        assert ask([0], "mask", 1) == [[0]]
-        active, expelled = ask([0, 1], "reconcile")
-        assert active == [0] and "RankExpelled" in expelled, expelled
+        start(2, False)
+        assert pipes[2].recv() == "loaded"
+        take_in(2, "join")
+        assert ask([0], "mask", 1) == [[0, 2]]
+        *active, expelled = ask([0, 2, 1], "reconcile")
+        assert active == 2 * [[0, 2]] and "RankExpelled" in expelled, expelled
+        take_in(1, "rejoin")
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
             process.join()
         unlink(members_name(group))

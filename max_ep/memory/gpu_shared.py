@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 from .meeting import Meeting
 
 _GRANULARITY = 2 << 20
+_GROUP_CHARACTERS = 64
+"""Of the name of a group, of which :meth:`GpuSharedMemory.trade` makes others."""
 _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
 _NON_BLOCKING, _HOST, _DEVICE = 1, 1, 2
 _U64, _SIZE = ctypes.c_uint64, ctypes.c_size_t
@@ -93,66 +96,115 @@ class GpuSharedMemory:
         self.group, self.owner = group, self._meeting.owner
         self._device = device
         self._n_bytes = -(-n_bytes // _GRANULARITY) * _GRANULARITY
-        self._mapped: list[tuple[int, int]] = []
+        self._mapped: dict[int, tuple[int, int]] = {}
+        """Address and handle of each rank's block."""
+        self._given: dict[int, int] = {}
+        """Descriptors that :meth:`trade` has brought, by rank."""
         try:
             use_context(device)
-            self._handle, what = _U64(), _Properties()
-            what.type, what.handle_types = _PINNED, _POSIX_DESCRIPTOR
-            what.location = _Location(_ON_DEVICE, device)
-            made = ctypes.byref(self._handle), _SIZE(self._n_bytes)
-            _call("cuMemCreate", *made, ctypes.byref(what), _U64(0))
-            self._mine = self._map(self._handle)
+            self._map(node_id, self._create())
         except BaseException:
             self.close()
             raise
 
-    def _map(self, handle: ctypes.c_uint64) -> int:
-        """Maps a block for this GPU; returns where."""
-        address, size, zero = _U64(), _SIZE(self._n_bytes), _U64(0)
-        reserve = (ctypes.byref(address), size, _SIZE(0), zero, zero)
-        _call("cuMemAddressReserve", *reserve)
-        _call("cuMemMap", address, size, _SIZE(0), handle, zero)
-        self._mapped.append((address.value, handle.value))
+    handle = -1
+    """Nobody finds this memory alone: both sides :meth:`trade`."""
+
+    def _create(self) -> int:
+        """Allocates a block; returns its handle."""
+        handle, what = _U64(), _Properties()
+        what.type, what.handle_types = _PINNED, _POSIX_DESCRIPTOR
+        what.location = _Location(_ON_DEVICE, self._device)
+        made = ctypes.byref(handle), _SIZE(self._n_bytes)
+        _call("cuMemCreate", *made, ctypes.byref(what), _U64(0))
+        return handle.value
+
+    def _map(self, rank: int, handle: int) -> list[int]:
+        """Maps a rank's block for this GPU, in place of its earlier one; returns where.
+
+        The address stays: captured graphs have it.
+        """
+        size, zero = _SIZE(self._n_bytes), _U64(0)
+        if rank in self._mapped:
+            address, old = map(_U64, self._mapped[rank])
+            _call("cuMemUnmap", address, size)
+            _call("cuMemRelease", old)
+        else:
+            address = _U64()
+            reserve = (ctypes.byref(address), size, _SIZE(0), zero, zero)
+            _call("cuMemAddressReserve", *reserve)
+        _call("cuMemMap", address, size, _SIZE(0), _U64(handle), zero)
+        self._mapped[rank] = address.value, handle
         access = _Access(_Location(_ON_DEVICE, self._device), _READ_WRITE)
         _call("cuMemSetAccess", address, size, ctypes.byref(access), _SIZE(1))
-        return address.value
-
-    handle = -1
-    """No process can map this memory later."""
+        return [address.value]
 
     def local_addresses(self) -> list[int]:
         """Returns the address of this rank's block."""
-        return [self._mine]
+        return [self._mapped[self._meeting.node_id][0]]
 
     def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
         """Returns the address of every rank's block, in this process.
 
         Ranks that are ``absent`` are not waited for; in place of theirs stands its own.
         """
+        self._meet(self._meeting, timeout_s, absent)
+        addresses = self.local_addresses() * self._meeting.n_nodes
+        for peer in [*self._given]:
+            addresses[peer : peer + 1] = self.map(peer)
+        return addresses
+
+    def _meet(self, meeting: Meeting, timeout_s: float, *more: Any) -> None:
         descriptor, kind = ctypes.c_int(), ctypes.c_int(_POSIX_DESCRIPTOR)
-        export = ctypes.byref(descriptor), self._handle, kind, _U64(0)
+        mine = _U64(self._mapped[meeting.node_id][1])
+        export = ctypes.byref(descriptor), mine, kind, _U64(0)
         _call("cuMemExportToShareableHandle", *export)
         try:
-            found = self._meeting.meet(descriptor.value, timeout_s, absent)
+            found = meeting.meet(descriptor.value, timeout_s, *more)
         finally:
             os.close(descriptor.value)
-        addresses = [self._mine] * self._meeting.n_nodes
-        try:
-            for peer, (_, theirs) in found.items():
-                handle = _U64()
-                take = ctypes.byref(handle), ctypes.c_void_p(theirs), kind
-                _call("cuMemImportFromShareableHandle", *take)
-                addresses[peer] = self._map(handle)
-        finally:
-            for _, theirs in found.values():
-                os.close(theirs)
-        return addresses
+        self._forget()
+        self._given = {peer: theirs for peer, (_, theirs) in found.items()}
+
+    def trade(self, peers: set[int], epoch: int, deadline_s: float) -> set[int]:
+        """Hands this rank's block to peers, which hand on theirs at the same time, and
+        agree on the ``epoch``; returns who has not come. :meth:`map` uses what has."""
+        place = self._meeting.node_id, self._meeting.n_nodes, self.owner.fingerprint
+        absent, lost = set(range(place[1])) - peers, set()
+        meeting = Meeting(f"{self.group[:_GROUP_CHARACTERS]}-{epoch}", *place)
+        self._meet(meeting, deadline_s - time.monotonic(), absent, lost)
+        return lost
+
+    def map(self, rank: int, *_: Any) -> list[int]:
+        """Maps a rank's block that was handed on, in place of an earlier one; if there
+        is neither, a block of nobody's. Returns where. No launch may be under way."""
+        if rank in self._given:
+            handle, descriptor = _U64(), self._given.pop(rank)
+            take = ctypes.byref(handle), ctypes.c_void_p(descriptor)
+            try:
+                kind = ctypes.c_int(_POSIX_DESCRIPTOR)
+                _call("cuMemImportFromShareableHandle", *take, kind)
+            finally:
+                os.close(descriptor)
+            return self._map(rank, handle.value)
+        if rank not in self._mapped:
+            self._map(rank, self._create())
+        return [self._mapped[rank][0]]
+
+    def _forget(self) -> None:
+        while self._given:
+            os.close(self._given.popitem()[1])
+
+    def withdraw(self) -> None:
+        """Is not to be met: who joins trades."""
+        self._meeting.close()
 
     def close(self) -> None:
         """Unmaps all blocks, which no kernel may use; peers keep what they map."""
         self._meeting.close()
-        mapped, self._mapped = self._mapped, []
-        for address, handle in mapped:
+        self._forget()
+        mapped, self._mapped = self._mapped, {}
+        for address, handle in mapped.values():
             _call("cuMemUnmap", _U64(address), _SIZE(self._n_bytes))
             _call("cuMemAddressFree", _U64(address), _SIZE(self._n_bytes))
             _call("cuMemRelease", _U64(handle))

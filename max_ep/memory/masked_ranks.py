@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from max.driver import CPU, Buffer
 
 from ..config import EPConfig
 from ..limits import NUM_GROUPS
+from .gpu_shared import GpuSharedMemory
 from .membership import Decision, Membership, RankExpelled
-from .symmetric_memory import Owner, SharedMemory
+from .symmetric_memory import Owner
 
 
 class MaskedRanks:
@@ -39,8 +40,7 @@ class MaskedRanks:
         agrees = config.masks and config.n_nodes > 1
         if agrees:
             place = memory.group, config.node_id, config.n_nodes, memory.owner
-            if isinstance(memory, SharedMemory):
-                self._members = Membership.of_running(*place, config.timeout_s)
+            self._members = Membership.of_running(*place, config.timeout_s)
             if self._members is not None:
                 memory.withdraw()
                 self._join()
@@ -170,15 +170,12 @@ class MaskedRanks:
             assert self._pointers is not None
             self._pointers[:] = 0
             raise
-        for node in decision.joined:
-            self._map(node)
-            for rank in self._ranks([node]):
-                self._prepare_ranks(
-                    was_used=True,
-                    readmitted=rank,
-                    generations=decision.generations[::2],
-                )
-        self._go_on_with(decision)
+        lost = self._map(decision.joined, decision)
+        for rank in self._ranks(decision.joined):
+            self._prepare_ranks(
+                was_used=True, readmitted=rank, generations=decision.generations[::2]
+            )
+        self._go_on_with(decision, lost)
         return self.active_ranks()
 
     def rejoin(self) -> list[int]:
@@ -190,32 +187,35 @@ class MaskedRanks:
         self._check_open("rejoin")
         if self._members is None or self._pointers.any():
             raise RuntimeError("rejoin is for a process that was expelled")
-        if self.config.target == "gpu":
-            raise RuntimeError("rejoin is for CPU ranks; restart the group")
         self._join()
         return self.active_ranks()
 
     def _join(self) -> None:
-        assert isinstance(self._memory, SharedMemory) and self._members is not None
+        assert self._members is not None
         decision = self._members.join(self._memory.handle)
         self._prepare_ranks(was_used=True, generations=decision.generations[::2])
-        mine = self._ranks([self.config.node_id])
-        self._point_to(mine, self._memory.local_addresses())
-        for node in set(range(self.config.n_nodes)) - {self.config.node_id}:
-            self._map(node)
-        self._go_on_with(decision)
+        mine = self.config.node_id
+        self._point_to(self._ranks([mine]), self._memory.local_addresses())
+        others = set(range(self.config.n_nodes)) - {mine}
+        self._go_on_with(decision, self._map(others, decision))
 
-    def _map(self, node: int) -> None:
-        """Finds a process's memory."""
-        assert isinstance(self._memory, SharedMemory) and self._members is not None
-        note = self._members.note(node)
-        given = (Owner(**note.owner), note.handle) if note else (None, -1)
-        self._point_to(self._ranks([node]), self._memory.map(node, *given))
+    def _map(self, nodes: Collection[int], decision: Decision) -> set[int]:
+        """Finds the memory of processes; returns those that have not given theirs."""
+        assert self._members is not None
+        lost = set()
+        peers = {*nodes} & {*decision.members}
+        if peers and isinstance(self._memory, GpuSharedMemory):
+            lost = self._memory.trade(peers, decision.epoch, decision.deadline_s)
+        for node in nodes:
+            note = self._members.note(node)
+            given = (Owner(**note.owner), note.handle) if note else (None, -1)
+            self._point_to(self._ranks([node]), self._memory.map(node, *given))
+        return lost
 
-    def _go_on_with(self, decision: Decision) -> None:
+    def _go_on_with(self, decision: Decision, lost: set[int]) -> None:
         """Masks who is out, and does not begin before those who are in can."""
         assert self._members is not None
-        out = set(range(self.config.n_nodes)) - set(decision.members)
+        out = set(range(self.config.n_nodes)) - set(decision.members) | lost
         if decision.joined:
             out |= set(self._members.meet())
         self.mask(*self._ranks(out))

@@ -114,12 +114,17 @@ class Meeting:
                 return "?"
 
     def meet(
-        self, descriptor: int, timeout_s: float, absent: Collection[int] = ()
+        self,
+        descriptor: int,
+        timeout_s: float,
+        absent: Collection[int] = (),
+        lost: set[int] | None = None,
     ) -> dict[int, tuple[Owner, int]]:
         """Exchanges descriptors with all nodes that are not ``absent``.
 
         Returns each peer and its descriptor, which the caller closes. The meeting is
-        over then, and the name free.
+        over then, and the name free. Who does not come in time is added to ``lost``,
+        if it is given, and an error else.
         """
         deadline = time.monotonic() + timeout_s
         missing = set(range(self.n_nodes)) - {self.node_id, *absent}
@@ -142,6 +147,9 @@ class Meeting:
                         lines.unregister(key.fileobj)
                         self._take(key.fileobj, descriptor, missing, found)
                     if missing and time.monotonic() > deadline:
+                        if lost is not None:
+                            lost |= missing
+                            break
                         raise self._too_late(sorted(missing), timeout_s)
             except BaseException:
                 for _, theirs in found.values():

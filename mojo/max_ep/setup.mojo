@@ -3,12 +3,11 @@
 from layout import TileTensor
 from max.gpu import block_dim, global_idx, grid_dim
 from max.gpu.host import DeviceContext
-from max.gpu.host.info import is_gpu
-from std.memory import unsafe_memset_zero
+from max.gpu.host.info import is_gpu as is_gpu_target
+from std.sys import is_gpu
 
 from .arguments import mut_
 from .counters import local_sync_counters_words, masked_word, Word, word_after_init
-from .cpu.rank import write_source_info
 from .device.warp import SENTINEL
 from .flags import flag_at, flag_word, message_flag
 from .layout import Group, n_experts_on_rank, N_GROUP_WORDS
@@ -21,19 +20,45 @@ memory was used before (1) or is zero (0), then the seven fields of
 last generations of dispatch and of combine that the group has run."""
 
 
+@always_inline
+def _thread() -> Tuple[Int, Int]:
+    """Returns which thread of how many this is that do something together."""
+    comptime if is_gpu():
+        return (Int(global_idx.x), Int(grid_dim.x * block_dim.x))
+    return (0, 1)
+
+
+@always_inline
+def _fill(buffer: BytePointer, begin: Int, end: Int, value: UInt32):
+    """Fills a part of a buffer with a word, on a GPU with the whole grid."""
+    var words = buffer.unsafe_offset(begin).unsafe_bitcast[UInt32]()
+    var first, n_threads = _thread()
+    for i in range(first, (end - begin) // 4, n_threads):
+        words[unsafe_offset=i] = value
+
+
+@always_inline
+def _clear_flags(messages: BytePointer, n: Int, msg_bytes: Int):
+    """Clears the flags of messages, on a GPU with the whole grid."""
+    var first, n_threads = _thread()
+    for i in range(first, n, n_threads):
+        message_flag(messages.unsafe_offset(i * msg_bytes), msg_bytes)[] = 0
+
+
 def _set_done(
     region: BytePointer, group: Group, rank: Int, generations: Tuple[UInt32, UInt32]
 ):
     """Lets a region say that a rank has read everything of some generations."""
     var counts = region.unsafe_offset(group.dispatch_counts_offset())
     var done = flag_at(counts, group.dispatch_done_offset(rank))
-    done[] = flag_word(generations[0], 0)
+    # Of GPU ranks it has both.
+    done[] = flag_word(generations[0], Int(generations[1]))
     counts = region.unsafe_offset(group.combine_counts_offset())
     flag_at(counts, group.combine_done_offset(rank))[] = flag_word(generations[1], 0)
 
 
 def _clear_places_of(region: BytePointer, group: Group, rank: Int):
-    """Clears every flag that another rank wrote into a region in host memory."""
+    """Clears every flag that another rank wrote into a region."""
     var counts = region.unsafe_offset(group.dispatch_counts_offset())
     for local_expert in range(group.n_local_experts()):
         var pair = group.pair(local_expert, rank)
@@ -43,10 +68,12 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
     if group.is_by_rank():
         flag_at(counts, group.dispatch_n_tokens_offset(rank))[] = 0
         var recv = region.unsafe_offset(group.dispatch_recv_offset())
-        var first = group.entry_offset(rank, 0)
-        unsafe_memset_zero(
-            recv.unsafe_offset(first), group.entry_offset(rank + 1, 0) - first
-        )
+        _fill(recv, group.entry_offset(rank, 0), group.entry_offset(rank + 1, 0), 0)
+        comptime if is_gpu():
+            var begin = group.chunk_flag_offset(rank, 0, 0)
+            _fill(recv, begin, group.chunk_flag_offset(rank + 1, 0, 0), 0)
+            begin = group.inline_token_offset(rank, 0)
+            _fill(recv, begin, group.inline_token_offset(rank + 1, 0), SENTINEL)
     counts = region.unsafe_offset(group.combine_counts_offset())
     for expert in range(n_experts_on_rank(group.n_experts, group.n_ranks, rank)):
         var expert_id = rank * group.n_local_experts() + expert
@@ -58,31 +85,39 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
     if group.has_sums():
         first = group.partial_offset(rank, 0)
         end = group.partial_offset(rank + 1, 0)
+        comptime if is_gpu():
+            _fill(messages, first, end, SENTINEL)
+            return
     elif group.masks:
         first = group.combine_message_offset(0, 0, rank)
         end = group.combine_message_offset(0, 0, rank + 1)
-    for at in range(first, end, group.combine_msg_bytes):
-        write_source_info(messages.unsafe_offset(at), group.combine_msg_bytes, 0, 0)
+    var msg_bytes = group.combine_msg_bytes
+    _clear_flags(messages.unsafe_offset(first), (end - first) // msg_bytes, msg_bytes)
+
+
+def _go_on(
+    region: BytePointer,
+    counters: Pointer[Int32, MutUntrackedOrigin],
+    group: Group,
+    readmitted: Int,
+    generations: Tuple[UInt32, UInt32],
+):
+    """Has a rank begin after some generations, once its region is cleared; or readmits
+    another one, of which nothing stays."""
+    if readmitted >= 0:
+        counters[unsafe_offset=masked_word(group) + readmitted] = 0
+        _clear_places_of(region, group, readmitted)
+        _set_done(region, group, readmitted, generations)
+        return
+    for i in range(2):
+        var dispatch, combine = generations[0], generations[1]
+        counters[unsafe_offset=Word.DISPATCH_SENT + i] = Int32(dispatch)
+        counters[unsafe_offset=Word.COMBINE_SENT + i] = Int32(combine)
+    for peer in range(group.n_ranks):
+        _set_done(region, group, peer, generations)
 
 
 # ------------------------------------------------------------------- GPU ranks
-
-
-@always_inline
-def _fill(buffer: BytePointer, begin: Int, end: Int, value: UInt32):
-    """Fills a part of a buffer with a word, with the whole grid."""
-    var words = buffer.unsafe_offset(begin).unsafe_bitcast[UInt32]()
-    for i in range(
-        Int(global_idx.x), (end - begin) // 4, Int(grid_dim.x * block_dim.x)
-    ):
-        words[unsafe_offset=i] = value
-
-
-@always_inline
-def _clear_flags(messages: BytePointer, n: Int, msg_bytes: Int):
-    """Clears the flags of messages, with the whole grid."""
-    for i in range(Int(global_idx.x), n, Int(grid_dim.x * block_dim.x)):
-        message_flag(messages.unsafe_offset(i * msg_bytes), msg_bytes)[] = 0
 
 
 def clear_kernel(
@@ -137,6 +172,21 @@ def clear_kernel(
         _clear_flags(recv, group.combine_recv_bytes() // msg_bytes, msg_bytes)
 
 
+def go_on_kernel(
+    region: BytePointer,
+    counters_group_0: Pointer[Int32, MutUntrackedOrigin],
+    counters_group_1: Pointer[Int32, MutUntrackedOrigin],
+    group_words: Array[Int32, N_GROUP_WORDS],
+    readmitted: Int32,
+    dispatched: UInt32,
+    combined: UInt32,
+):
+    """Does `_go_on` with the whole grid. Launch: any grid, any block."""
+    var group = Group.of(group_words)
+    for counters in [counters_group_0, counters_group_1]:
+        _go_on(region, counters, group, Int(readmitted), (dispatched, combined))
+
+
 # ----------------------------------------------------------------------- the op
 
 
@@ -175,37 +225,41 @@ def init[
         raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
     var readmitted = Int(words[unsafe_offset=11])
     var generations = (UInt32(words[unsafe_offset=12]), UInt32(words[unsafe_offset=13]))
-    comptime if is_gpu[target]():
-        context.enqueue_function[clear_kernel](
-            BytePointer(unsafe_from_address=region),
-            mut_(counters_group_0),
-            mut_(counters_group_1),
-            Int32(rank),
-            Int32(timeout_ms),
-            group_words,
-            grid_dim=128,
-            block_dim=256,
-        )
+    var bytes = BytePointer(unsafe_from_address=region)
+    comptime if is_gpu_target[target]():
+        if readmitted < 0:
+            context.enqueue_function[clear_kernel](
+                bytes,
+                mut_(counters_group_0),
+                mut_(counters_group_1),
+                Int32(rank),
+                Int32(timeout_ms),
+                group_words,
+                grid_dim=128,
+                block_dim=256,
+            )
+        if readmitted >= 0 or generations[0] != 0:
+            context.enqueue_function[go_on_kernel](
+                bytes,
+                mut_(counters_group_0),
+                mut_(counters_group_1),
+                group_words,
+                Int32(readmitted),
+                generations[0],
+                generations[1],
+                grid_dim=128,
+                block_dim=256,
+            )
     else:
-        var bytes = BytePointer(unsafe_from_address=region)
-        for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
-            if readmitted >= 0:
-                counters[unsafe_offset=masked_word(group) + readmitted] = 0
-                continue
-            for i in range(n_words):
-                counters[unsafe_offset=i] = word_after_init(i, rank, timeout_ms, group)
-            for i in range(2):
-                var dispatch, combine = generations[0], generations[1]
-                counters[unsafe_offset=Word.DISPATCH_SENT + i] = Int32(dispatch)
-                counters[unsafe_offset=Word.COMBINE_SENT + i] = Int32(combine)
-        if readmitted >= 0:
-            _clear_places_of(bytes, group, readmitted)
-            _set_done(bytes, group, readmitted, generations)
-        else:
+        if readmitted < 0 and was_used:
             for peer in range(group.n_ranks):
-                if was_used:
-                    _clear_places_of(bytes, group, peer)
-                _set_done(bytes, group, peer, generations)
+                _clear_places_of(bytes, group, peer)
+        for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
+            if readmitted < 0:
+                for i in range(n_words):
+                    var word = word_after_init(i, rank, timeout_ms, group)
+                    counters[unsafe_offset=i] = word
+            _go_on(bytes, counters, group, readmitted, generations)
     mut_(my_rank)[] = Int32(rank)
     var offsets = [
         group.dispatch_send_offset(),
