@@ -25,7 +25,7 @@ from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 
-_SEND, _RECV, _COUNTS = range(3)
+_SEND = 0  # Of [send, recv, counts].
 _Memory = LocalMemory | SharedMemory | GpuMemory | GpuSharedMemory | ShmemMemory
 
 
@@ -316,18 +316,13 @@ class EPCommInitializer(MaskedRanks):
             ValueError: If experts are balanced and there is no placement.
         """
         self._check_open("model_inputs")
-        assert self._pointers is not None
         if self.config.eplb_enabled and not self._placement:
             raise ValueError(
                 "eplb_enabled=True needs a placement: call set_eplb_placement(log2phy, "
                 "logcnt), or give EPConfig an eplb_phy2log_plan"
             )
-        inputs = [buffer for group in self._counters for buffer in group] + [
-            Buffer.from_numpy(self._pointers[group, kind])
-            for kind in (_SEND, _RECV, _COUNTS)
-            for group in range(NUM_GROUPS)
-        ]
-        return inputs + self._placement
+        counters = [buffer for group in self._counters for buffer in group]
+        return counters + self._pointer_inputs + self._placement
 
     def reset(self) -> None:
         """Puts all ranks back before generation 1, after a run that failed.

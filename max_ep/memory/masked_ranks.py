@@ -29,6 +29,7 @@ class MaskedRanks:
     _memory: Any
     _counters: list[list[Buffer]]
     _pointers: np.ndarray | None = None
+    _pointer_inputs: list[Buffer]
     _offsets: np.ndarray
     """Of the buffers in a region, ``[NUM_GROUPS, 3]``."""
     _members: Membership | None = None
@@ -37,6 +38,12 @@ class MaskedRanks:
         """Finds the memory of all ranks, as one that begins or as one that joins."""
         config, memory = self.config, self._memory
         self._pointers = np.zeros((NUM_GROUPS, 3, config.n_ranks), np.uint64)
+        # Made once: a served step of one client takes a millisecond or two.
+        self._pointer_inputs = [
+            Buffer.from_numpy(self._pointers[group, kind])
+            for kind in range(3)
+            for group in range(NUM_GROUPS)
+        ]
         agrees = config.masks and config.n_nodes > 1
         if agrees:
             place = memory.group, config.node_id, config.n_nodes, memory.owner

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every served model needs: the group's memory, its graph inputs, its checks.
 
-An architecture puts :class:`ExpertParallelModel` in front of MAX's pipeline model and
-:class:`ExpertParallelBatches` in front of MAX's batch processor. MAX's own model builds
-its graph. Meanwhile :func:`using_max_ep` replaces names in MAX's modules.
+An architecture puts :class:`ExpertParallelModel` in front of MAX's pipeline model. That
+builds its graph, while :func:`using_max_ep` replaces names in MAX's modules.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from max.graph.graph import default_custom_extensions_scope
 from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_path
 from .forward import PlacedMoE, forward_layers
 from .hopper import REPLACED, is_hopper
-from .settings import MoeShape, is_on_cpu, n_devices, serving_config, uses_max_ep
+from .settings import MoeShape, is_on_cpu, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0
 
@@ -130,17 +129,3 @@ def _summary(config: EPConfig) -> str:
         f"{config.protocol}, {config.max_tokens_per_rank} tokens a rank, {mib:.1f} MiB "
         f"of symmetric memory each, time-out {config.timeout_s:g} s"
     )
-
-
-class ExpertParallelBatches:
-    """Base class in front of a batch processor of MAX."""
-
-    inputs_type: type
-    """The model's inputs, with a field ``ep_inputs``."""
-
-    def prepare_initial_token_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Adds the group's graph inputs to those of a batch on one device."""
-        inputs = super().prepare_initial_token_inputs(*args, **kwargs)
-        if n_devices(self.runtime.pipeline_config) > 1:
-            return inputs
-        return self.inputs_type(**vars(inputs), ep_inputs=self._ep_inputs())

@@ -18,16 +18,17 @@ from max.pipelines.lib.graph_specs import GraphSpec
 
 from .attention import OnePassAttention
 from .fp8 import widening
-from .model import ExpertParallelBatches, ExpertParallelModel
+from .model import ExpertParallelModel
 from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
 from .settings import place_experts
 
 
-class Qwen3MoeBatches(ExpertParallelBatches, Qwen3BatchProcessor):
-    """Batches of Qwen3, with the group's graph inputs."""
+class Qwen3MoeBatches(Qwen3BatchProcessor):
+    """MAX's, with the group's graph inputs on one device, too."""
 
-    inputs_type = stock.Qwen3Inputs
+    def _make_inputs(self, **inputs: Any) -> stock.Qwen3Inputs:
+        return stock.Qwen3Inputs(**inputs, ep_inputs=self._ep_inputs())
 
 
 class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
