@@ -17,21 +17,16 @@ from .scale_layouts import (
     WithRowScales,
 )
 
-comptime FORMAT_NAMES: Array[StaticString, 12] = [
+comptime FORMAT_NAMES: List[StaticString] = [
     "bfloat16",
     "float32",
     "fp8",
-    "fp8_power_of_two",
     "mxfp8",
     "mxfp4",
     "nvfp4",
-    "fp8_forwarded",
-    "mxfp8_forwarded",
-    "mxfp4_forwarded",
-    "nvfp4_forwarded",
-    "nvfp4_dynamic",
 ]
-"""The names; the ops refuse any other (`has_format`) when an op is compiled."""
+"""The names, alone or before `_forwarded`, `_power_of_two` or `_dynamic`; the ops
+refuse any other (`has_format`) when an op is compiled."""
 
 comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
     "mxfp8"
@@ -73,8 +68,7 @@ where scales go: transposed, rows, tiles or packed."""
 
 
 def has_format(name: StaticString) -> Bool:
-    var names = materialize[FORMAT_NAMES]()
-    for i in range(len(names)):
-        if name == names[i]:
+    for base in materialize[FORMAT_NAMES]():
+        if name == base or name.startswith(String(base, "_")):
             return True
     return False
