@@ -53,6 +53,8 @@ machine that is busy otherwise."""
 
 N_RANKS = int(os.environ.get("MAX_EP_FAULT_RANKS", 4))
 MASKING = in_protocols([replace(SMALL, name="masking", n_ranks=N_RANKS)])
+if "MAX_EP_FAULTS" not in os.environ:
+    MASKING["masking_sums"] = replace(MASKING["masking_sums"], partial="mxfp8")
 if not {"MAX_EP_ALL_CASES", "MAX_EP_FAULTS"} & set(os.environ):
     del MASKING["masking"]  # by expert: slow to compile
 

@@ -77,12 +77,15 @@ class Steps:
 
 
 def cases_of(n_ranks: int, n_tokens: int) -> dict[str, Case]:
-    return in_protocols([Case("masks", n_ranks, 2 * n_ranks + 1, 3, 512, n_tokens)])
+    sizes = n_ranks, 2 * n_ranks + 1, 3, 512, n_tokens
+    cases = in_protocols([Case("masks", *sizes)])
+    quantized = dict(name="masks_mxfp8_sums", partial="mxfp8")
+    return cases | {"masks_mxfp8_sums": replace(cases["masks_sums"], **quantized)}
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("n_tokens", [7, 300])
-@pytest.mark.parametrize("suffix", BY_RANK)
+@pytest.mark.parametrize("suffix", [*BY_RANK, "_mxfp8_sums"])
 def test_ranks_of_one_gpu_go_on(gpu_session, monkeypatch, suffix, n_tokens):
     """Of three, the last never launches: the others mask it, at once for nothing can
     come while they wait."""
