@@ -120,7 +120,9 @@ def flatten(given: Inputs, config: EPConfig | None = None) -> list[Buffer]:
             device = driver.Accelerator(config.device(rank).id)
         tokens = [to_buffer(given.tokens[rank], device)]
         if config is not None and config.tokens_are_quantized:
-            bits = config.token_format.quantize(widen(given.tokens[rank]))
+            rounded = {"power_of_two_scales": True}
+            more = rounded if config.fp8_power_of_two_scales else {}
+            bits = config.token_format.quantize(widen(given.tokens[rank]), **more)
             tokens = [to_buffer(array, device) for array in bits]
             for i, dtype in enumerate((config.output_dtype, config.scales_dtype)):
                 tokens[i] = tokens[i].view(dtype, tuple(tokens[i].shape))

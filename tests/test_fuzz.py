@@ -18,9 +18,10 @@ from max.graph import Module
 from max_ep.formats import BY_NAME
 from max_ep.limits import PROTOCOLS
 
-# Its first three groups have both protocols, both modes of combine, FP8, MXFP8, NVFP4,
-# all layouts of scales, a shared expert, padded rows, and few ranks.
-SEED = int(os.environ.get("MAX_EP_FUZZ_SEED", "1763"))
+# Its first three groups have both protocols, both modes of combine, FP8, MXFP8, MXFP4,
+# all layouts of scales, quantized sums, tokens that are quantized already, padded rows,
+# a cap on rows, and few ranks.
+SEED = int(os.environ.get("MAX_EP_FUZZ_SEED", "11138"))
 N_EXAMPLES = int(os.environ.get("MAX_EP_FUZZ_EXAMPLES", "40"))
 N_CASES = int(os.environ.get("MAX_EP_FUZZ_CASES", "3"))  # about ten seconds each
 MOST_RANKS = 6
@@ -38,7 +39,7 @@ def drawn_cases() -> dict[str, Case]:
         try:
             case.config()
         except ValueError:
-            continue  # `test_any_configuration` looks at these.
+            continue  # test_refusals.py looks at these
         cases[case.name] = case
     return cases
 
@@ -50,6 +51,9 @@ def _drawn_case(rng: np.random.Generator, name: str) -> Case:
     wire = "float32" if wire == "bfloat16" and tokens == F32 else wire
     step = BY_NAME[wire.removesuffix("_pow2")].scale_block
     step = max(step, 32) if step else 16 // tokens.size_in_bytes
+    mode = ["rows", "sums"][rng.integers(2)]
+    partial = [None, None, "mxfp8", "fp8"][rng.integers(4)] if mode == "sums" else None
+    step = max(step, BY_NAME[partial].scale_block) if partial else step
     n_experts = int(rng.integers(1, 41))
     case = Case(
         name,
@@ -66,17 +70,21 @@ def _drawn_case(rng: np.random.Generator, name: str) -> Case:
         scale_layout=["auto", "rows", "transposed", "tiles"][rng.integers(4)],
         fused_shared_expert=bool(rng.random() < 0.25),
         protocol=str(rng.choice(PROTOCOLS)),
-        combine_mode=["rows", "sums"][rng.integers(2)],
+        combine_mode=mode,
         partial_dtype=[None, BF16, F32][rng.integers(3)],
+        partial=partial,
+        forwards=bool(rng.random() < 0.25),
+        row_scales=bool(rng.random() < 0.1),
     )
     if not case.is_padded and rng.random() < 0.3:
         most = int(rng.integers(1, case.max_rows + 1))
         case = replace(case, max_output_rows=most)
     if not case.is_quantized:
-        case = replace(case, scale_layout="auto")
-    if case.combine_mode == "rows":
+        case = replace(case, scale_layout="auto", forwards=False)
+    if case.combine_mode == "rows" or case.partial:
         case = replace(case, partial_dtype=None)
-    if case.protocol != "by_expert" or case.fused_shared_expert:
+    takes_scales = case.protocol == "by_expert" and not case.fused_shared_expert
+    if not takes_scales or case.forwards or case.row_scales:
         case = replace(case, scales=None)
     return case
 
