@@ -257,7 +257,8 @@ class Group:
         for rank in ALL:
             self.start(rank, spawns=False)
         for name in MASKING:
-            assert self.ask(ALL, name, "join", None) == N_RANKS * [HERE]
+            answers = self.ask(ALL, name, "join", None)
+            assert answers == N_RANKS * [HERE], answers
             self.out[name] = set()
 
     def _spawn(self) -> tuple[Any, Connection]:

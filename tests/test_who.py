@@ -183,7 +183,9 @@ def test_processes_answer():
     deadline = time.monotonic() + 10
     while not (found := groups_of("g")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert groups_of(str(os.getpid())) == groups_of() == found and not groups_of("h")
+    # Other tests' processes answer, too.
+    assert groups_of(str(os.getpid())) == found and found[0] in groups_of()
+    assert not groups_of("h")
     assert {wait.pid for wait in found[0].ranks} == {os.getpid()}
     assert "Rank 1 keeps others waiting" in str(found[0])
 
