@@ -4,6 +4,7 @@
 Every result is compared with the oracle, bit for bit, and so are the flags of tokens.
 """
 
+import _posixshmem
 import os
 import signal
 import time
@@ -228,6 +229,18 @@ def test_the_first_decision_of_an_epoch_counts(monkeypatch):
         late._release()
     first.close()
     assert names_of(given[0]) == []
+
+
+def test_notes_that_are_being_made_are_of_no_running_group():
+    """Node 0 makes the file, then gives it its length, while the others look for it."""
+    given = f"new-{os.getpid()}", 1, 2, Owner.myself(""), 2.0
+    name = membership.members_name(given[0])
+    assert Membership.of_running(*given) is None
+    os.close(_posixshmem.shm_open(name, os.O_CREAT | os.O_RDWR, mode=0o600))
+    assert Membership.of_running(*given) is None
+    Membership.create(given[0], 2)
+    assert Membership.of_running(*given) is None
+    _posixshmem.shm_unlink(name)
 
 
 def test_most_must_come():

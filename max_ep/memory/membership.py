@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .symmetric_memory import Owner, exists, members_name, unlink
+from .symmetric_memory import Owner, members_name, unlink
 
 _SLOT = 8192
 _COUNTER = struct.Struct("<Q")  # writes of a slot; the last is in this one's half
@@ -122,7 +122,11 @@ class Membership:
         self._name = members_name(group)
         self._handle = _posixshmem.shm_open(self._name, os.O_RDWR | os.O_APPEND)
         self._log_at = self._read_to = n_nodes * _SLOT
-        self._memory = mmap.mmap(self._handle, self._log_at)
+        try:
+            self._memory = mmap.mmap(self._handle, self._log_at)
+        except ValueError:  # the file is shorter
+            os.close(self._handle)
+            raise
         self._note = Note(asdict(owner), -1)
         self._latest = self.decision = Decision(members=list(range(n_nodes)))
 
@@ -144,9 +148,10 @@ class Membership:
         Raises:
             RuntimeError: If the node's old process is alive: it may still write.
         """
-        if not exists(members_name(group)):
-            return None
-        members = cls(group, node, n_nodes, owner, timeout_s)
+        try:
+            members = cls(group, node, n_nodes, owner, timeout_s)
+        except (FileNotFoundError, ValueError):
+            return None  # no notes, or node 0 is making them
         old = members.note(node)
         if old is not None and old.is_alive():
             members._release()

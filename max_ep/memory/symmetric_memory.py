@@ -73,14 +73,6 @@ def unlink(name: str) -> None:
         _posixshmem.shm_unlink(name)
 
 
-def exists(name: str) -> bool:
-    try:
-        os.close(_posixshmem.shm_open(name, os.O_RDWR))
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _memory_free() -> int:
     """Returns the bytes that the system can still give, as far as it says."""
     free = [1 << 62]
