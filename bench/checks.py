@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from max_ep import reference
-from max_ep.formats import BY_NAME, FP8_BLOCK
+from max_ep.formats import BY_NAME
+from max_ep.limits import FP8_BLOCK
 
 from .cases import TAG_COLUMNS, Shape, expert_row
 

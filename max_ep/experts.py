@@ -12,7 +12,7 @@ from max.dtype import DType
 from max.graph import Dim, Graph, StaticDim, TensorType, TensorValue, ops
 
 from .extension import load_ops
-from .formats import FP8_BLOCK
+from .limits import FP8_BLOCK, FP8_COLUMNS, fp8_takes
 
 Quantized = tuple[TensorValue, TensorValue]
 """Values in float8_e4m3fn and their float32 scales."""
@@ -25,8 +25,6 @@ GPU_COLUMNS = 16
 """On GPUs ``n`` of a weight is a multiple of it."""
 GPU_K_STEP = 64
 """On GPUs ``k`` of a weight is a multiple of it."""
-FP8_COLUMNS = 256
-"""In FP8 ``n`` of a weight is a multiple of it."""
 
 
 def grouped_matmul(
@@ -179,11 +177,6 @@ def fits_gpu(weight: TensorValue) -> bool:
 def gpu_takes(n: int, k: int) -> bool:
     """Returns whether the GPU kernels support weights of ``n`` rows, ``k`` columns."""
     return n % GPU_COLUMNS == 0 and k % GPU_K_STEP == 0
-
-
-def fp8_takes(n: int, k: int) -> bool:
-    """Returns whether the FP8 kernels support weights of ``n`` rows, ``k`` columns."""
-    return n % FP8_COLUMNS == k % FP8_BLOCK == 0
 
 
 def _rows_of(

@@ -17,15 +17,13 @@ from max.dtype import DType
 from max.nn.quant_config import NVFP4_BLOCK_SIZE, QuantConfig, QuantFormat
 
 from . import quantize
+from .limits import FP8_BLOCK
 
 if TYPE_CHECKING:
     from .config import EPConfig
 
 PLAIN_DTYPES = (DType.bfloat16, DType.float32)
 """Dtypes of expert rows and results, and of tokens before a format encodes them."""
-
-FP8_BLOCK = 128
-"""Elements that share a scale in blockwise FP8; a test compares it with Mojo's."""
 
 MX_BLOCK = 32
 """The same in the formats of the OCP Microscaling specification."""

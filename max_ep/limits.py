@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an ``EPConfig`` may hold, and the names of environment variables."""
+"""What an ``EPConfig`` and FP8 matmuls take, and names of environment variables."""
 
 NUM_GROUPS = 2
 """Buffer groups of the graph inputs: 0 is dispatch, 1 is combine."""
@@ -32,6 +32,11 @@ TOKEN_ALIGN_BYTES = 16
 SOURCE_INFO_BYTES = 16
 """Bytes of a message's source information."""
 
+FP8_BLOCK = 128
+"""Elements of a row, and rows and columns of a weight, that share an FP8 scale."""
+FP8_COLUMNS = 256
+"""In FP8 ``n`` of a weight is a multiple of it."""
+
 MAX_OF_ENTRY = 65535
 """Most experts, and most tokens of a rank, with ``by_rank``; as in ``entries.mojo``."""
 
@@ -50,3 +55,13 @@ GROUP_VARIABLE = "MAX_EP_GROUP"
 
 NODE_VARIABLE = "MAX_EP_NODE_ID"
 """Environment variable that gives ``node_id`` (set by :func:`max_ep.launch`)."""
+
+
+def fp8_takes(n: int, k: int) -> bool:
+    """Returns whether the FP8 matmuls support weights of ``n`` rows, ``k`` columns."""
+    return n % FP8_COLUMNS == k % FP8_BLOCK == 0
+
+
+def fp8_experts_take(hidden_size: int, moe_dim: int) -> bool:
+    """Returns whether they support both weights of such experts."""
+    return fp8_takes(2 * moe_dim, hidden_size) and fp8_takes(hidden_size, moe_dim)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .limits import FP8_BLOCK, fp8_experts_take
+
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
 
@@ -175,8 +177,7 @@ def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -
                 f"the matmuls need an H100 or H200, this GPU is {gpu.name}"
             )
     most = sum(gpu.n_bytes for gpu in gpus)
-    # FP8 becomes bfloat16, but for experts on one GPU.
-    loaded = 2 * n_bytes if quantization and len(gpus) > 1 else n_bytes
+    loaded = 2 * n_bytes if quantization and not _keeps_fp8(config, gpus) else n_bytes
     if gpus and loaded > most:
         raise ValueError(
             f"{_gigabytes(loaded)} of weights do not fit into {_gigabytes(most)} "
@@ -184,6 +185,14 @@ def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -
         )
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next(int(config[name]) for name in names if config.get(name))
+
+
+def _keeps_fp8(config: dict[str, Any], gpus: Sequence[Gpu]) -> bool:
+    """Returns what ``keeps_fp8`` of ``serve/settings.py`` returns."""
+    blocks = config["quantization_config"]["weight_block_size"]
+    moe_dim = config.get("moe_intermediate_size") or config["intermediate_size"]
+    fits = fp8_experts_take(config["hidden_size"], moe_dim)
+    return len(gpus) == 1 and blocks == [FP8_BLOCK] * 2 and fits
 
 
 def _gigabytes(n_bytes: int) -> str:

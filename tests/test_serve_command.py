@@ -16,7 +16,13 @@ from max_ep import cli
 from max_ep.serve_command import PLACES, SUPPORTED
 
 QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
+FP8_QWEN = QWEN | {
+    "quantization_config": {"weight_block_size": [128, 128]},
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+}
 H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0"
+SMALL_H100 = "NVIDIA H100, 4000, 9.0"
 
 
 @pytest.fixture
@@ -73,6 +79,13 @@ def test_flags(gpus, words, flags, machine, tmp_path, capsys):
     assert command_of(checkpoint(tmp_path, QWEN), capsys, *words) == flags
 
 
+def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, capsys):
+    """In bfloat16 they would not fit: see the refusals below."""
+    machine(SMALL_H100)
+    model = checkpoint(tmp_path, FP8_QWEN, 2 << 30)
+    assert "--devices gpu:0" in command_of(model, capsys)
+
+
 def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
     model = checkpoint(tmp_path, dict(QWEN, num_experts=9))
     assert command_of(model, capsys).endswith("--ep-size 3")
@@ -86,8 +99,12 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
         ((), {}, (), "no architecture is not supported"),
         ((), dict(QWEN, quantization_config={"quant_method": "fp8"}), (),
          "Qwen3MoeForCausalLM in fp8 is not supported; take a checkpoint in bfloat16"),
-        (["NVIDIA H100, 2000, 9.0"] * 2,
-         dict(QWEN, quantization_config={"weight_block_size": [128, 128]}), (),
+        (["NVIDIA H100, 2000, 9.0"] * 2, FP8_QWEN, (),
+         "4.3 GB of weights do not fit into 4.2 GB"),
+        ([SMALL_H100], dict(FP8_QWEN, moe_intermediate_size=704), (),
+         "4.3 GB of weights do not fit into 4.2 GB"),
+        ([SMALL_H100],
+         dict(FP8_QWEN, quantization_config={"weight_block_size": [64, 64]}), (),
          "4.3 GB of weights do not fit into 4.2 GB"),
         ((), dict(QWEN, architectures=["DeepseekV3ForCausalLM"]), (),
          "is not served on the CPU, but on several GPUs"),
@@ -105,7 +122,7 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
 def test_refusals(gpus, config, words, text, machine, tmp_path, capsys):
     machine(*gpus)
     model = checkpoint(tmp_path, config, 2 << 30)
-    assert cli.main(["serve", model, *words]) == 1
+    assert cli.main(["serve", model, "--dry-run", *words]) == 1
     assert text in capsys.readouterr().err
 
 

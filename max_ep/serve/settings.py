@@ -18,9 +18,8 @@ from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement
-from ..experts import fp8_takes, gpu_takes
-from ..formats import FP8_BLOCK
-from ..limits import MAX_TIMEOUT_S, PROTOCOLS
+from ..experts import gpu_takes
+from ..limits import FP8_BLOCK, MAX_TIMEOUT_S, PROTOCOLS, fp8_experts_take
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
 """Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
@@ -96,8 +95,7 @@ def keeps_fp8(pipeline_config: Any, shape: MoeShape) -> bool:
 
     Elsewhere their weights are widened when they load, as those of all other layers.
     """
-    fits = fp8_takes(2 * shape.moe_dim, shape.hidden_size)
-    fits = fits and fp8_takes(shape.hidden_size, shape.moe_dim)
+    fits = fp8_experts_take(shape.hidden_size, shape.moe_dim)
     is_gpu = n_devices(pipeline_config) == 1 and not is_on_cpu(pipeline_config)
     return shape.has_fp8_blocks and fits and is_gpu
 
