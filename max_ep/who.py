@@ -390,7 +390,7 @@ class Answers(threading.Thread):
                             asking.sendall(json.dumps(said).encode() + b"\n")
 
 
-_SOCKET = "\0max_ep-who-"
+_SOCKET = "\0max_ep/who-"
 
 
 def answers_of(pid: int, timeout_s: float = 5) -> list[Waits]:

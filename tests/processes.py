@@ -5,6 +5,7 @@
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,9 +162,9 @@ def check_dispatched(where: str, got: list[Buffer], want: DispatchResult) -> Non
 def names_of(group: str) -> list[str]:
     """Lists files and sockets of a group, which others can find."""
     with open("/proc/net/unix") as sockets:
-        found = [line.split()[-1].removeprefix("@") for line in sockets]
-    found += os.listdir("/dev/shm")
-    return sorted({name for name in found if name.startswith(f"max_ep-{group}")})
+        found = {line.split()[-1] for line in sockets}
+    pattern = re.compile(rf"(@max_ep/\d+/|max_ep-){re.escape(group)}")
+    return sorted(filter(pattern.match, found.union(os.listdir("/dev/shm"))))
 
 
 # ----------------------------------------------------------------------- graphs

@@ -282,7 +282,7 @@ def _run(engine, config: EPConfig, name: str, scenario: Callable, case) -> Outco
     error = value = member = None
     try:
         member = Member(engine, config, case, group)
-        assert f"max_ep-{group}-{config.node_id}" not in names_of(group)
+        assert f"@max_ep/0/{group}-{config.node_id}" not in names_of(group)
         value = scenario(member, name)
     except Exception:
         error = traceback.format_exc()

@@ -87,7 +87,7 @@ def names_of(group: str) -> list[str]:
     """Lists the nodes of a group that can be met."""
     with open("/proc/net/unix") as sockets:
         words = [line.split()[-1] for line in sockets]
-    prefix = f"@max_ep-{group}-"
+    prefix = f"@max_ep/0/{group}-"
     return sorted({w.removeprefix(prefix) for w in words if w.startswith(prefix)})
 
 
@@ -443,6 +443,15 @@ def test_all_that_are_there_hear_of_another_configuration(group):
     assert time.monotonic() - begin < TIMEOUT_S / 2
     for error in errors:
         assert "another configuration: hidden_size=" in error, errors
+
+
+def test_a_group_meets_in_each_epoch(group):
+    """Also under its longest name, and while an earlier meeting is open."""
+    long = (group + 80 * "x")[:80]
+    first = Meeting(long, 0, 1, "same")
+    for epoch in (1, 2**40):
+        assert Meeting(long, 0, 1, "same", epoch).meet(0, TIMEOUT_S) == {}
+    first.close()
 
 
 def test_another_users_process_is_not_met(group, monkeypatch):

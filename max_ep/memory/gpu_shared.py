@@ -20,8 +20,6 @@ import numpy as np
 from .meeting import Meeting
 
 _GRANULARITY = 2 << 20
-_GROUP_CHARACTERS = 64
-"""Of the name of a group, of which :meth:`GpuSharedMemory.trade` makes others."""
 _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
 _NON_BLOCKING, _HOST, _DEVICE = 1, 1, 2
 _U64, _SIZE = ctypes.c_uint64, ctypes.c_size_t
@@ -171,7 +169,7 @@ class GpuSharedMemory:
         agree on the ``epoch``; returns who has not come. :meth:`map` uses what has."""
         place = self._meeting.node_id, self._meeting.n_nodes, self.owner.fingerprint
         absent, lost = set(range(place[1])) - peers, set()
-        meeting = Meeting(f"{self.group[:_GROUP_CHARACTERS]}-{epoch}", *place)
+        meeting = Meeting(self.group, *place, epoch)
         self._meet(meeting, deadline_s - time.monotonic(), absent, lost)
         return lost
 

@@ -75,12 +75,18 @@ class Meeting:
     """A process that waits for the others of its group."""
 
     def __init__(
-        self, group: str, node_id: int, n_nodes: int, fingerprint: str
+        self,
+        group: str,
+        node_id: int,
+        n_nodes: int,
+        fingerprint: str,
+        epoch: int = 0,
     ) -> None:
         """Begins to listen: others may call from now on, and are answered later.
 
         No other group alive on this machine may have the name ``group``; all of its
-        processes must give the same ``fingerprint``.
+        processes must give the same ``fingerprint``. A group may meet again in each
+        ``epoch``.
         """
         if not 0 < len(group.encode()) <= _GROUP_BYTES or set("/\0") & set(group):
             raise ValueError(
@@ -88,6 +94,7 @@ class Meeting:
                 "without '/'"
             )
         self.group, self.node_id, self.n_nodes = group, node_id, n_nodes
+        self._epoch = epoch
         self.owner = Owner.myself(fingerprint)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
@@ -103,7 +110,7 @@ class Meeting:
             ) from None
 
     def _name(self, node: int) -> str:
-        return f"\0max_ep-{self.group}-{node}"
+        return f"\0max_ep/{self._epoch}/{self.group}-{node}"
 
     def _pid_of(self, node: int) -> str:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
