@@ -12,6 +12,7 @@ from children import ROOT, printed
 
 import max_ep
 from max_ep.config import EPConfig
+from max_ep.torch.channel import _IN_WORDS_OF_TORCH
 
 DOCS = ROOT / "docs"
 MOJO_FILES = sorted((ROOT / "mojo").rglob("*.mojo"))
@@ -241,6 +242,12 @@ def quoted_errors() -> list[str]:
         " ".join(q.replace("> ", "").split())
         for q in re.findall(r"^((?:> .*\n)+)", text, re.M)
     ]
+
+
+def test_words_that_torch_replaces_are_those_of_the_sources():
+    sources = list(map(texts_of, MOJO_FILES))
+    for theirs, _ in _IN_WORDS_OF_TORCH:
+        assert any(theirs in source for source in sources), theirs
 
 
 def test_quoted_errors_are_those_of_the_sources():

@@ -47,11 +47,12 @@ def test_few_rows_assembly(folder):
 
 
 def test_hopper_assembly(folder):
-    """Copies to one and to both blocks, and `wgmma` of each number of rows, for one or
-    two times 64 columns."""
-    kernels = [path.read_text() for path in folder.glob("*.wgmma*.s")]
-    assert len(kernels) == 2
-    for text in kernels:
+    """Copies to one and to both blocks; `wgmma` of each number of rows, for one or two
+    times 64 columns; stores of one or two columns a lane."""
+    for end, stores in ((".swiglu", ["b16", "b32"]), ("", ["b32", "v2.b32"])):
+        text = (folder / f"sm_90a.wgmma{end}.s").read_text()
+        assert text.count("multicast::cluster") == 3
+        assert sorted(set(re.findall(r"st\.global\.([\w.]+)", text))) == stores
         copies = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d.*?(multicast)?[: ]", text)
         assert {("4", ""), ("2", "")} <= set(copies)
         for rows in range(16, 161, 16):
