@@ -233,7 +233,7 @@ def main() -> None:
     # What requests need is little; the pools of all servers fit the GPU.
     limits += "--max-batch-input-tokens 4096 --device-memory-utilization 0.85".split()
     peers = [peer for peer in args.peers if peer != _PLAIN]
-    env = {POOL_VARIABLE: str(int(93 / len(peers))), **_EVERY_BATCH}
+    env = {POOL_VARIABLE: str(93 // max(1, len(peers))), **_EVERY_BATCH}
     found: dict[tuple[str, str, int], list[dict]] = {}
 
     def add(peer: str, size: str, n: int, values: dict) -> None:

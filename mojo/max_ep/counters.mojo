@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EPLocalSyncCounters: what a rank keeps between launches.
 
-The words are in this rank's own memory. Only `max-ep who` reads another rank's. All are Int32:
+The words are in this rank's own memory. Only `max-ep who` reads another rank's. All are
+Int32:
 
     [0, N_HEADER_WORDS)   who this rank is, the four generations, tallies, the
                           failure record of GPU launches
@@ -11,10 +12,10 @@ The words are in this rank's own memory. Only `max-ep who` reads another rank's.
                           `combine_async` finds each row's source rank by them
     choices [2][max_tokens_per_rank * top_k]
                           GPU only: expert of each choice of the last two
-                          dispatches (`sent_choice`), `NO_EXPERT` if it was not sent; halves
-                          alternate by generation. If combine sends rows,
-                          `dispatch_wait` records `own_row` in its place where
-                          this rank has the expert
+                          dispatches (`sent_choice`), `NO_EXPERT` if it was not
+                          sent; halves alternate by generation. If combine sends
+                          rows, `dispatch_wait` records `own_row` in its place
+                          where this rank has the expert
     slots [max_tokens_per_rank * top_k]
                           GPU only: slot of each choice of this dispatch
     received tokens [n_ranks], rows [n_ranks][max_tokens_per_rank * top_k],

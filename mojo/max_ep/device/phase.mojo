@@ -21,11 +21,13 @@ comptime InputScales = Optional[def[dtype: DType](Int) capturing -> Scalar[dtype
 
 
 trait Kernel(Copyable, KernelArgument):
-    """A kernel's arguments, and what it does with them."""
+    """A kernel's arguments, and what it does with them.
+
+    By rank, blocks may begin before the previous kernel has ended; the kernel then waits
+    for that end itself (`await_launch_before`).
+    """
 
     comptime group: Group
-    """By rank, blocks may begin before the previous kernel has ended; the phase then
-    waits for that end itself (`await_launch_before`)."""
 
     def run[sends: Bool, receives: Bool](self):
         """Does this block's part; all threads of the grid call it. It sends, receives, or
