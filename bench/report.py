@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from .cases import SHAPES, Shape
+from .cases import DTYPES, SHAPES
 from .runs import ROOT, dump, load, merge
 
 DATA = ROOT / "docs/performance.json"
@@ -26,8 +26,8 @@ PEERS = {
     "by_expert": "max_ep by_expert, rows",
     "sums_masks": "max_ep by_rank, sums, on_timeout mask",
     "rows_masks": "max_ep by_rank, rows, on_timeout mask",
-    "sums_mxfp8": "max_ep by_rank, sums in MXFP8",
-    "given": "max_ep by_rank, tokens quantized already",
+    "sums_mxfp8": "max_ep by_rank, MXFP8 sums",
+    "given": "max_ep by_rank, quantized tokens given",
     "packed": "max_ep by_rank, packed scales",
     "all_gather": "max_ep AllGatherTokenDispatcher",
     "max": "MAX EP",
@@ -42,7 +42,7 @@ FORMS = {
     "fused_work": ", work + fused",
     "dispatch": ", dispatch alone",
     "all_gather": ", all-gather + reduce-scatter",
-    "all_to_all": ", all-to-all, one row a (token, rank)",
+    "all_to_all": ", all-to-all",
 }
 RIVALS = {
     **dict.fromkeys(("sums", "rows", "by_expert"), ("max", "max_layer")),
@@ -60,39 +60,50 @@ NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
 INTRO = """\
 # Performance
 
-`python -m bench.report` makes this page from [performance.json](performance.json). \
-What bounds each size, what was tried, and other systems are in \
-[performance-notes.md](performance-notes.md).
+Medians in µs of one layer: one dispatch and one combine, without router and matmuls, \
+by tokens per rank. Each table has the newest value of each size. [Method](#method) \
+says how they are measured. [Performance notes](performance-notes.md) say what bounds \
+each size, and have other systems.
 
-Times are medians in µs of one layer: one dispatch and the combine of what the \
-experts return, without matmul and router. "Captured" replays a graph, "eager" runs \
-it op by op. A commit names the run; [runs](#runs) has its machine, date and command. \
-p95 is in the JSON.
+| in a row | meaning |
+|---|---|
+| captured, eager | replay of a captured graph; ops launched one by one |
+| sums, rows; by_rank, by_expert | [modes of combine](concepts.md#rows-and-sums); \
+[protocols](concepts.md#by-rank-and-by-expert) |
+| async + wait | the [split form](concepts.md#dispatch-and-combine); all others are \
+fused |
+| async + work + wait | the split form with a kernel of other work between its halves |
+| work + fused | the same kernel before the fused form |
+| A / B, ratio | time of A over time of B, captured, in the same run |
+| wire GB/s | bytes that cross the busiest rank's link, in its busier direction, over \
+the time of a layer |
+| commit | names a [run](#runs): machine, date, command |
 """
 
 METHOD = """\
 ## Method
 
 - A chain of layers is one graph; a layer's result is the next layer's input. A chain \
-has 64 layers up to 128 tokens a rank, 24 up to 1024 and 12 above. Time runs from all \
-GPUs idle to all GPUs idle, divided by the layers. One process drives all GPUs.
+has 64 layers up to 128 tokens per rank, 24 up to 1024, and 12 above. Time runs from \
+all GPUs idle to all GPUs idle, divided by the layers. One process drives all GPUs.
 - A captured sample is eight replays without a pause, or one replay where the run \
 says so.
-- Experts return their input; with FP8 dispatch each expert of a rank returns one \
+- Experts return their input. With FP8 dispatch, each expert of a rank returns one \
 given bfloat16 row. Combine is bfloat16.
 - `max_tokens_per_rank` is 128, 512, 1024, 4096 or 8192: the least that holds the \
 tokens.
 - max_ep and MAX deliver rows sorted by expert and return weighted sums. NCCL does \
-less: its all-gather neither filters, sorts nor weighs; its all-to-all does not sort \
-and knows all message sizes in advance.
-- Uniform routing draws a token's experts evenly. With Zipf routing expert `e` is \
+less. Its all-gather does not filter, sort or weigh. Its all-to-all sends one row for \
+each (token, rank), does not sort, and knows all message sizes in advance.
+- Uniform routing draws a token's experts evenly. With Zipf routing, expert `e` is \
 `1 / (e + 1)` as likely as expert 0.
-- Wire GB/s: bytes that cross a link, of the busiest rank in its busier direction, \
-dispatch and combine together, over the time of a layer. Headers and flags are not \
-counted.
-- Before and after timing the results of the timed graph are compared bit for bit with \
-exact arithmetic. Dispatched rows are compared with the oracle: max_ep's bit for bit \
-and in order, MAX's as a set of tokens for each expert.
+- Bytes on the wire are those of dispatch and combine together, without headers and \
+flags.
+- Before and after timing, the results of the timed graph are compared bit for bit \
+with exact arithmetic. Dispatched rows are compared with the oracle: max_ep's bit for \
+bit and in order, MAX's as a set of tokens for each expert.
+- `python -m bench.report` makes this page from [performance.json](performance.json), \
+which also has the 95th percentiles.
 """
 
 
@@ -113,73 +124,105 @@ def table(columns: list[str], rows: Iterable[list[str]], n_text: int = 1) -> lis
     return [f"| {' | '.join(columns)} |", line, *body, ""]
 
 
+def newest(data: dict) -> list[dict]:
+    """Returns the rows of GPUs; of those that differ in their run only, the newest."""
+    runs, order = data["runs"], list(data["runs"])
+    what = ("ranks", "shape", "routing", "dtype", "peer", "form", "tokens")
+    found = {}
+    for row in sorted(
+        data["gpu"], key=lambda r: (runs[r["run"]]["date"], order.index(r["run"]))
+    ):
+        found[runs[row["run"]]["gpu"], tuple(row[name] for name in what)] = row
+    return list(found.values())
+
+
 def series(rows: list[dict]) -> dict[tuple[str, str, str], dict[int, dict]]:
-    """Sorts rows by peer, form and run, and each by tokens."""
+    """Sorts rows by format, peer and form, and each by tokens."""
     found: dict[tuple[str, str, str], dict[int, dict]] = {}
-    for row in rows:
-        name = (row["peer"], row["form"], row["run"])
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        name = (row["dtype"], row["peer"], row["form"])
         found.setdefault(name, {})[row["tokens"]] = row
-    order = list(PEERS), list(FORMS)
+    order = list(DTYPES), list(PEERS), list(FORMS)
     return dict(
         sorted(found.items(), key=lambda s: [o.index(n) for o, n in zip(order, s[0])])
     )
 
 
-def _group_lines(rows: list[dict], *, is_main: bool) -> list[list[str]]:
+def _line(head: list[str], at: list[dict], cells: list[str]) -> list[list[str]]:
+    """Returns a line of cells, and names the runs that they are of; none if empty."""
+    tokens: dict[str, list[str]] = {}
+    for row, cell in zip(at, cells):
+        if cell:
+            tokens.setdefault(row["run"], []).append(str(row["tokens"]))
+    runs = "; ".join(f"{', '.join(sizes)}: {run}" for run, sizes in tokens.items())
+    if len(tokens) == 1:
+        (runs,) = tokens
+    return [[*head, *cells, runs]] if tokens else []
+
+
+def _group_lines(rows: list[dict]) -> list[list[str]]:
     sizes = sorted({row["tokens"] for row in rows})
-    lines = []
-
-    def add(name: str, run: str, values: Iterable[float | None], mode: str) -> None:
-        cells = [number(value) for value in values]
-        if any(cells):
-            lines.append([name, mode, *cells, run])
-
-    found = series(rows)
-    for (peer, form, run), of_size in found.items():
+    found, lines = series(rows), []
+    for (dtype, peer, form), of_size in found.items():
         name = PEERS[peer] + FORMS[form]
+        before = [] if dtype == "bfloat16" else [dtype]
         at = [of_size.get(n, {}) for n in sizes]
-        add(name, run, [row.get("us") for row in at], "captured")
-        if is_main and form == "fused":
-            add(name, run, [row.get("eager_us") for row in at], "eager")
-        if is_main and (peer, form) == ("sums", "fused") and rows[0]["ranks"] > 1:
-            speeds = [r["wire_bytes"] / r["us"] / 1e3 if r else None for r in at]
-            add(name, run, speeds, "wire GB/s")
+        values = {"captured": [row.get("us") for row in at]}
+        if _is_main(rows[0]) and form == "fused":
+            values["eager"] = [row.get("eager_us") for row in at]
+        if _is_main(rows[0]) and (peer, form) == ("sums", "fused"):
+            if rows[0]["ranks"] > 1:
+                speeds = [r["wire_bytes"] / r["us"] / 1e3 if r else None for r in at]
+                values["wire GB/s"] = speeds
+        for mode, of_mode in values.items():
+            lines += _line([*before, name, mode], at, [*map(number, of_mode)])
         for rival in RIVALS.get(peer, ()) if form in ("fused", "all_gather") else ():
-            theirs = found.get((rival, form, run), {})
+            theirs = found.get((dtype, rival, form), {})
             both = [(theirs.get(n), of_size.get(n)) for n in sizes]
-            ratios = [f"{a['us'] / b['us']:.2f}" if a and b else "" for a, b in both]
-            if any(ratios):
-                lines.append([f"{PEERS[rival]} / {name}", "ratio", *ratios, run])
+            ratios = [
+                f"{a['us'] / b['us']:.2f}" if a and b and a["run"] == b["run"] else ""
+                for a, b in both
+            ]
+            head = [*before, f"{PEERS[rival]} / {name}", "ratio"]
+            lines += _line(head, at, ratios)
     return lines
 
 
 def _gpu_sections(data: dict) -> list[str]:
     groups: dict[tuple, list[dict]] = {}
-    for row in data["gpu"]:
+    for row in newest(data):
         gpu = data["runs"][row["run"]]["gpu"]
-        what = list(SHAPES).index(row["shape"]), row["routing"], row["dtype"]
-        groups.setdefault((row["ranks"], gpu, *what), []).append(row)
+        what = list(SHAPES).index(row["shape"]), row["routing"]
+        key = row["ranks"], gpu, *what, row["dtype"] != "bfloat16"
+        groups.setdefault(key, []).append(row)
     lines, last = [], None
-    for (ranks, gpu, _, routing, dtype), rows in sorted(groups.items()):
-        shape = rows[0]["shape"]
+    for (ranks, gpu, _, routing, is_other), rows in sorted(groups.items()):
         if (gpu, ranks) != last:
             last = (gpu, ranks)
             lines += [f"## {machine(gpu, ranks)}", ""]
             if picture := plot_path(gpu, ranks, rows):
-                lines += [f"![µs a layer by tokens a rank]({picture})", ""]
-        lines += [
-            f"### {_sizes(SHAPES[shape])}, {dtype} dispatch, {routing} routing",
-            "",
-        ]
+                lines += [f"![µs per layer by tokens per rank]({picture})", ""]
         sizes = sorted({row["tokens"] for row in rows})
-        columns = ["tokens a rank", "", *map(str, sizes), "commit"]
-        lines += table(columns, _group_lines(rows, is_main=_is_main(rows[0])), 2)
+        formats = "other formats" if is_other else "bfloat16"
+        model = SHAPES[rows[0]["shape"]].model
+        lines += [f"### {model}, {formats}, {routing} routing", ""]
+        columns = ["tokens per rank", "", *map(str, sizes), "commit"]
+        columns = [*["dispatch"] * is_other, *columns]
+        lines += table(columns, _group_lines(rows), 2 + is_other)
     return lines
 
 
-def _sizes(shape: Shape) -> str:
-    experts = f"top-{shape.top_k} of {shape.n_experts} experts"
-    return f"hidden {shape.hidden_size}, {experts} ({shape.model})"
+def _shapes(data: dict) -> list[str]:
+    """Lays out the sizes of the models."""
+    used = {row["shape"] for row in data["gpu"]}
+    shapes = [shape for name, shape in SHAPES.items() if name in used]
+    return table(
+        ["sizes of", "hidden", "experts"],
+        [
+            [s.model, str(s.hidden_size), f"top-{s.top_k} of {s.n_experts}"]
+            for s in shapes
+        ],
+    )
 
 
 def _is_main(row: dict) -> bool:
@@ -239,13 +282,13 @@ def _serving_sections(data: dict) -> list[str]:
     lines = [
         "## Serving",
         "",
-        "`max serve` of Qwen3-30B-A3B's sizes: hidden 2048, top-8 of 128 experts, "
-        "random weights, bfloat16, decode through captured graphs. Each client sends "
-        "some 130 tokens and takes 64. A step decodes one token for all clients. On "
-        "several GPUs max_ep spreads experts and replicates attention. MAX's servers "
-        "have max_ep's matmuls, without which they do not compile on Hopper. Greedy "
-        "tokens of each server are compared with those of transformers. After a "
-        "semicolon: what `max benchmark` measures.",
+        "`max serve` of a model with Qwen3-30B-A3B's sizes (hidden 2048, top-8 of 128 "
+        "experts) and random weights, in bfloat16. Decode replays captured graphs. "
+        "Each client sends some 130 tokens and takes 64. A step decodes one token for "
+        "all clients. On several GPUs max_ep spreads experts and replicates attention. "
+        "On one GPU, tensor parallel is MAX's model undivided. MAX's own models run "
+        "with max_ep's matmuls, without which they do not compile on Hopper. Greedy "
+        "tokens of each server are compared with those of transformers.",
         "",
     ]
     for (gpu, n, n_layers), rows in groups.items():
@@ -258,7 +301,7 @@ def cpu_table(rows: list[dict]) -> list[str]:
     """Lays out rows of ``bench.cpu_round_trip``."""
     names = {"by_expert": "by_expert", "by_rank": "by_rank"}
     names |= {"memcpy_1": "memcpy, 1 thread", "memcpy_all": "memcpy, all cores"}
-    columns = ["tokens a rank", "dispatch", "MB", *names.values(), "commit"]
+    columns = ["tokens per rank", "dispatch", "MB", *names.values(), "commit"]
     cells = [
         [str(row["tokens"]), row["wire"], f"{row['mb']:.1f}"]
         + [f"{row[f'{n}_ms']:.2f} ({row[f'{n}_p95_ms']:.2f})" for n in names]
@@ -289,7 +332,11 @@ def _runs_section(data: dict) -> list[str]:
         "`ours` is by_expert.",
         "",
     ]
+    shown = [*newest(data), *data["serving"], *data["cpu"]]
+    used = {row["run"] for row in shown}
     for name, run in data["runs"].items():
+        if name not in used:
+            continue
         where = run.get("cpu") or f"{run['n_gpus']} x {run['gpu']}, driver "
         where += "" if "cpu" in run else run["driver"]
         samples = f", {run['samples']} samples" if "samples" in run else ""
@@ -304,7 +351,7 @@ def _runs_section(data: dict) -> list[str]:
 
 def page(data: dict) -> str:
     """Makes the page of runs and rows."""
-    lines = [INTRO, *_gpu_sections(data), *_serving_sections(data)]
+    lines = [INTRO, *_shapes(data), *_gpu_sections(data), *_serving_sections(data)]
     lines += [*_cpu_section(data), METHOD, *_runs_section(data)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -337,7 +384,7 @@ def plots(data: dict) -> list[Path]:
     from matplotlib import pyplot
 
     groups: dict[tuple[str, int], list[dict]] = {}
-    for row in filter(_is_main, data["gpu"]):
+    for row in filter(_is_main, newest(data)):
         gpu = data["runs"][row["run"]]["gpu"]
         groups.setdefault((gpu, row["ranks"]), []).append(row)
     written = []
@@ -348,15 +395,15 @@ def plots(data: dict) -> list[Path]:
         for (peer, form), style in PLOTTED.items():
             points = {
                 row["tokens"]: row["us"]
-                for row in reversed(rows)
+                for row in rows
                 if (row["peer"], row["form"]) == (peer, form)
             }
             if points:
                 sizes = sorted(points)
-                label = PEERS[peer].removeprefix("max_ep ")
-                axis.plot(sizes, [points[n] for n in sizes], style, label=label)
+                at = [points[n] for n in sizes]
+                axis.plot(sizes, at, style, label=PEERS[peer])
         axis.set(xscale="log", yscale="log", title=machine(gpu, ranks) + ", bfloat16")
-        axis.set(xlabel="tokens a rank", ylabel="µs, dispatch + combine, captured")
+        axis.set(xlabel="tokens per rank", ylabel="µs, dispatch + combine, captured")
         sizes = sorted({row["tokens"] for row in rows})
         axis.set_xticks(sizes, labels=map(str, sizes), minor=False)
         axis.set_xticks([], minor=True)
