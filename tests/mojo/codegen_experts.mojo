@@ -5,7 +5,9 @@ Prints what they take at a time, as `n` and `k`, and whole tiles of MAX's. Run b
 tests/test_experts.py.
 """
 from emitting import emit
+from max_ep_experts.choices import add_kernel, sort_kernel
 from max_ep_experts.fp8 import ScaledProduct
+from max_ep_experts.gather import GatheredSwiglu
 from max_ep_experts.grouped_matmul import grouped_matmul_kernel
 from max_ep_experts.hopper import hopper_kernel
 from max_ep_experts.linear import FEW_ROWS, linear_kernel
@@ -20,5 +22,8 @@ def main() raises:
         emit[grouped_matmul_kernel[swiglu == 1]](String("grouped_matmul", end))
         emit[hopper_kernel[Bf16Product[swiglu == 1]]](String("wgmma", end))
         emit[hopper_kernel[ScaledProduct[swiglu == 1]]](String("fp8", end))
+    emit[hopper_kernel[GatheredSwiglu]]("wgmma.gathered")
+    emit[sort_kernel]("sort")
+    emit[add_kernel[DType.bfloat16, DType.bfloat16, 8]]("add")
     emit[linear_kernel]("linear")
     print(COLUMNS, K_STEP, FEW_ROWS)
