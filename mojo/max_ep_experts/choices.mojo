@@ -46,7 +46,7 @@ def place(first: Int, lane: Int, i: Int) -> Int:
 struct Choices(KernelArgument):
     """A router's choices, and in which order experts take them.
 
-    An id of no expert has no row; in the order it stands behind all experts.
+    Choices of nobody, with an id that no expert has, stand behind all others.
     """
 
     var row_offsets: Out[DType.uint32]
@@ -54,9 +54,9 @@ struct Choices(KernelArgument):
     var expert_ids: Out[DType.int32]
     """All experts, `[n_experts]`."""
     var token_of_row: Out[DType.int32]
-    """`[n_choices]`, undefined from `row_offsets[n_experts]` on."""
+    """`[n_choices]`; from `row_offsets[n_experts]` on of choices of nobody."""
     var row_of_choice: Out[DType.int32]
-    """`[n_choices]`, -1 if there is none."""
+    """`[n_choices]`, -1 for one of nobody."""
     var ids: In[DType.int32]
     """Experts `[n_tokens][top_k]`."""
     var n_choices: Int
@@ -91,10 +91,8 @@ struct Choices(KernelArgument):
     @always_inline
     def put(self, choice: Int, expert: UInt32, row: UInt32):
         """Gives a choice a row."""
-        if expert == UInt32(self.n_experts):
-            self.row_of_choice[unsafe_offset=choice] = -1
-            return
-        self.row_of_choice[unsafe_offset=choice] = Int32(row)
+        var is_nobody = expert == UInt32(self.n_experts)
+        self.row_of_choice[unsafe_offset=choice] = -1 if is_nobody else Int32(row)
         var token = UInt32(choice) // UInt32(self.top_k)
         self.token_of_row[unsafe_offset=Int(row)] = Int32(token)
 
@@ -200,13 +198,13 @@ def launch_sort[target: StaticString](choices: Choices, context: DeviceContext) 
 
 
 @fieldwise_init
-struct WeightedRows[dtype: DType, result: DType, top_k: Int](KernelArgument):
+struct WeightedRows[dtype: DType, top_k: Int](KernelArgument):
     """Rows of experts that are added up for each token, in order of choice."""
 
     comptime width = 16 // size_of[Scalar[Self.dtype]]()
     """Columns of a lane."""
 
-    var y: Out[Self.result]
+    var y: Out[Self.dtype]
     """`[n_tokens][n_columns]`."""
     var rows: In[Self.dtype]
     """`[n_rows][n_columns]`; on GPUs 16-byte aligned."""
@@ -240,7 +238,7 @@ struct WeightedRows[dtype: DType, result: DType, top_k: Int](KernelArgument):
                 var more = fma(type_of(sum)(weights[i]), part, sum)
                 sum = SIMD[DType.bool, Self.width](fill=found[i] >= 0).select(more, sum)
         self.y.unsafe_store[alignment=16](
-            token * self.n_columns + column, sum.cast[Self.result]()
+            token * self.n_columns + column, sum.cast[Self.dtype]()
         )
 
 
@@ -250,8 +248,8 @@ struct WeightedRows[dtype: DType, result: DType, top_k: Int](KernelArgument):
     `nvvm.minctasm`=SIMDLength(8),
 )
 def add_kernel[
-    dtype: DType, result: DType, top_k: Int
-](rows: WeightedRows[dtype, result, top_k]):
+    dtype: DType, top_k: Int
+](rows: WeightedRows[dtype, top_k]):
     """Adds up `width` columns of a token with each thread."""
     comptime width = rows.width
     var thread = UInt32(block_idx.x) * UInt32(_N_THREADS) + UInt32(thread_idx.x)
@@ -261,15 +259,15 @@ def add_kernel[
 
 
 def launch_add[
-    target: StaticString, dtype: DType, result: DType, top_k: Int
-](rows: WeightedRows[dtype, result, top_k], context: DeviceContext) raises:
+    target: StaticString, dtype: DType, top_k: Int
+](rows: WeightedRows[dtype, top_k], context: DeviceContext) raises:
     """Adds up the rows of all tokens."""
     if rows.n_tokens == 0:
         return
     comptime if is_gpu[target]():
         var n_threads = rows.n_tokens * (rows.n_columns // rows.width)
         context.enqueue_function(
-            context.compile_function[add_kernel[dtype, result, top_k]](),
+            context.compile_function[add_kernel[dtype, top_k]](),
             rows,
             grid_dim=ceildiv(n_threads, _N_THREADS),
             block_dim=_N_THREADS,

@@ -106,12 +106,12 @@ struct AddRows:
         target: StaticString, top_k: Int
     ](
         y: OutputTensor[rank=2, ...],
-        rows: InputTensor[rank=2, ...],
+        rows: InputTensor[dtype=y.dtype, rank=2, ...],
         row_of_choice: InputTensor[dtype=DType.int32, rank=2, ...],
         weights: InputTensor[dtype=DType.float32, rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        var added = WeightedRows[rows.dtype, y.dtype, top_k](
+        var added = WeightedRows[y.dtype, top_k](
             y={unsafe_from_address = Int(y.unsafe_ptr())},
             rows={unsafe_from_address = Int(rows.unsafe_ptr())},
             row_of_choice={unsafe_from_address = Int(row_of_choice.unsafe_ptr())},

@@ -24,6 +24,6 @@ def main() raises:
         emit[hopper_kernel[ScaledProduct[swiglu == 1]]](String("fp8", end))
     emit[hopper_kernel[GatheredSwiglu]]("wgmma.gathered")
     emit[sort_kernel]("sort")
-    emit[add_kernel[DType.bfloat16, DType.bfloat16, 8]]("add")
+    emit[add_kernel[DType.bfloat16, 8]]("add")
     emit[linear_kernel]("linear")
     print(COLUMNS, K_STEP, FEW_ROWS)
