@@ -135,9 +135,9 @@ def grouped_gate_up(
         raise TypeError(f"token_of_row is {token_of_row.dtype}; it must be int32")
     if not gather_takes(*map(int, gate_up.shape)):
         raise ValueError(
-            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered for "
-            f"up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} and k "
-            f"of {GPU_K_STEP}"
+            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
+            f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
+            f"and k of {GPU_K_STEP}"
         )
     load_ops(Graph.current, PACKAGE)
     result = TensorType(rows.dtype, [token_of_row.shape[0], moe_dim], rows.device)
@@ -175,12 +175,14 @@ def sort_choices(
         n_experts: Experts.
 
     Returns:
-        ``row_offsets`` and ``expert_ids``, as from dispatch; the token of each row, int32
-        ``[n_tokens * top_k]``, dropped ones behind all others; and the row of each choice,
-        int32 ``[n_tokens, top_k]``, -1 if it was dropped.
+        ``row_offsets`` and ``expert_ids``, as from dispatch; the token of each row,
+        int32 ``[n_tokens * top_k]``, dropped ones behind all others; and the row of
+        each choice, int32 ``[n_tokens, top_k]``, -1 if it was dropped.
     """
     if topk_ids.dtype != DType.int32:
-        raise TypeError(f"topk_ids are {topk_ids.dtype}; sort_choices takes int32: cast")
+        raise TypeError(
+            f"topk_ids are {topk_ids.dtype}; sort_choices takes int32: cast"
+        )
     n_tokens, top_k = topk_ids.shape
     device = topk_ids.device
     load_ops(Graph.current, PACKAGE)
@@ -202,11 +204,12 @@ def sort_choices(
 def add_rows(
     rows: TensorValue, row_of_choice: TensorValue, weights: TensorValue
 ) -> TensorValue:
-    """Adds up the weighted rows of each token, in float32 and in order of its choices.
+    """Adds up the weighted rows of each token, in float32, in order of its choices.
 
-    ``rows`` are ``[n_rows, hidden_size]``, a multiple of 16 bytes each; ``row_of_choice``
-    is from :func:`sort_choices`, ``weights`` the router's, float32 ``[n_tokens, top_k]``.
-    Returns ``[n_tokens, hidden_size]`` of the dtype of ``rows``.
+    ``rows`` are ``[n_rows, hidden_size]``, a multiple of 16 bytes each,
+    ``row_of_choice`` is from :func:`sort_choices`, ``weights`` are the router's,
+    float32 ``[n_tokens, top_k]``. Returns ``[n_tokens, hidden_size]`` of the dtype of
+    ``rows``.
     """
     if row_of_choice.dtype != DType.int32 or weights.dtype != DType.float32:
         raise TypeError(
@@ -241,7 +244,7 @@ def routed_swiglu(
 
     ``x`` is ``[n_tokens, hidden_size]``; ``topk_ids`` and ``weights`` are those of
     :func:`sort_choices` and :func:`add_rows`, ``gate_up`` and ``down`` those of
-    :func:`grouped_swiglu`; on GPUs where :func:`gather_takes` says so. Returns the sums,
+    :func:`grouped_swiglu`; on GPUs where :func:`gather_takes` says so. Returns
     ``[n_tokens, hidden_size]``.
     """
     *groups, token_of_row, row_of_choice = sort_choices(topk_ids, int(down.shape[0]))

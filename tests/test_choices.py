@@ -154,7 +154,9 @@ def test_a_layer_on_one_device():
     rng = np.random.default_rng(0)
     shapes = [[n_tokens, *map(int, types[0].shape[1:])], [n_tokens, top_k]]
     shapes += [list(map(int, x.shape)) for x in types[3:]]
-    x, weights, gate_up, down = (rng.standard_normal(s).astype(np.float32) for s in shapes)
+    x, weights, gate_up, down = (
+        rng.standard_normal(s).astype(np.float32) for s in shapes
+    )
     ids = rng.integers(-1, n_experts, (n_tokens, top_k)).astype(np.int32)
     (y,) = model.execute(x, ids, weights, gate_up, down)
     wanted = np.zeros_like(x)

@@ -3,8 +3,8 @@
 
 MAX's MoE models need collectives, which a CPU does not have, and take expert
 parallelism on several GPUs only. This is MAX's single-device ``Transformer`` with an
-MoE layer that dispatches, or whose experts gather their tokens. On the CPU several ranks
-share the device and run one after another; each has a slice of the tokens.
+MoE layer that dispatches, or whose experts gather their tokens. On the CPU several
+ranks share the device and run one after another; each has a slice of the tokens.
 """
 
 from __future__ import annotations

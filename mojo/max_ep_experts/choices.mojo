@@ -247,9 +247,7 @@ struct WeightedRows[dtype: DType, top_k: Int](KernelArgument):
     # Else the assembler loads two rows at a time, with half of the registers.
     `nvvm.minctasm`=SIMDLength(8),
 )
-def add_kernel[
-    dtype: DType, top_k: Int
-](rows: WeightedRows[dtype, top_k]):
+def add_kernel[dtype: DType, top_k: Int](rows: WeightedRows[dtype, top_k]):
     """Adds up `width` columns of a token with each thread."""
     comptime width = rows.width
     var thread = UInt32(block_idx.x) * UInt32(_N_THREADS) + UInt32(thread_idx.x)
