@@ -105,9 +105,7 @@ class ExpertParallelModel:
         if is_alone or is_virtual_device_mode():  # virtual ones compile only
             model_config.ep_config.node_id = 0
             if is_alone:
-                _logger.info(
-                    "max_ep: all experts on one GPU, which gather their tokens"
-                )
+                _logger.info("max_ep: all experts on one GPU; they gather their tokens")
             return
         self.ep_comm_initializer = EPCommInitializer(model_config.ep_config)
         # A session of its own: --precompiled-mefs has no set-up graph.
