@@ -25,6 +25,10 @@ GPU_COLUMNS = 16
 """On GPUs ``n`` of a weight is a multiple of it."""
 GPU_K_STEP = 64
 """On GPUs ``k`` of a weight is a multiple of it."""
+GATHER_COLUMNS = 256
+"""Where rows are gathered, ``n`` of a weight is a multiple of it."""
+GATHER_EXPERTS = 2048
+"""Most experts there."""
 
 
 def grouped_matmul(
@@ -98,12 +102,15 @@ def grouped_gate_up(
     gate_up: TensorValue | Quantized,
     row_offsets: TensorValue,
     expert_ids: TensorValue,
+    token_of_row: TensorValue | None = None,
 ) -> TensorValue | Quantized:
     """Computes ``silu(x @ gate.T) * (x @ up.T)``, on GPUs in one op.
 
-    The arguments are those of :func:`grouped_swiglu`. Returns ``[n_rows, moe_dim]``, of
-    FP8 quantized as dispatched rows are; rows from ``row_offsets[-1]`` on are
-    undefined.
+    The arguments are those of :func:`grouped_swiglu`. With ``token_of_row``, int32
+    ``[n_rows]``, as :func:`sort_choices` gives it, ``rows`` are tokens, ``[n_tokens,
+    hidden_size]``, and ``token_of_row[r]`` is row ``r``; on GPUs where
+    :func:`gather_takes` says so. Returns ``[n_rows, moe_dim]``, of FP8 quantized as
+    dispatched rows are; rows from ``row_offsets[-1]`` on are undefined.
     """
     groups = row_offsets, expert_ids
     if isinstance(rows, tuple):
@@ -116,10 +123,27 @@ def grouped_gate_up(
         made = _fp8("grouped_gate_up_fp8", (*rows, *gate_up, *groups), results)
         return made[0], made[1]
     if rows.device.is_cpu():
+        if token_of_row is not None:
+            rows = ops.gather(rows, token_of_row, axis=0)
         return fused_silu(grouped_matmul(rows, gate_up, *groups), row_offsets)
     _check("grouped_gate_up", rows, gate_up)
     _check_groups(*groups)
-    return _rows_of("grouped_gate_up", gate_up.shape[1] // 2, rows, gate_up, *groups)
+    moe_dim = gate_up.shape[1] // 2
+    if token_of_row is None:
+        return _rows_of("grouped_gate_up", moe_dim, rows, gate_up, *groups)
+    if token_of_row.dtype != DType.int32:
+        raise TypeError(f"token_of_row is {token_of_row.dtype}; it must be int32")
+    if not gather_takes(*map(int, gate_up.shape)):
+        raise ValueError(
+            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
+            f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
+            f"and k of {GPU_K_STEP}"
+        )
+    load_ops(Graph.current, PACKAGE)
+    result = TensorType(rows.dtype, [token_of_row.shape[0], moe_dim], rows.device)
+    values = [rows, gate_up, *groups, token_of_row]
+    op = "max_ep.grouped_gate_up_gathered"
+    return ops.custom(op, rows.device, values, [result])[0].tensor
 
 
 def grouped_swiglu(
@@ -137,6 +161,95 @@ def grouped_swiglu(
     """
     groups = row_offsets, expert_ids
     return grouped_matmul(grouped_gate_up(rows, gate_up, *groups), down, *groups)
+
+
+def sort_choices(
+    topk_ids: TensorValue, n_experts: int
+) -> tuple[TensorValue, TensorValue, TensorValue, TensorValue]:
+    """Sorts a router's choices by expert; those of one expert keep their order.
+
+    It stands in for dispatch if all experts are on one device: rows are not copied.
+
+    Args:
+        topk_ids: ``[n_tokens, top_k]`` int32. An id that no expert has is dropped.
+        n_experts: Experts.
+
+    Returns:
+        ``row_offsets`` and ``expert_ids``, as from dispatch; the token of each row,
+        int32 ``[n_tokens * top_k]``, dropped ones behind all others; and the row of
+        each choice, int32 ``[n_tokens, top_k]``, -1 if it was dropped.
+    """
+    if topk_ids.dtype != DType.int32:
+        raise TypeError(
+            f"topk_ids are {topk_ids.dtype}; sort_choices takes int32: cast"
+        )
+    n_tokens, top_k = topk_ids.shape
+    device = topk_ids.device
+    load_ops(Graph.current, PACKAGE)
+    made = ops.custom(
+        "max_ep.sort_choices",
+        device,
+        [topk_ids],
+        [
+            TensorType(DType.uint32, [n_experts + 1], device),
+            TensorType(DType.int32, [n_experts], device),
+            TensorType(DType.int32, [n_tokens * top_k], device),
+            TensorType(DType.int32, [n_tokens, top_k], device),
+        ],
+    )
+    row_offsets, expert_ids, token_of_row, row_of_choice = (x.tensor for x in made)
+    return row_offsets, expert_ids, token_of_row, row_of_choice
+
+
+def add_rows(
+    rows: TensorValue, row_of_choice: TensorValue, weights: TensorValue
+) -> TensorValue:
+    """Adds up the weighted rows of each token, in float32, in order of its choices.
+
+    ``rows`` are ``[n_rows, hidden_size]``, a multiple of 16 bytes each,
+    ``row_of_choice`` is from :func:`sort_choices`, ``weights`` are the router's,
+    float32 ``[n_tokens, top_k]``. Returns ``[n_tokens, hidden_size]`` of the dtype of
+    ``rows``.
+    """
+    if row_of_choice.dtype != DType.int32 or weights.dtype != DType.float32:
+        raise TypeError(
+            f"row_of_choice ({row_of_choice.dtype}) must be int32 and weights "
+            f"({weights.dtype}) float32"
+        )
+    hidden_size, top_k = rows.shape[1], int(row_of_choice.shape[1])
+    if int(hidden_size) * rows.dtype.size_in_bytes % 16 or weights.shape[1] != top_k:
+        raise ValueError(
+            f"rows have {hidden_size} elements of {rows.dtype}, and weights "
+            f"{weights.shape[1]} columns; add_rows takes rows in multiples of 16 bytes "
+            f"and a weight for each of {top_k} choices"
+        )
+    load_ops(Graph.current, PACKAGE)
+    return ops.custom(
+        "max_ep.add_rows",
+        rows.device,
+        [rows, row_of_choice, weights],
+        [TensorType(rows.dtype, [weights.shape[0], hidden_size], rows.device)],
+        parameters={"top_k": top_k},
+    )[0].tensor
+
+
+def routed_swiglu(
+    x: TensorValue,
+    topk_ids: TensorValue,
+    weights: TensorValue,
+    gate_up: TensorValue,
+    down: TensorValue,
+) -> TensorValue:
+    """Runs a routed layer of SwiGLU experts that are all on one device.
+
+    ``x`` is ``[n_tokens, hidden_size]``; ``topk_ids`` and ``weights`` are those of
+    :func:`sort_choices` and :func:`add_rows`, ``gate_up`` and ``down`` those of
+    :func:`grouped_swiglu`; on GPUs where :func:`gather_takes` says so. Returns
+    ``[n_tokens, hidden_size]``.
+    """
+    *groups, token_of_row, row_of_choice = sort_choices(topk_ids, int(down.shape[0]))
+    activated = grouped_gate_up(x, gate_up, *groups, token_of_row)
+    return add_rows(grouped_matmul(activated, down, *groups), row_of_choice, weights)
 
 
 def _fp8(
@@ -177,6 +290,13 @@ def fits_gpu(weight: TensorValue) -> bool:
 def gpu_takes(n: int, k: int) -> bool:
     """Returns whether the GPU kernels support weights of ``n`` rows, ``k`` columns."""
     return n % GPU_COLUMNS == 0 and k % GPU_K_STEP == 0
+
+
+def gather_takes(n_experts: int, n: int, k: int) -> bool:
+    """Returns whether a product on Hopper can gather its rows, for such weights."""
+    return (
+        n_experts <= GATHER_EXPERTS and n % GATHER_COLUMNS == 0 and k % GPU_K_STEP == 0
+    )
 
 
 def _rows_of(

@@ -13,11 +13,7 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 
-from max_ep.experts import (
-    grouped_gate_up,
-    grouped_matmul,
-    linear,
-)
+from max_ep.experts import gather_takes, grouped_gate_up, grouped_matmul, linear
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +60,11 @@ def make_graphs() -> Iterator[tuple[str, Graph]]:
             with Graph(f"experts_{name}{end}", input_types=types) as graph:
                 graph.output(op(*(value.tensor for value in graph.inputs)))
             yield f"{name}{end}", graph
+        if gather_takes(N_EXPERTS, n, k):
+            types.append(TensorType(DType.int32, ["n_rows_of_tokens"], gpu))
+            with Graph(f"experts_{name}_gathered", input_types=types) as graph:
+                graph.output(grouped_gate_up(*(value.tensor for value in graph.inputs)))
+            yield f"{name}_gathered", graph
     for name, (n, k) in LINEARS.items():
         types = [
             TensorType(DType.bfloat16, ["n_rows", k], gpu),
@@ -158,6 +159,39 @@ def check_groups(multiply, shape, end, rows, expert_ids):
             assert bool((off <= want.abs() * 2**-8 + error).all())
         else:
             check_product(y[begin:until], want, k)
+
+
+@pytest.mark.parametrize("shape", ["wide", "odd"])
+@pytest.mark.parametrize("n_tokens", [1, 7, 500])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [1, 0, 0, 0, 0],
+        [0, 1, 15, 160, 161],
+        [321, 16, 0, 320, 17],
+        [2000, 33, 1, 0, 64],
+    ],
+)
+def test_gathered_rows_have_the_same_product(multiply, shape, n_tokens, rows):
+    """To the bit, also of a token in many rows. What is no token spoils no other."""
+    import torch
+
+    n, k = SHAPES[shape]
+    torch.manual_seed(sum(rows))
+    n_rows = sum(rows)
+    x = torch.randn(n_tokens, k, device="cuda").bfloat16()
+    weights = torch.randn(N_EXPERTS, n, k, device="cuda").bfloat16()
+    ends = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
+    groups = ends.view(torch.uint32).cuda(), torch.tensor(EXPERT_IDS).int().cuda()
+    token_of_row = torch.randint(n_tokens, (n_rows + 3,), device="cuda").int()
+    wanted = multiply(f"{shape}_gate_up", x[token_of_row], weights, *groups)
+    y = multiply(f"{shape}_gathered", x, weights, *groups, token_of_row)
+    assert torch.equal(y[:n_rows], wanted[:n_rows])
+    no_tokens = token_of_row.clone()
+    no_tokens[::5], no_tokens[1::10] = -1, 2**31 - 1
+    y = multiply(f"{shape}_gathered", x, weights, *groups, no_tokens)
+    is_same = no_tokens[:n_rows] == token_of_row[:n_rows]
+    assert torch.equal(y[:n_rows][is_same], wanted[:n_rows][is_same])
 
 
 @pytest.mark.parametrize("shape", FP8_SHAPES)

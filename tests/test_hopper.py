@@ -15,10 +15,11 @@ from max.nn.activation import GatedActivation
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 from max.nn.moe import moe as max_moe
 
-from max_ep import EPBatchManager, extension_path
-from max_ep.serve import hopper
+from max_ep import EPBatchManager, EPConfig, extension_path
+from max_ep.serve import hopper, settings
 from max_ep.serve.forward import forward_layers
 from max_ep.serve.model import ExpertParallelModel, using_max_ep
+from max_ep.serve.settings import MoeShape, gathers, rank_bytes
 
 ORIGINALS = {
     "grouped_matmul_ragged": grouped_matmul_ragged,
@@ -193,6 +194,34 @@ def test_experts_are_swiglu_in_two_matmuls(monkeypatch, architecture, options, o
     monkeypatch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
     found = re.findall(r"max_ep\.grouped_\w+", experts_graph(**options))
     assert found == ops
+
+
+@pytest.mark.parametrize(
+    "moe_dim, is_hopper, change, wanted",
+    [
+        (128, True, {}, True),
+        (64, True, {}, False),
+        (128, False, {}, False),
+        (128, True, dict(n_gpus_per_node=2), False),
+        (128, True, dict(target="cpu"), False),
+        (128, True, dict(dispatch_dtype=DType.float32), False),
+        (128, True, dict(combine_dtype=DType.float32), False),
+        (128, True, dict(fused_shared_expert=True), False),
+    ],
+)
+def test_experts_gather_their_tokens_on_one_gpu(
+    monkeypatch, moe_dim, is_hopper, change, wanted
+):
+    """Then there is no symmetric memory, and rows are stored behind each product."""
+    monkeypatch.setattr(settings, "is_hopper", lambda: is_hopper)
+    bf16 = dict(dispatch_dtype=DType.bfloat16, combine_dtype=DType.bfloat16)
+    sizes = dict(hidden_size=64, top_k=4, n_experts=16, max_tokens_per_rank=10)
+    one = dict(n_gpus_per_node=1, n_nodes=1, target="gpu")
+    config = EPConfig(**(bf16 | sizes | one | change))
+    assert gathers(config, moe_dim) == wanted
+    shape = MoeShape(hidden_size=64, n_experts=16, top_k=4, moe_dim=moe_dim)
+    in_place = 0, 40 * (2 * (64 + moe_dim) + 8)
+    assert (rank_bytes(config, shape) == in_place) == wanted
 
 
 def test_what_stands_while_a_model_is_built():

@@ -181,7 +181,8 @@ def test_the_log_says_who_serves(served):
         r"max_ep: \d ranks? on [CG]PU, protocol \w+, \d+ tokens a rank, "
         r"[\d.]+ MiB of symmetric memory each, time-out 30 s"
     )
-    assert re.search(line, served.server.log.read_text())
+    alone = "max_ep: all experts on one GPU; they gather their tokens"
+    assert re.search(f"{line}|{alone}", served.server.log.read_text())
 
 
 def test_many_at_once_some_cancelled(served):
@@ -286,6 +287,7 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch):
 
 
 TWO_LAYERS = dict(dispatch=2, combine=2)
+IN_PLACE = dict(sort_choices=2, add_rows=2)
 PLACED = dict.fromkeys(("dispatch", "combine", "softmax_top_k", "balance_ids"), 4)
 SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
 
@@ -299,16 +301,20 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
         pytest.param("two_gpus", "tiny", PLACED, marks=slow),
         # The router is an op of ours.
         ("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2)),
-        ("one_gpu", "tiny_fp8", TWO_LAYERS | dict(softmax_top_k=2)),
+        ("one_gpu", "tiny_wide", IN_PLACE | dict(softmax_top_k=2)),
+        ("one_gpu", "tiny_wide_fp8", TWO_LAYERS | dict(softmax_top_k=2)),
         # The routers' biases are bfloat16 in the checkpoint, float32 in the graph.
         pytest.param("one_gpu", "minimax_tiny", TWO_LAYERS, marks=slow),
         ("two_ranks_of_the_cpu", "minimax_tiny", SPLIT_ON_TWO_RANKS),
     ],
 )
 def test_graph_has_our_ops(tmp_path, where, size, wanted):
-    """Each architecture has our dispatch and combine; nothing is compiled."""
+    """Each architecture has our dispatch and combine, or on one GPU experts that gather
+    their tokens; nothing is compiled."""
     dtype = "bfloat16" if "gpu" in where else "float32"
-    make_checkpoint(tmp_path / "model", size, "float8" if "fp8" in size else dtype)
+    fp8 = "_fp8" if "fp8" in size else ""
+    size = size.removesuffix("_fp8")
+    make_checkpoint(tmp_path / "model", size, "float8" if fp8 else dtype)
     folders = tmp_path / "model", tmp_path / "mefs"
     command = sys.executable, HERE / "served_graph.py", where, *folders
     how = dict(HF_HUB_OFFLINE="1", PYTHONPATH=WHERE_WE_IMPORT)
@@ -320,18 +326,19 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     assert line, done.stdout[-2000:] + done.stderr[-2000:]
     ops = json.loads(line.removeprefix("ops: "))
     of_ours = tuple(
-        f"max_ep.{x}" for x in ("dispatch", "combine", "softmax", "balance")
+        f"max_ep.{x}"
+        for x in ("dispatch", "combine", "softmax", "balance", "sort", "add")
     )
     assert {op: n for op, n in ops.items() if op.startswith(of_ours)} == {
         f"max_ep.{name}": n for name, n in wanted.items()
     }
     assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
-    fp8 = "_fp8" if "fp8" in size else ""
     assert f"max_ep.grouped_matmul{fp8}" in ops
     # One op for the heads of Qwen3's attention on a GPU.
     has_one = "gpu" in where and size.startswith("tiny")
     assert ("max_ep.norm_rope_store" in ops) == has_one
-    for op in ("max_ep.gpu_linear", f"max_ep.grouped_gate_up{fp8}"):
+    first = "_gathered" if "sort_choices" in wanted else fp8
+    for op in ("max_ep.gpu_linear", f"max_ep.grouped_gate_up{first}"):
         assert (op in ops) == ("gpu" in where)
 
 

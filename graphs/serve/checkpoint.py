@@ -65,8 +65,9 @@ SIZES = {
         num_experts=16,
         num_experts_per_tok=4,
     ),
-    # The smallest whose experts stay in FP8; its graph can be built.
-    "tiny_fp8": dict(
+    # The smallest whose experts stay in FP8, or gather their tokens; its graph can be
+    # built.
+    "tiny_wide": dict(
         hidden_size=256,
         moe_intermediate_size=128,
         num_hidden_layers=2,

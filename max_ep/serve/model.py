@@ -21,7 +21,7 @@ from max.graph.graph import default_custom_extensions_scope
 from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_path
 from .forward import PlacedMoE, forward_layers
 from .hopper import REPLACED, is_hopper
-from .settings import MoeShape, is_on_cpu, serving_config, uses_max_ep
+from .settings import MoeShape, gathers, is_on_cpu, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0
 
@@ -100,8 +100,12 @@ class ExpertParallelModel:
         if model_config.ep_config is None:
             _logger.info("max_ep: not used; without --ep-size MAX splits each expert")
             return
-        if is_virtual_device_mode():  # compiles only
+        shape = MoeShape.of(self.huggingface_config)
+        is_alone = gathers(model_config.ep_config, shape.moe_dim)
+        if is_alone or is_virtual_device_mode():  # virtual ones compile only
             model_config.ep_config.node_id = 0
+            if is_alone:
+                _logger.info("max_ep: all experts on one GPU; they gather their tokens")
             return
         self.ep_comm_initializer = EPCommInitializer(model_config.ep_config)
         # A session of its own: --precompiled-mefs has no set-up graph.

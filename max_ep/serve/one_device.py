@@ -3,8 +3,8 @@
 
 MAX's MoE models need collectives, which a CPU does not have, and take expert
 parallelism on several GPUs only. This is MAX's single-device ``Transformer`` with an
-MoE layer that dispatches. On the CPU several ranks share the device and run one after
-another; each has a slice of the tokens.
+MoE layer that dispatches, or whose experts gather their tokens. On the CPU several
+ranks share the device and run one after another; each has a slice of the tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
 from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
 from .. import EPBatchManager
-from ..experts import grouped_swiglu
+from ..experts import grouped_swiglu, routed_swiglu
 from ..graph.moe import through_experts
 from .forward import route
 from .hopper import experts_anywhere
-from .settings import place_experts
+from .settings import gathers, place_experts
 
 
 class OneDeviceMoe(MoE):
@@ -58,13 +58,23 @@ class OneDeviceMoe(MoE):
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """Runs the layer on ``[n_tokens, hidden_dim]``."""
+        if gathers(self._manager.config, self.moe_dim):
+            ids, weights = route(self.gate, x)
+            choices = ids.cast(DType.int32), weights.cast(DType.float32)
+            sums = routed_swiglu(x, *choices, self.gate_up_proj, self.down_proj)
+            result = ops.rebind(sums, x.shape)
+        else:
+            result = self._through_ranks(x)
+        return result + self.shared_experts(x) if self.has_shared_experts else result
+
+    def _through_ranks(self, x: TensorValue) -> TensorValue:
+        """Dispatches, runs the experts of all ranks, and combines."""
         n_ranks = self._manager.config.n_gpus_per_node
         slices = [_slices(values, n_ranks) for values in (x, *route(self.gate, x))]
         experts = self._experts_of, self._layer
         sums = through_experts(self._manager, *slices, *experts)
         whole = sums[0] if len(sums) == 1 else ops.concat(sums)
-        result = ops.rebind(whole, x.shape).cast(x.dtype)
-        return result + self.shared_experts(x) if self.has_shared_experts else result
+        return ops.rebind(whole, x.shape).cast(x.dtype)
 
     def _experts_of(
         self, rank: int, dispatched: tuple[TensorValue, ...]
@@ -108,7 +118,8 @@ def _slices(values: TensorValue, n: int) -> list[TensorValue]:
 
 
 class OneDeviceDecoder(Transformer):
-    """MAX's single-device transformer; its graph has the group's EP inputs."""
+    """MAX's single-device transformer; its graph has the group's EP inputs, if layers
+    dispatch."""
 
     def __init__(
         self,
@@ -127,6 +138,7 @@ class OneDeviceDecoder(Transformer):
         """
         self.config = config
         self._manager = EPBatchManager(config.ep_config)
+        self._dispatches = not gathers(config.ep_config, moe_dim)
         dtype, device = config.dtype, config.devices[0]
         hidden = config.hidden_size
         norm_dtype = config.norm_dtype or dtype
@@ -219,7 +231,7 @@ class OneDeviceDecoder(Transformer):
             device_refs=list(self.config.devices),
             include_signal_buffers=False,
         )
-        inputs["ep"] = self._manager.input_types()
+        inputs["ep"] = self._manager.input_types() if self._dispatches else []
         return inputs
 
     def trace(
@@ -231,7 +243,6 @@ class OneDeviceDecoder(Transformer):
         is_device_graph: bool = False,
     ) -> Graph:
         """Traces the graph; its inputs are the leaves of :meth:`input_tree`."""
-        n_ep = len(self._manager.input_types())
 
         def forward(
             tokens: Value[Any],
@@ -239,11 +250,12 @@ class OneDeviceDecoder(Transformer):
             return_n_logits: Value[Any],
             *rest: Value[Any],
         ) -> tuple[TensorValue, ...]:
-            self._manager.fetch_buffers(rest[-n_ep:])
+            values = iter(rest)
             (cache,) = tree.leaves(
-                self.kv_params.unflatten_kv_inputs(iter(rest[:-n_ep])),
-                leaf=KVCacheInputsPerDevice,
+                self.kv_params.unflatten_kv_inputs(values), leaf=KVCacheInputsPerDevice
             )
+            if self._dispatches:
+                self._manager.fetch_buffers(list(values))
             return self(
                 tokens.tensor, cache, return_n_logits.tensor, row_offsets.tensor
             )

@@ -11,9 +11,9 @@ from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 from .. import EPConfig
 from .settings import (
     MoeShape,
-    activation_bytes,
     is_on_cpu,
     n_devices,
+    rank_bytes,
     serving_config,
     uses_max_ep,
 )
@@ -59,8 +59,7 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         shape = MoeShape.of(huggingface_config)
         config = serving_config(pipeline_config, shape, self._config.dtype)
         _check_fits(config, shape, pipeline_config)
-        per_rank = config.estimate_memory_usage() + activation_bytes(config, shape)
-        return per_rank * config.n_gpus_per_node
+        return sum(rank_bytes(config, shape)) * config.n_gpus_per_node
 
 
 def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None:
@@ -72,8 +71,7 @@ def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None
     else:
         n_here, devices = 1, map(Accelerator, range(n_devices(pipeline_config)))
     free = min(int(device.stats["free_memory"]) for device in devices)
-    regions = n_here * config.estimate_memory_usage()
-    rows = n_here * activation_bytes(config, shape)
+    regions, rows = (n_here * n_bytes for n_bytes in rank_bytes(config, shape))
     if regions + rows <= free:
         return
     runtime = pipeline_config.runtime

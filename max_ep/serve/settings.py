@@ -18,8 +18,9 @@ from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement
-from ..experts import gpu_takes
+from ..experts import gather_takes, gpu_takes
 from ..limits import FP8_BLOCK, MAX_TIMEOUT_S, PROTOCOLS, fp8_experts_take
+from .hopper import is_hopper
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
 """Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
@@ -256,6 +257,35 @@ def _timeout_s() -> float:
             f"and at most {MAX_TIMEOUT_S}"
         )
     return seconds
+
+
+def gathers(config: EPConfig, moe_dim: int) -> bool:
+    """Returns whether experts gather their tokens, in place of dispatch and combine.
+
+    That is on one Hopper GPU in bfloat16, without replicas.
+    """
+    is_one_gpu = config.target == "gpu" and config.n_ranks == 1
+    is_bfloat16 = config.dispatch_dtype == config.combine_dtype == DType.bfloat16
+    is_plain = not (config.eplb_enabled or config.fused_shared_expert)
+    hidden_size = config.hidden_size
+    return (
+        is_one_gpu
+        and is_bfloat16
+        and is_plain
+        and gather_takes(config.n_experts, 2 * moe_dim, hidden_size)
+        and gpu_takes(hidden_size, moe_dim)
+        and is_hopper()
+    )
+
+
+def rank_bytes(config: EPConfig, shape: MoeShape) -> tuple[int, int]:
+    """Returns a rank's bytes of symmetric memory, and those of its MoE layers."""
+    if not gathers(config, shape.moe_dim):
+        return config.estimate_memory_usage(), activation_bytes(config, shape)
+    per_row = (shape.hidden_size + shape.moe_dim) * config.combine_dtype.size_in_bytes
+    # Of each row its token, and of each choice its row.
+    per_row += 2 * DType.int32.size_in_bytes
+    return 0, config.max_tokens_per_rank * config.top_k * per_row
 
 
 def activation_bytes(config: EPConfig, shape: MoeShape) -> int:

@@ -14,10 +14,12 @@ docs/decisions/0016-matmuls-on-hopper.md.
     copies          how rows and weights get there
     hopper          the kernel of groups of rows, each with its weight, on Hopper
     wgmma, fp8      what it multiplies, in bfloat16 and in blockwise FP8
+    gather          the same in bfloat16, of tokens that it gathers
+    choices         sorts a router's choices, and adds up rows of a token
     tile            a warp's tile of a product on a GPU
     grouped_matmul  the same groups, of sizes that hopper does not take
     launch          which of the two
     linear          few rows and one weight, on a GPU
     heads           what stands between a product and attention, on the CPU, too
-    ops, linear_op, fp8_ops, heads_ops  the MAX ops
+    ops, choices_ops, linear_op, fp8_ops, heads_ops  the MAX ops
 """

@@ -22,10 +22,11 @@ from max.gpu.memory import (
     cp_async_bulk_tensor_shared_cluster_global_multicast,
 )
 from std.math import ceildiv
+from std.sys import inlined_assembly
 from std.utils import IndexList, StaticTuple
 
 from .groups import Smem
-from .product import Bf16Out, GroupedProduct
+from .product import Bf16In, Bf16Out, GroupedProduct
 from .ring import Ring, ROW_BYTES
 from .tile import K_STEP
 from .tiles import BlockTile, BM, BN
@@ -114,7 +115,7 @@ def _copy[
 
 @always_inline
 def load_stage[
-    swiglu: Bool
+    swiglu: Bool, gathers: Bool
 ](
     x: TMADescriptor,
     weights: TMADescriptor,
@@ -127,6 +128,8 @@ def load_stage[
 ):
     """Starts the copies of a stage; of what both blocks have each copies half.
 
+    With `gathers` no rows: other warps copy them.
+
     Args:
         x: The map of `x`.
         weights: The map of weights.
@@ -137,7 +140,7 @@ def load_stage[
         k: First element.
         rank: This block.
     """
-    var n_boxes = ceildiv(tile.n_rows, _ROWS)
+    var n_boxes = UInt32(0) if gathers else ceildiv(tile.n_rows, _ROWS)
     ring.full()[].expect_bytes(
         Int32(n_boxes * _ROWS + tile.n_columns) * Int32(ROW_BYTES)
     )
@@ -165,3 +168,42 @@ def load_stage[
             copy_weights[False](1)
         for i in range(rank, n_boxes, 2):
             copy_rows[True](i)
+
+
+@always_inline
+def gather_16(to: UInt32, source: Bf16In):
+    """Starts a copy of 16 bytes to an address in shared memory, past L1."""
+    inlined_assembly[
+        "cp.async.cg.shared.global [$0], [$1], 16;",
+        NoneType,
+        constraints="r,l,~{memory}",
+        has_side_effect=True,
+    ](to, source)
+
+
+@always_inline
+def arrive_when_gathered(ring: Ring):
+    """Lets this thread's copies arrive at the stage's barrier when they are done."""
+    # ORDER: the arrival is a RELEASE of the copies, block scope; it is one of those that
+    # the barrier counts. Pairs with the ACQUIRE of the wait in `Ring.await_full`.
+    inlined_assembly[
+        "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];",
+        NoneType,
+        constraints="r,~{memory}",
+        has_side_effect=True,
+    ](UInt32(Int(ring.full())))
+
+
+@always_inline
+def fence_gathered():
+    """Makes gathered rows visible to `wgmma`, behind `Ring.await_full`."""
+    # ORDER: `cp.async` writes through the generic proxy, `wgmma` reads through the async
+    # proxy. The wait has ordered the copies before this thread, this fence orders them
+    # before its `wgmma`. The other way needs none: that `wgmma` is done is a fence of both
+    # proxies, and comes before the arrival that lets the next copies begin.
+    inlined_assembly[
+        "fence.proxy.async.shared::cta;",
+        NoneType,
+        constraints="~{memory}",
+        has_side_effect=True,
+    ]()

@@ -54,6 +54,8 @@ trait TileProduct(KernelArgument):
     """How rows are divided."""
     comptime may_be_narrow: Bool
     """Whether tiles may have half of the columns."""
+    comptime n_gathering: Int = 0
+    """Threads that copy rows in place of the producer."""
 
     def grouped(self) -> GroupedProduct[DType.bfloat16]:
         """Returns what is multiplied."""
@@ -62,6 +64,11 @@ trait TileProduct(KernelArgument):
     def consume(self, var ring: Ring, warpgroup: UInt32):
         """Computes a warpgroup's part of each tile."""
         ...
+
+    @always_inline
+    def gather(self, var ring: Ring, thread: UInt32):
+        """Copies the rows of each tile, with one of `n_gathering` threads."""
+        pass
 
 
 @always_inline
@@ -85,7 +92,7 @@ def _find_tiles(var schedule: Schedule, var next: NextTile, rank: UInt32):
 
 @always_inline
 def _load_tiles[
-    swiglu: Bool
+    swiglu: Bool, gathers: Bool
 ](
     x: TMADescriptor,
     weights: TMADescriptor,
@@ -108,7 +115,7 @@ def _load_tiles[
         for step in range(n_steps):
             ring.await_empty()
             var k = step * UInt32(K_STEP)
-            load_stage[swiglu](
+            load_stage[swiglu, gathers](
                 x, weights, ring, tile, first, UInt32(product.k), k, rank
             )
             ring.step()
@@ -159,13 +166,13 @@ def hopper_kernel[P: TileProduct](x: TMADescriptor, weights: TMADescriptor, prod
     var rank = UInt32(block_rank_in_cluster())
     var grouped = product.grouped()
     if thread == 0:
-        ring.initialize()
+        ring.initialize[P.n_gathering]()
     _count_tiles[P.chunks](grouped, ring)
     cluster_sync()
     if thread < WARPGROUP:
         warpgroup_reg_dealloc[40]()
         if thread == 0:
-            _load_tiles[P.swiglu](x, weights, grouped, ring, rank)
+            _load_tiles[P.swiglu, P.n_gathering > 0](x, weights, grouped, ring, rank)
         elif thread == WARP_SIZE:
             var schedule = Schedule(
                 grouped,
@@ -177,6 +184,10 @@ def hopper_kernel[P: TileProduct](x: TMADescriptor, weights: TMADescriptor, prod
                 P.may_be_narrow,
             )
             _find_tiles(schedule^, ring.next_tile(), rank)
+        comptime if P.n_gathering > 0:
+            comptime first = WARPGROUP - P.n_gathering
+            if thread >= first:
+                product.gather(ring, UInt32(thread - first))
     else:
         warpgroup_reg_alloc[232]()
         product.consume(ring, UInt32(thread // WARPGROUP - 1))

@@ -136,13 +136,16 @@ struct Ring(TrivialRegisterPassable):
         return self.place[UInt32](UInt32(_TABLES + i * 4 * (MAX_GROUPS + 1)))
 
     @always_inline
-    def initialize(self):
-        """Initializes the barriers, with one thread."""
+    def initialize[n_gathering: Int](self):
+        """Initializes the barriers, with one thread.
+
+        `n_gathering` threads load beside the producer.
+        """
         comptime for stage in range(N_STAGES):
-            Self(self.base, UInt32(stage), 0).full()[].init(Int32(1))
+            Self(self.base, UInt32(stage), 0).full()[].init(Int32(1 + n_gathering))
             self.empty(UInt32(stage))[].init(Int32(_N_READERS))
         self.next_tile().given()[].init(Int32(1))
-        self.next_tile().taken()[].init(Int32(1))
+        self.next_tile().taken()[].init(Int32(1 + n_gathering))
         fence_mbarrier_init()
 
     @always_inline

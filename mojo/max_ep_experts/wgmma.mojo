@@ -13,7 +13,7 @@ from max.gpu.compute.mma import (
 )
 from std.math import ceildiv
 
-from .copies import BOX
+from .copies import BOX, fence_gathered
 from .hopper import descriptor, Sums, TileProduct, warp_and_lane
 from .product import GroupedProduct
 from .ring import Ring
@@ -49,7 +49,7 @@ def adjacent[
 
 @always_inline
 def _multiply[
-    n: Int, rows: Int
+    n: Int, rows: Int, gathers: Bool
 ](mut ring: Ring, first: UInt32, n_steps: UInt32) -> Parts[n, rows]:
     """Multiplies rows of the weight, `_M` at a time from `first` on, along k."""
     comptime k_of_one = 16
@@ -58,6 +58,8 @@ def _multiply[
     var last = UInt32(0)
     for step in range(n_steps):
         ring.await_full()
+        comptime if gathers:
+            fence_gathered()
         var b = descriptor[DType.bfloat16](ring, 0)
         wgmma_fence_aligned()
         comptime for part in range(n):
@@ -85,7 +87,9 @@ def _multiply[
 
 
 @fieldwise_init
-struct Bf16Product[swiglu_: Bool, most: UInt32 = BM](TileProduct):
+struct Bf16Product[swiglu_: Bool, most: UInt32 = BM, gathers: Bool = False](
+    TileProduct
+):
     """A product in bfloat16."""
 
     comptime swiglu = Self.swiglu_
@@ -119,7 +123,9 @@ struct Bf16Product[swiglu_: Bool, most: UInt32 = BM](TileProduct):
     ](self, mut ring: Ring, tile: BlockTile, warpgroup: UInt32):
         """Computes a warpgroup's box of the weight, or its half of the only box."""
         var n_steps = UInt32(self.product.k // K_STEP)
-        var sums = _multiply[n, rows](ring, warpgroup * UInt32(n * _M), n_steps)
+        var sums = _multiply[n, rows, Self.gathers](
+            ring, warpgroup * UInt32(n * _M), n_steps
+        )
         comptime width = n if Self.swiglu else 2 * n
         comptime of_column: UInt32 = 2 if Self.swiglu else 1
         var columns = self.product.n // Int(of_column)

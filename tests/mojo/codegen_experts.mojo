@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the experts' matmuls for a GPU that need not be there.
 
-Prints what they take at a time, as `n` and `k`, and whole tiles of MAX's. Run by
-tests/test_experts.py.
+Prints what they take at a time, as `n` and `k`, whole tiles of MAX's, and `n` and groups
+on Hopper. Run by tests/test_experts.py.
 """
 from emitting import emit
+from max_ep_experts.choices import add_kernel, sort_kernel
 from max_ep_experts.fp8 import ScaledProduct
+from max_ep_experts.gather import GatheredSwiglu
 from max_ep_experts.grouped_matmul import grouped_matmul_kernel
 from max_ep_experts.hopper import hopper_kernel
 from max_ep_experts.linear import FEW_ROWS, linear_kernel
+from max_ep_experts.ring import MAX_GROUPS
 from max_ep_experts.tile import COLUMNS, K_STEP
+from max_ep_experts.tiles import BN
 from max_ep_experts.wgmma import Bf16Product
 
 
@@ -20,5 +24,8 @@ def main() raises:
         emit[grouped_matmul_kernel[swiglu == 1]](String("grouped_matmul", end))
         emit[hopper_kernel[Bf16Product[swiglu == 1]]](String("wgmma", end))
         emit[hopper_kernel[ScaledProduct[swiglu == 1]]](String("fp8", end))
+    emit[hopper_kernel[GatheredSwiglu]]("wgmma.gathered")
+    emit[sort_kernel]("sort")
+    emit[add_kernel[DType.bfloat16, 8]]("add")
     emit[linear_kernel]("linear")
-    print(COLUMNS, K_STEP, FEW_ROWS)
+    print(COLUMNS, K_STEP, FEW_ROWS, BN, MAX_GROUPS)
