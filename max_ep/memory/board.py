@@ -96,10 +96,5 @@ class Board:
                     )
                 time.sleep(0.0002)
 
-    def skip_to(self, n_exchanges: int) -> None:
-        """Makes this the last exchange: of a rank that has missed some."""
-        self.n_exchanges = n_exchanges
-
     def close(self) -> None:
-        """Gives the memory back."""
         self._memory.close()
