@@ -49,10 +49,10 @@ from graphs.serve.checkpoint import (
 from graphs.serve.run import LIMITS
 from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.balance import Placement, plan
+from max_ep.moe_shape import MoeShape
 from max_ep.serve import deepseek_v3, forward, minimax_m2, model, planner, qwen3_moe
 from max_ep.serve.settings import (
     PLACEMENT_VARIABLE,
-    MoeShape,
     activation_bytes,
     place_experts,
     serving_config,
@@ -556,7 +556,7 @@ def test_variables(monkeypatch):
     assert config().combine_mode == "rows"
     for seconds in ("30s", "0", "-1", "nan", "inf", "1e6"):
         monkeypatch.setenv("MAX_EP_TIMEOUT_S", seconds)
-        with pytest.raises(ValueError, match=f"MAX_EP_TIMEOUT_S='{seconds}' is no"):
+        with pytest.raises(ValueError, match="MAX_EP_TIMEOUT_S=.* must be seconds"):
             config()
     monkeypatch.setenv("MAX_EP_PROTOCOL", "carrier_pigeon")
     with pytest.raises(ValueError, match="'carrier_pigeon' is no protocol; set it to"):

@@ -58,24 +58,22 @@ class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
         for name, weight in self.state_dict.items():
             if name.endswith("e_score_correction_bias"):
                 self.state_dict[name] = weight.astype(DType.float32)
-        return _decoder(model_config).graph_specs(self, "minimax_m2")
-
-
-def _decoder(config: Any) -> OneDeviceDecoder:
-    """Puts MiniMax-M2's attention and router into our decoder."""
-    return OneDeviceDecoder(
-        config,
-        rope=partial(
-            MiniMaxM2RotaryEmbedding,
-            interleaved=False,
-            scaling_params=ProportionalScalingParams(
-                partial_rotary_factor=config.partial_rotary_factor
+        decoder = OneDeviceDecoder(
+            model_config,
+            rope=partial(
+                MiniMaxM2RotaryEmbedding,
+                interleaved=False,
+                scaling_params=ProportionalScalingParams(
+                    partial_rotary_factor=model_config.partial_rotary_factor
+                ),
             ),
-        ),
-        attention=partial(MiniMaxM2Attention, dtype=config.attn_dtype or config.dtype),
-        gate_cls=MiniMaxM2Gate,
-        moe_dim=config.intermediate_size,
-    )
+            attention=partial(
+                MiniMaxM2Attention, dtype=model_config.attn_dtype or model_config.dtype
+            ),
+            gate_cls=MiniMaxM2Gate,
+            moe_dim=model_config.intermediate_size,
+        )
+        return decoder.graph_specs(self, "minimax_m2")
 
 
 architecture = replace(

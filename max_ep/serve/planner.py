@@ -9,8 +9,8 @@ from max.driver import CPU, Accelerator, is_virtual_device_mode
 from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from .. import EPConfig
+from ..moe_shape import MoeShape
 from .settings import (
-    MoeShape,
     activation_bytes,
     is_on_cpu,
     n_devices,

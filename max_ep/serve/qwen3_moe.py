@@ -45,39 +45,31 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
                 self.state_dict = place_experts(self.state_dict, group)
             specs = super().graph_specs(model_config)
             for spec in specs.values():
-                _number_layers(spec.module)
+                blocks = [x for x in spec.module.layers if isinstance(x.mlp, MoE)]
+                for number, block in enumerate(blocks):  # as a placement has them
+                    for shard in block.mlp_shards:
+                        shard.layer_idx = number
             return specs
-        return _one_device_decoder(model_config).graph_specs(self, "qwen3_moe")
-
-
-def _number_layers(model: Any) -> None:
-    """Numbers the layers with experts, as a placement has them."""
-    blocks = [block for block in model.layers if isinstance(block.mlp, MoE)]
-    for number, block in enumerate(blocks):
-        for shard in block.mlp_shards:
-            shard.layer_idx = number
-
-
-def _one_device_decoder(config: Any) -> OneDeviceDecoder:
-    """Puts Qwen3's attention and router into our decoder."""
-    return OneDeviceDecoder(
-        config,
-        rope=partial(
-            Llama3RotaryEmbedding,
-            interleaved=config.interleaved_rope_weights,
-            scaling_params=config.rope_scaling_params,
-        ),
-        attention=partial(
-            OnePassAttention, dtype=config.dtype, has_bias=config.attention_bias
-        ),
-        gate_cls=Qwen3MoEGate,
-        moe_dim=config.moe_intermediate_size,
-        dense_layers=[
-            i
-            for i in range(config.num_hidden_layers)
-            if (i + 1) % config.decoder_sparse_step or i in config.mlp_only_layers
-        ],
-    )
+        config = model_config
+        ours = OneDeviceDecoder(
+            config,
+            rope=partial(
+                Llama3RotaryEmbedding,
+                interleaved=config.interleaved_rope_weights,
+                scaling_params=config.rope_scaling_params,
+            ),
+            attention=partial(
+                OnePassAttention, dtype=config.dtype, has_bias=config.attention_bias
+            ),
+            gate_cls=Qwen3MoEGate,
+            moe_dim=config.moe_intermediate_size,
+            dense_layers=[
+                i
+                for i in range(config.num_hidden_layers)
+                if (i + 1) % config.decoder_sparse_step or i in config.mlp_only_layers
+            ],
+        )
+        return ours.graph_specs(self, "qwen3_moe")
 
 
 architecture = replace(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..limits import MAX_TIMEOUT_S
+from ..limits import checked_timeout_s, timeout_s_of_environment
 from ..memory.board import Board
 from ..who import Answers, Waits
 from .checks import refuse
@@ -25,11 +24,6 @@ from .low_latency_api import LowLatency
 from .masks import MaskCalls
 from .normal_api import Normal
 
-_TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
-_DEVICE_VARIABLE = "MAX_EP_TORCH_DEVICE"
-_MEMORY_VARIABLE = "MAX_EP_TORCH_MEMORY"
-_TIMEOUT_S = 30.0
-_NAME = "torch-"
 _KEYS = itertools.count()
 
 
@@ -105,8 +99,10 @@ class Buffer(LowLatency, Normal, MaskCalls):
             self.rank, self.group_size = comm.Get_rank(), comm.Get_size()
         self._mpi = comm
         where = _device(device)
-        timeout_s = _seconds(timeout_s)
-        memory = memory or os.environ.get(_MEMORY_VARIABLE, "vmm")
+        if timeout_s is None:
+            timeout_s = timeout_s_of_environment()
+        timeout_s = checked_timeout_s(timeout_s)
+        memory = memory or os.environ.get("MAX_EP_TORCH_MEMORY", "vmm")
         if memory not in ("vmm", "symm"):
             refuse("memory", f"={memory!r} is not 'vmm' or 'symm'")
         mine = (socket.gethostname(), uuid.uuid4().hex[:12], where.type, num_nvl_bytes)
@@ -122,7 +118,7 @@ class Buffer(LowLatency, Normal, MaskCalls):
                     f"max_ep: rank {peer} has (device, num_nvl_bytes) {theirs[2:]}, "
                     f"this rank ({self.rank}) {mine[2:]}"
                 )
-        board = Board(f"{_NAME}{all_[0][1]}", self.rank, self.group_size, timeout_s)
+        board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, memory, enable_shrink)
         self._low_latency_channels = {}
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
@@ -221,25 +217,11 @@ class Buffer(LowLatency, Normal, MaskCalls):
         )
 
 
-def _seconds(timeout_s: Any) -> float:
-    """Returns how long a rank waits for another."""
-    name = "timeout_s"
-    if timeout_s is None:
-        name = _TIMEOUT_VARIABLE
-        timeout_s = os.environ.get(name, _TIMEOUT_S)
-        with contextlib.suppress(ValueError):
-            timeout_s = float(timeout_s)
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        refuse(name, f"={timeout_s!r} must be seconds, above 0 and at most a day")
-    return float(timeout_s)
-
-
 def _device(wanted: torch.device | str | None) -> torch.device:
     """Returns where tensors are, with its number."""
     if wanted is None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        wanted = os.environ.get(_DEVICE_VARIABLE, default)
+        wanted = os.environ.get("MAX_EP_TORCH_DEVICE", default)
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
