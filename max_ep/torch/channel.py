@@ -118,7 +118,7 @@ class Region:
             if not comm.streams.is_capturing():
                 comm.check_regions()
         if function(self.handle, comm.streams.current(), what, given):
-            self._raise()
+            self._raise(self.library.last_error)
 
     def check(self) -> None:
         """Raises if a launch on a GPU has failed; does not wait for launches."""
@@ -127,7 +127,7 @@ class Region:
         with torch.cuda.stream(self.comm.streams.side):
             record = self._record.cpu()
         if record[0] != 0:
-            self._raise_text(self.library.failure, record.data_ptr())
+            self._raise(self.library.failure, record.data_ptr())
 
     def facts(self) -> Facts:
         """Returns what a reader of the region must know."""
@@ -139,8 +139,7 @@ class Region:
         comm, facts = self.comm, self.facts()
         if comm.is_gpu:
             place = comm.device.index, self.counters.data_ptr(), self._address
-            with GpuWords(*place) as words:
-                return gpu_wait(facts, comm.rank, words)
+            return gpu_wait(facts, comm.rank, GpuWords(*place))
         counters, string_at = self.counters.data_ptr(), ctypes.string_at
         words = CpuWords(
             lambda at, n_bytes: string_at(counters + at, n_bytes),
@@ -148,10 +147,7 @@ class Region:
         )
         return cpu_wait(facts, comm.rank, words, time.monotonic_ns())
 
-    def _raise(self) -> None:
-        self._raise_text(self.library.last_error)
-
-    def _raise_text(self, ask: Callable[..., int], *arguments: int) -> None:
+    def _raise(self, ask: Callable[..., int], *arguments: int) -> None:
         """Raises what the library says, in the words of who calls from torch."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         ask(self.handle, *arguments, addressof(buffer), _TEXT_BYTES)
@@ -165,18 +161,15 @@ class Region:
         """Puts this rank before the first launch; no rank may be in one."""
         self.turn = self.hook = None
         if self.library.clear(self.handle):
-            self._raise()
+            self._raise(self.library.last_error)
 
     def close(self) -> None:
-        """Frees the handle."""
         if self.handle:
             self.library.close(self.handle)
             self.handle = 0
 
 
 class Channel:
-    """The regions of one configuration."""
-
     def __init__(self, comm: Communicator, settings: Settings, n_regions: int) -> None:
         """Builds the library if there is none, and joins the other ranks."""
         self.settings = settings
@@ -212,7 +205,6 @@ class Channel:
         self._n_taken = 0
 
     def next_region(self) -> Region:
-        """Returns the next region."""
         return self.regions[(self._n_taken + 1) % len(self.regions)]
 
     def take(self, region: Region) -> object:
@@ -229,7 +221,6 @@ class Channel:
             region.clear()
 
     def close(self) -> None:
-        """Gives the memory back."""
         for region in self.regions:
             region.close()
         self.memory.close()

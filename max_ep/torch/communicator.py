@@ -40,7 +40,6 @@ class TorchSymmetricMemory:
         )
 
     def local_addresses(self) -> list[int]:
-        """Returns the address of this rank's block."""
         return [self._block.data_ptr()]
 
     def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
@@ -52,7 +51,6 @@ class TorchSymmetricMemory:
         return list(found.buffer_ptrs)
 
     def close(self) -> None:
-        """Gives the memory back."""
         self._rendezvous = self._block = None
 
 
@@ -129,10 +127,6 @@ class Communicator:
             return TorchSymmetricMemory(self._group, n_bytes, self.index)
         return GpuSharedMemory(*place, n_bytes, "", self.index)
 
-    def settings(self, **fields: Any) -> Settings:
-        """Returns a configuration of this group."""
-        return Settings(target=self.target, ranks=self.n_ranks, **fields)
-
     def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
         """Returns channels; opens those that are new, with all other ranks."""
         new = [settings for settings in wanted if settings not in self.channels]
@@ -179,13 +173,9 @@ class Communicator:
                 region.check()
 
     def reset(self, n_exchanges: int, names: set[str]) -> None:
-        """Puts this rank before the first launch.
-
-        Args:
-            n_exchanges: The most that any rank has begun.
-            names: Settings of channels that all ranks have opened.
-        """
-        self.board.skip_to(n_exchanges)
+        """Puts this rank before the first launch, and behind the ``n_exchanges`` that
+        any rank has begun. Channels stay whose settings have one of the ``names``."""
+        self.board.n_exchanges = n_exchanges  # it may have missed some
         for settings, channel in list(self.channels.items()):
             if settings.name() in names:
                 channel.clear()
@@ -194,7 +184,6 @@ class Communicator:
         self.failure = ""
 
     def close(self) -> None:
-        """Gives all memory back."""
         if self.has_ended:
             return
         self.end("max_ep: this Buffer was destroyed")

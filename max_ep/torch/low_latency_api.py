@@ -19,7 +19,7 @@ from .channel import BLOCK, BOTH, RECEIVE, SEND, Channel, Region
 from .checks import check_handle, check_tensor, refuse
 from .communicator import Communicator
 from .events import EventOverlap
-from .library import FORMATS
+from .library import FORMATS, Settings
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
@@ -56,6 +56,9 @@ class LowLatency:
     """The low-latency part of :class:`max_ep.torch.Buffer`."""
 
     _comm: Communicator
+    _key: str
+    _order: torch.Tensor
+    group_size: int
     _low_latency_channels: dict[tuple[Any, ...], Channel]
     _latest: Channel | None = None
 
@@ -96,12 +99,17 @@ class LowLatency:
             hook, or None.
         """
         if torch.compiler.is_compiling():
-            given = (x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
-            kind = (use_fp8, round_scale, use_ue8m0)
-            result = compiled.low_latency_dispatch(self, given, *kind)
+            sizes = num_max_dispatch_tokens_per_rank, num_experts
+            given = x, topk_idx, *sizes, use_fp8, round_scale, use_ue8m0
+            rows, scales, tables = compiled.dispatch(self._order, self._key, *given)
+            n_local, n_ranks = num_experts // self.group_size, self.group_size
+            src_info, ranges, counts = split_tables(tables, n_local, n_ranks)
             if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(result[1])
-            return *result, compiled.nothing if return_recv_hook else None
+                cumulative_local_expert_recv_stats.add_(counts)
+            handle = (src_info, ranges, sizes[0], x.shape[1], num_experts, tables)
+            result = (rows, scales_of_rows(scales)) if use_fp8 else rows
+            hook = compiled.nothing if return_recv_hook else None
+            return result, counts, handle, EventOverlap(), hook
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         channel = self._low_latency_channel(
@@ -130,7 +138,10 @@ class LowLatency:
         scales = packed = None
         if use_fp8:
             scales = empty(*channel.scales_layout, torch.float32)
-            packed = _pack_of(scales) if use_ue8m0 else scales
+            packed = scales
+            if use_ue8m0:
+                shape = (n_local, scales.shape[1] // 4, capacity)
+                packed = scales.new_empty(shape, dtype=torch.int32)
             result = (rows, scales_of_rows(packed))
         arguments = (
             x.data_ptr(),
@@ -148,7 +159,13 @@ class LowLatency:
 
             def after() -> None:
                 if use_ue8m0:
-                    _pack_exponents(scales, packed)
+                    # Exponents of four powers of two go into an int32, the first
+                    # lowest. In place: with `out=` of bytes, CUDA narrows before it
+                    # shifts.
+                    exponents = scales.view(torch.int32)
+                    exponents >>= 23
+                    bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4))
+                    bytes_.transpose(2, 3).copy_(exponents.unflatten(1, (-1, 4)))
                 if stats is not None:
                     stats.add_(counts)
 
@@ -202,9 +219,11 @@ class LowLatency:
         if torch.compiler.is_compiling():
             if zero_copy:
                 raise NotImplementedError("max_ep: zero_copy is not compiled; pass x")
-            given = (x, topk_idx, topk_weights)
-            result = compiled.low_latency_combine(self, given, handle, out)
-            return *result, compiled.nothing if return_recv_hook else None
+            given = x, topk_idx, topk_weights, handle[5]
+            y = compiled.combine(self._order, self._key, *given)
+            if out is not None:
+                y = out.copy_(y)
+            return y, EventOverlap(), compiled.nothing if return_recv_hook else None
         check_handle(self._comm, handle, Handle, "low_latency_dispatch")
         if handle.turn is not handle.region.turn:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
@@ -353,12 +372,14 @@ class LowLatency:
         if not 1 <= top_k <= min(_MOST_CHOICES, n_experts):
             most = min(_MOST_CHOICES, n_experts)
             refuse("topk_idx", f"has {top_k} columns; 1 to {most} go")
-        settings = comm.settings(
+        settings = Settings(
+            target=comm.target,
             format=FORMATS[format],
             hidden=hidden,
             combine="bfloat16",
             combine_hidden=hidden,
             experts=n_experts,
+            ranks=comm.n_ranks,
             top_k=top_k,
             tokens=cap,
             wide_ids=True,
@@ -409,18 +430,3 @@ class LowLatency:
         """Returns about what both regions take, with 8 experts a token."""
         tokens, row = num_max_dispatch_tokens_per_rank, 2 * hidden + 16
         return _N_REGIONS * tokens * (num_ranks * (row + 64) + 8 * row)
-
-
-def _pack_of(scales: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor for the exponents of scales ``[n_local, blocks, capacity]``."""
-    n_local, n_blocks, capacity = scales.shape
-    return scales.new_empty((n_local, n_blocks // 4, capacity), dtype=torch.int32)
-
-
-def _pack_exponents(scales: torch.Tensor, packed: torch.Tensor) -> None:
-    """Puts the exponents of four powers of two into an int32, the first lowest."""
-    exponents = scales.view(torch.int32)
-    # In place: with `out=` of bytes, CUDA narrows before it shifts.
-    exponents >>= 23
-    bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4)).transpose(2, 3)
-    bytes_.copy_(exponents.unflatten(1, (-1, 4)))

@@ -19,7 +19,6 @@ class Masks:
     """The masks of all regions; kernels mask, in theirs, a rank that is late."""
 
     def __init__(self, comm: Communicator) -> None:
-        """Masks no rank."""
         self._comm = comm
         self.absent: set[int] = set()  # ranks that did not come when a channel opened
         self._latest: torch.Tensor | None = None  # of the region used last
