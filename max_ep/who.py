@@ -441,7 +441,6 @@ def groups_of(target: str | None = None) -> list[Waits]:
 
 
 def run_who(options: argparse.Namespace) -> int:
-    """Runs ``max-ep who``; returns the exit status."""
     found = groups_of(options.target)
     if not found:
         raise ValueError(

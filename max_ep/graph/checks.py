@@ -53,7 +53,6 @@ def check_value(
 
 
 def differ(a: Dim, b: Dim) -> bool:
-    """Returns whether two sizes are known and differ."""
     return isinstance(a, StaticDim) and isinstance(b, StaticDim) and a != b
 
 
@@ -103,20 +102,22 @@ def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue] | None) -> Non
             )
 
 
-def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:
-    """Raises if a rank would wait for peers that run after it."""
+def refuse_if_in_turn(config: EPConfig, op: str) -> None:
+    """Raises if a rank of the fused ``op`` would wait for peers that run after it."""
     if not config.runs_ranks_in_turn:
         return
+    why = (
+        f"{config.n_gpus_per_node} ranks of this process run one after another "
+        f"(target='cpu', n_gpus_per_node={config.n_gpus_per_node})"
+    )
+    else_ = f"one process a rank (n_gpus_per_node=1, n_nodes={config.n_ranks})"
     if config.target == "gpu":
-        raise ValueError(
-            f"{what} of one rank waits for its peers, but the ranks that share a "
-            f"GPU run one after another (ranks_per_gpu={config.ranks_per_gpu}). "
-            f"Use {instead}, or a GPU for each rank (ranks_per_gpu=1)"
+        why = (
+            "ranks that share a GPU run one after another "
+            f"(ranks_per_gpu={config.ranks_per_gpu})"
         )
+        else_ = "a GPU for each rank (ranks_per_gpu=1)"
     raise ValueError(
-        f"{what} of one rank waits for its peers, but the "
-        f"{config.n_gpus_per_node} ranks of this process run one after "
-        f"another (target='cpu', n_gpus_per_node={config.n_gpus_per_node}). "
-        f"Use {instead}, or one process a rank (n_gpus_per_node=1, n_nodes="
-        f"{config.n_ranks})"
+        f"{op} of one rank waits for its peers, but the {why}. Use ep_{op}_all, or "
+        f"call_ep_{op}_async of all ranks, then call_ep_{op}_wait, or {else_}"
     )

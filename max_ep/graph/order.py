@@ -54,7 +54,6 @@ class OpOrder:
         self._waited[device_id] += 1
 
     def is_under_way(self, device_id: int) -> bool:
-        """Returns whether a rank has sent and not waited."""
         return self._sent[device_id] > self._waited[device_id]
 
     def _others(self, device_id: int) -> Iterable[int]:
