@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EPBatchManager: EP ops of one graph, in an order that can run.
 
-Each method checks the order (``order.py``), calls ``builders.py``, and keeps what later
+Each method checks the order (``OpOrder``), calls ``builders.py``, and keeps what later
 ops need. One class does dispatch and combine, because combine needs values of dispatch,
 and MAX has one class for both.
 """
@@ -32,9 +32,8 @@ from ..config import EPConfig
 from ..formats import PLAIN_DTYPES
 from ..limits import NUM_GROUPS
 from . import builders
-from .checks import check_all_ranks, check_value
+from .checks import OpOrder, check_all_ranks, check_value
 from .ops import Tokens, call_op, check_buffers, n_tokens_of
-from .order import OpOrder
 from .routing import Replicas, balance_ids, own_ids
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)

@@ -18,7 +18,7 @@ from ..config import EPConfig
 from ..config_checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
-from ..who import Answers, Facts, RankWait, Waits, gpu_wait, waits_of_processes
+from ..who import Facts, RankWait, Waits, answer_for, gpu_wait, waits_of_processes
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory, GpuWords
 from .masked_ranks import MaskedRanks
@@ -118,7 +118,7 @@ class EPCommInitializer(MaskedRanks):
             self.close()
             raise
         if config.target == "gpu" or config.n_nodes > 1:
-            Answers.ask(self)
+            answer_for(self)
         has_plan = config.eplb_enabled and config.eplb_phy2log_plan is not None
         if has_plan and not self._placement:
             plan = Placement(config.eplb_phy2log_plan, config.n_ranks)

@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 
 from ..limits import checked_timeout_s, timeout_s_of_environment
-from ..memory.board import Board
-from ..who import Answers, Waits
-from .checks import refuse
-from .communicator import Communicator
+from ..who import Waits, answer_for
+from .board import Board
+from .communicator import Communicator, refuse
 from .compiled import BUFFERS
 from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
-from .masks import MaskCalls
+from .masks import Masks
 from .normal_api import Normal
 
 _KEYS = itertools.count()
 
 
-class Buffer(LowLatency, Normal, MaskCalls):
+class Buffer(LowLatency, Normal):
     """Dispatch and combine of one rank, with the names of DeepEP's ``Buffer``.
 
     Memory is allocated, and kernels are built, by the first call with new sizes; all
@@ -127,7 +126,7 @@ class Buffer(LowLatency, Normal, MaskCalls):
         self._order = torch.zeros(1, dtype=torch.int32, device=where)
         self._handles = {}
         BUFFERS[self._key] = self
-        Answers.ask(self._comm)
+        answer_for(self._comm)
         # Graphics memory of a process that ends by exit() is given back in order.
         self._finish = weakref.finalize(self, Communicator.close, self._comm)
         self._finish.atexit = not explicitly_destroy
@@ -172,6 +171,34 @@ class Buffer(LowLatency, Normal, MaskCalls):
         self._low_latency_channels.clear()
         self._handles.clear()
         self._gather(None)
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Says which ranks are masked: 1 for each, into int32 ``[n_ranks]``."""
+        masks, shape = self._masks(), (self._comm.n_ranks,)
+        self._comm.check_tensor("mask_status", mask_status, torch.int32, shape)
+        mask_status.copy_(masks.read())
+
+    def low_latency_update_mask_buffer(
+        self, rank_to_mask: int, mask: bool = False
+    ) -> None:
+        """Masks a rank, or waits for it again from the next call on.
+
+        A rank that has missed calls is masked again: only :meth:`Buffer.reset`, in all
+        processes, takes it in.
+        """
+        masks, comm = self._masks(), self._comm
+        if not 0 <= rank_to_mask < comm.n_ranks or rank_to_mask == comm.rank:
+            refuse("rank_to_mask", f"={rank_to_mask} is not another rank of the group")
+        masks.set([rank_to_mask], int(mask))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Waits for all ranks again from the next call on."""
+        self._masks().set(range(self._comm.n_ranks), 0)
+
+    def _masks(self) -> Masks:
+        if self._comm.masks is None:
+            refuse("enable_shrink", "is not set: this Buffer masks no ranks")
+        return self._comm.masks
 
     def destroy(self) -> None:
         """Frees the memory. Calls after it raise."""

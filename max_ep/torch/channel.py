@@ -19,7 +19,7 @@ import torch
 
 from ..memory.gpu_shared import GpuWords
 from ..who import CpuWords, Facts, RankWait, cpu_wait, gpu_wait
-from .library import Library, Settings, load
+from .library import Settings, load
 from .tables import dense, n_table_words
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Region:
     """One region: counters, addresses of all ranks, and the calls of the library."""
 
     def __init__(
-        self, library: Library, comm: Communicator, address: int, n_words: int
+        self, library: Any, comm: Communicator, address: int, n_words: int
     ) -> None:
         """Clears this rank's part."""
         self.library = library

@@ -8,14 +8,14 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ..memory.board import Board
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
 from ..who import RankWait, Waits
+from .board import Board
 from .channel import Channel
 from .library import Settings, build_all
 from .masks import Masks
@@ -24,6 +24,11 @@ from .tables import allocator
 
 _CHECK_EVERY_S = 0.1
 _RESET = "Call Buffer.reset() in every process, or restart the group."
+
+
+def refuse(name: str, what: str) -> NoReturn:
+    """Raises the error of a wrong argument."""
+    raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
 
 
 class TorchSymmetricMemory:
@@ -99,6 +104,42 @@ class Communicator:
         """Raises what has failed, until :meth:`reset`."""
         if self.failure:
             raise RuntimeError(self.failure)
+
+    def check_handle(self, handle: Any, kind: type, maker: str) -> None:
+        """Raises unless a handle is of this communicator, which has not failed."""
+        self.raise_failure()
+        if not isinstance(handle, kind):
+            refuse("handle", f"is not one that {maker} returned")
+        if handle.comm is not self:
+            refuse("handle", "is of another Buffer")
+
+    def check_tensor(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int | None, ...],
+        any_strides: bool = False,
+    ) -> None:
+        """Raises unless a tensor has this dtype and shape; None: any size."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"max_ep: {name} must be a tensor, got {type(tensor).__name__}"
+            )
+        if tensor.dtype != dtype:
+            raise TypeError(f"max_ep: {name} must be {dtype}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            where = f"is on {tensor.device}, this Buffer on {self.device}"
+            refuse(name, f"{where} (its argument device=)")
+        found = tensor.shape
+        if found != shape and (
+            len(found) != len(shape)
+            or any(want is not None and want != n for n, want in zip(found, shape))
+        ):
+            wanted = ", ".join("n" if n is None else str(n) for n in shape)
+            refuse(name, f"must be [{wanted}], got {list(found)}")
+        if not any_strides and not tensor.is_contiguous():
+            refuse(name, "is not contiguous; pass .contiguous()")
 
     def end(self, why: str) -> None:
         """Makes later calls raise; the memory is freed."""

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..cache import cache_dir, kept
@@ -111,28 +112,18 @@ def build_all(wanted: Sequence[Settings]) -> list[Path]:
 
 
 @functools.cache
-def _load_runtime() -> None:
-    """Loads the runtime by full path: a library names the folder it was built with."""
+def load(settings: Settings) -> SimpleNamespace:
+    """Returns the functions of a library, by their names without ``max_ep_``."""
+    # By full path: a library names the folder it was built with.
     folder = Path(str(metadata.distribution("max-core").locate_file("modular/lib")))
     for name in _RUNTIME:
         ctypes.CDLL(str(folder / name))
-
-
-class Library:
-    """The functions of a loaded library, by their names without ``max_ep_``."""
-
-    def __init__(self, path: Path) -> None:
-        _load_runtime()
-        library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(library, f"max_ep_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
-
-
-@functools.cache
-def load(settings: Settings) -> Library:
-    return Library(build(settings))
+    library, functions = ctypes.CDLL(str(build(settings))), SimpleNamespace()
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, f"max_ep_{name}")
+        function.restype, function.argtypes = result, arguments
+        setattr(functions, name, function)
+    return functions
 
 
 FORMATS = {

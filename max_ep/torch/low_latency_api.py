@@ -16,8 +16,7 @@ import torch
 from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY
 from . import compiled
 from .channel import BLOCK, BOTH, RECEIVE, SEND, Channel, Region
-from .checks import check_handle, check_tensor, refuse
-from .communicator import Communicator
+from .communicator import Communicator, refuse
 from .events import EventOverlap
 from .library import FORMATS, Settings
 from .tables import LazyTuple, scales_of_rows, split_tables, view
@@ -120,7 +119,7 @@ class LowLatency:
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
-            check_tensor(self._comm, name, stats, torch.int32, (n_local,))
+            self._comm.check_tensor(name, stats, torch.int32, (n_local,))
         self._check_waits(dispatch_wait_recv_cost_stats)
         region = channel.next_region()
         if self._comm.masks:
@@ -224,7 +223,7 @@ class LowLatency:
             if out is not None:
                 y = out.copy_(y)
             return y, EventOverlap(), compiled.nothing if return_recv_hook else None
-        check_handle(self._comm, handle, Handle, "low_latency_dispatch")
+        self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.turn is not handle.region.turn:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
             refuse("handle", f"is too old: {what}")
@@ -238,15 +237,15 @@ class LowLatency:
                 refuse("zero_copy", "needs get_next_low_latency_combine_buffer first")
             x = handle.combine_buffer
         choices = (n_tokens, channel.settings.top_k)
-        check_tensor(comm, "x", x, torch.bfloat16, channel.rows_shape)
-        check_tensor(comm, "topk_idx", topk_idx, torch.int64, choices)
-        check_tensor(comm, "topk_weights", topk_weights, torch.float32, choices)
+        comm.check_tensor("x", x, torch.bfloat16, channel.rows_shape)
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, choices)
+        comm.check_tensor("topk_weights", topk_weights, torch.float32, choices)
         self._check_waits(combine_wait_recv_cost_stats)
         shape = (n_tokens, channel.settings.hidden)
         if out is None:
             out = x.new_empty(shape)
         else:
-            check_tensor(comm, "out", out, torch.bfloat16, shape)
+            comm.check_tensor("out", out, torch.bfloat16, shape)
         arguments = (
             x.data_ptr(),
             handle.tables.data_ptr(),
@@ -270,7 +269,7 @@ class LowLatency:
                 refuse("wait_recv_cost_stats", "cannot be had with enable_shrink")
             shape = (self._comm.n_ranks,)
             name = "wait_recv_cost_stats"
-            check_tensor(self._comm, name, waits_ns, torch.int64, shape)
+            self._comm.check_tensor(name, waits_ns, torch.int64, shape)
 
     def _phase(
         self,
@@ -352,9 +351,9 @@ class LowLatency:
             format = "fp8-round" if round_scale else "fp8"
         if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * BLOCK) != 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
-        check_tensor(comm, "x", x, torch.bfloat16, (None, None))
+        comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
-        check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, None))
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
         for name, n, most in (
             ("num_max_dispatch_tokens_per_rank", cap, MAX_OF_ENTRY),
             ("num_experts", n_experts, MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY),

@@ -21,8 +21,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from .channel import BOTH, Channel
-from .checks import check_handle, check_tensor, refuse
-from .communicator import Communicator
+from .communicator import Communicator, refuse
 from .events import Config, EventOverlap
 from .library import rows_out, up_to, weights_back, words_of_row, words_out
 from .normal_layout import Layout, NormalHandle, agree, check_layout
@@ -90,7 +89,7 @@ class Normal:
         """
         comm = self._comm
         comm.raise_failure()
-        check_tensor(comm, "topk_idx", topk_idx, torch.int64, (None, None))
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, (None, None))
         if num_experts < 1 or num_experts % comm.n_ranks != 0:
             refuse("num_experts", f"={num_experts} is no multiple of {comm.n_ranks}")
         if not comm.is_gpu and not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
@@ -169,7 +168,7 @@ class Normal:
                 "max_ep: num_tokens_per_rdma_rank: ranks of several hosts; MAX graphs "
                 "reach them (EPConfig.n_nodes, docs/several_hosts.md)"
             )
-        check_tensor(comm, "x", x, x.dtype, (None, None))
+        comm.check_tensor("x", x, x.dtype, (None, None))
         n_tokens, hidden = x.shape
         row_bytes = hidden * x.element_size()
         if row_bytes == 0 or row_bytes % 16 != 0:
@@ -179,7 +178,7 @@ class Normal:
                 refuse("scales of x", f"are {scales.dtype}, not float32 or int32")
             shape = (n_tokens, None if scales.dtype == torch.int32 else hidden // 128)
             # Of any strides: matmuls want columns.
-            check_tensor(comm, "scales of x", scales, scales.dtype, shape, True)
+            comm.check_tensor("scales of x", scales, scales.dtype, shape, True)
         n_scales = 0 if scales is None else scales.shape[1]
         is_new = handle is None
         counts: list[int] | None = None
@@ -191,7 +190,7 @@ class Normal:
                 num_worst_tokens,
                 previous_event,
             )
-        check_handle(comm, handle, NormalHandle, "dispatch")
+        comm.check_handle(handle, NormalHandle, "dispatch")
         if not is_new and (topk_idx is not None or topk_weights is not None):
             refuse("topk_idx", "is not sent again with a handle")
         if n_tokens != handle.n_sent:
@@ -283,10 +282,10 @@ class Normal:
             the event.
         """
         comm = self._comm
-        check_handle(comm, handle, NormalHandle, "dispatch")
+        comm.check_handle(handle, NormalHandle, "dispatch")
         if isinstance(x, torch.Tensor) and x.dtype not in _COMBINES:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
-        check_tensor(comm, "x", x, x.dtype, (handle.n_rows, None))
+        comm.check_tensor("x", x, x.dtype, (handle.n_rows, None))
         hidden = x.shape[1]
         if hidden == 0 or hidden * x.element_size() % 16 != 0:
             refuse("x", f"has rows of {hidden} elements, not of whole 16 bytes")
@@ -294,14 +293,14 @@ class Normal:
         biases = bias if isinstance(bias, tuple) else (bias,)
         biases = tuple(one for one in biases if one is not None)
         for one in biases:
-            check_tensor(comm, "bias", one, x.dtype, tuple(y.shape))
+            comm.check_tensor("bias", one, x.dtype, tuple(y.shape))
         group = self._group(handle.cap)
         wanted = [words_out(handle.n_words, _COMBINES[x.dtype], hidden, **group)]
         weights = None
         if topk_weights is not None:
             shape = (handle.n_rows, None)
             # Of any strides: gradients often are expanded.
-            check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape, True)
+            comm.check_tensor("topk_weights", topk_weights, torch.float32, shape, True)
             top_k = topk_weights.shape[1]
             weights = topk_weights.new_empty((handle.n_sent, top_k))
             wanted.append(weights_back(top_k, **group))

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from .checks import check_tensor, refuse
-from .communicator import Communicator
+from .communicator import Communicator, refuse
 from .library import words_of_row
 from .tables import LazyTuple
 
@@ -87,19 +86,19 @@ def check_layout(
             "needs a handle, or num_tokens_per_rank, is_token_in_rank and "
             "num_tokens_per_expert",
         )
-    check_tensor(comm, "num_tokens_per_rank", per_rank, torch.int32, (n_ranks,))
+    comm.check_tensor("num_tokens_per_rank", per_rank, torch.int32, (n_ranks,))
     shape = (n_tokens, n_ranks)
-    check_tensor(comm, "is_token_in_rank", mask, torch.bool, shape)
-    check_tensor(comm, "num_tokens_per_expert", per_expert, torch.int32, (None,))
+    comm.check_tensor("is_token_in_rank", mask, torch.bool, shape)
+    comm.check_tensor("num_tokens_per_expert", per_expert, torch.int32, (None,))
     if per_expert.numel() % n_ranks != 0:
         what = f"has {per_expert.numel()} experts, no multiple of {n_ranks} ranks"
         refuse("num_tokens_per_expert", what)
     topk_idx, topk_weights = choices
     top_k = 0
     if topk_idx is not None:
-        check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, None))
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
         shape = tuple(topk_idx.shape)
-        check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
+        comm.check_tensor("topk_weights", topk_weights, torch.float32, shape)
         top_k = shape[1]
     elif topk_weights is not None:
         refuse("topk_weights", "are sent with topk_idx only")

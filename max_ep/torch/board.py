@@ -13,7 +13,7 @@ import time
 import zlib
 from typing import Any
 
-from .symmetric_memory import SharedMemory
+from ..memory.symmetric_memory import SharedMemory
 
 _NOTE_BYTES = 64 << 10
 _HEADER = ctypes.c_uint64 * 3  # number of the exchange, bytes, checksum
