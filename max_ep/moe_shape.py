@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a model's MoE layers, from its ``config.json``. It loads no MAX."""
+"""Which models are served where, and the sizes of their MoE layers. It loads no MAX."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from .limits import FP8_BLOCK, fp8_takes
+
+PLACES = ("the CPU", "one GPU", "several GPUs")
+
+SUPPORTED = {
+    "Qwen3MoeForCausalLM": PLACES,
+    "MiniMaxM2ForCausalLM": PLACES[:2],
+    "DeepseekV3ForCausalLM": PLACES[2:],
+}
+"""Where an architecture is served: the table of docs/serving.md."""
+
+
+def check_place(architecture: str, n_gpus: int) -> None:
+    """Refuses an architecture that is not served on so many GPUs; 0: the CPU."""
+    place, places = PLACES[min(n_gpus, 2)], SUPPORTED[architecture]
+    if place not in places:
+        raise ValueError(
+            f"{architecture} is not served on {place}, but on {' and '.join(places)}; "
+            "`max serve` without max_ep may serve it there"
+        )
 
 
 @dataclass(frozen=True)

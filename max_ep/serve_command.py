@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .moe_shape import MoeShape
+from .moe_shape import SUPPORTED, MoeShape, check_place
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
@@ -27,16 +27,6 @@ CAPTURED_DECODE = "--device-graph-capture"
 """The flag that makes MAX decode through captured graphs."""
 
 _CPU_RANKS = 4
-
-
-PLACES = ("the CPU", "one GPU", "several GPUs")
-
-SUPPORTED = {
-    "Qwen3MoeForCausalLM": PLACES,
-    "MiniMaxM2ForCausalLM": PLACES[:2],
-    "DeepseekV3ForCausalLM": PLACES[2:],
-}
-"""Where an architecture is served: the table of docs/serving.md."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +157,7 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) 
             f"{name} in {method} is not supported; take a checkpoint in bfloat16 or "
             "blockwise FP8"
         )
-    place, places = PLACES[min(len(gpus), 2)], SUPPORTED[name]
-    if place not in places:
-        raise ValueError(
-            f"{name} is not served on {place}, but on {' and '.join(places)}"
-        )
+    check_place(name, len(gpus))
     for gpu in gpus:
         if not gpu.is_hopper:
             raise ValueError(

@@ -13,7 +13,7 @@ import pytest
 from children import ROOT, ran
 
 from max_ep import cli
-from max_ep.serve_command import PLACES, SUPPORTED
+from max_ep.moe_shape import PLACES, SUPPORTED
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -180,9 +180,9 @@ def n_mappings(name: str) -> int:
 def test_local_memory_is_zero_and_writable_to_its_ends():
     before = n_mappings("/dev/zero")
     memory = LocalMemory(3, REGION_BYTES)
-    addresses = memory.connect(0.0)
+    addresses = memory.local_addresses()
     assert n_mappings("/dev/zero") > before
-    assert addresses == memory.local_addresses() and len(set(addresses)) == 3
+    assert len(set(addresses)) == 3
     for value in range(2):
         for i, address in enumerate(addresses):
             assert address % 256 == 0

@@ -59,9 +59,5 @@ class GpuMemory:
     def local_addresses(self) -> list[int]:
         return [buffer._data_ptr() for buffer in self._buffers]
 
-    def connect(self, timeout_s: float) -> list[int]:
-        """Returns the address of every rank's region; all are local."""
-        return self.local_addresses()
-
     def close(self) -> None:
         self._buffers = []

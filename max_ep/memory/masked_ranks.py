@@ -25,6 +25,7 @@ class MaskedRanks:
 
     config: EPConfig
     _memory: Any
+    _regions: list[int]
     _counters: list[list[Buffer]]
     _pointers: np.ndarray | None = None
     _pointer_inputs: list[Buffer]
@@ -54,7 +55,10 @@ class MaskedRanks:
             if config.node_id == 0:
                 # The others find it: they wait for this process to connect.
                 Membership.create(memory.group)
-        self._point_to(range(config.n_ranks), memory.connect(config.timeout_s))
+        regions = self._regions  # of all ranks, if they are in this process
+        if config.n_nodes > 1:
+            regions = memory.connect(config.timeout_s)
+        self._point_to(range(config.n_ranks), regions)
         if agrees:
             self._members = Membership(*place, config.timeout_s)
             self._members.publish(state=MEMBER)  # one of the first

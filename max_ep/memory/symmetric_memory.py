@@ -57,10 +57,6 @@ class LocalMemory:
     def local_addresses(self) -> list[int]:
         return [_address(memory) for memory in self._maps]
 
-    def connect(self, timeout_s: float) -> list[int]:
-        """Returns the address of every rank's region; all are local."""
-        return self.local_addresses()
-
     def close(self) -> None:
         for memory in self._maps:
             memory.close()
@@ -114,16 +110,16 @@ class PeerMemory(ABC):
     def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
         """Maps the peers' blocks, and returns the addresses of all regions.
 
-        Nodes that are ``absent`` are not waited for; in place of theirs stand its own.
+        Nodes that are ``absent`` are not waited for; in place of theirs stands a block
+        of nobody's.
         """
         try:
             self._given = self._meeting.meet(self._descriptor, timeout_s, absent)
-            found = {node: self.map(node) for node in [*self._given]}
+            regions = [self.map(node) for node in range(self._n_nodes)]
         except BaseException:
             self.close()
             raise
-        nodes = range(self._n_nodes)
-        return [a for n in nodes for a in found.get(n, self.local_addresses())]
+        return [address for of_node in regions for address in of_node]
 
     def trade(self, peers: set[int], epoch: int, deadline_s: float) -> set[int]:
         """Hands this process's block to peers, which hand on theirs at the same time,

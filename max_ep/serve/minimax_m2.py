@@ -30,12 +30,6 @@ from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
 
 
-class MiniMaxM2Planner(ExpertParallelPlanner):
-    """The plan of dispatch and combine, for one device."""
-
-    name, on_several_gpus = "MiniMax-M2", False
-
-
 class MiniMaxM2Gate(SigmoidTopKRouter):
     """MAX's router, and plain ops on the CPU, where MAX's kernel does not run."""
 
@@ -79,7 +73,7 @@ class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
 architecture = replace(
     minimax_m2_arch,
     pipeline_model=MiniMaxM2Model,
-    memory_planner=MiniMaxM2Planner,
+    memory_planner=ExpertParallelPlanner,
     default_encoding="bfloat16",
     weight_adapters=widening(minimax_m2_arch.weight_adapters),
     supported_encodings={"bfloat16", "float32"},

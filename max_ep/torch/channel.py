@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..limits import FP8_BLOCK
 from ..memory.gpu_shared import GpuWords
 from ..who import CpuWords, Facts, RankWait, cpu_wait, gpu_wait
 from .library import Settings, load
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which parts of dispatch or combine a call does; see ``max_ep_c/api.mojo``."""
-
-BLOCK = 128
-"""Elements of a row that share an FP8 scale."""
 
 _REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS, _MASKED_WORD = range(5)
 _FACTS = 5  # the first of them
@@ -176,7 +174,7 @@ class Channel:
         self.n_local = settings.experts // settings.ranks
         capacity = settings.ranks * settings.tokens
         self.rows_layout = dense(self.n_local, capacity, settings.hidden)
-        self.scales_layout = dense(self.n_local, settings.hidden // BLOCK, capacity)
+        self.scales_layout = dense(self.n_local, settings.hidden // FP8_BLOCK, capacity)
         self.rows_shape = self.rows_layout[0]
         sizes = (settings.ranks, settings.tokens)
         self.n_table_words = n_table_words(self.n_local, *sizes)
@@ -193,8 +191,6 @@ class Channel:
                 self.regions.append(Region(library, comm, mine + i * n_bytes, n_words))
             absent = comm.masks.absent if comm.masks else ()
             bases = self.memory.connect(comm.timeout_s, absent)
-            for rank in absent:
-                bases[rank] = comm.masks.scratch(n_regions * n_bytes)
             for i, region in enumerate(self.regions):
                 region.connect([base + i * n_bytes for base in bases])
                 for rank in absent:

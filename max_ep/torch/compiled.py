@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..limits import FP8_BLOCK
 from .tables import n_table_words
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
     rows = x.new_empty((n_local, capacity, hidden), dtype=dtype)
     scales = x.new_empty(0)
     if use_fp8:
-        shape = (n_local, hidden // (512 if use_ue8m0 else 128), capacity)
+        shape = (n_local, hidden // (FP8_BLOCK * (4 if use_ue8m0 else 1)), capacity)
         dtype = torch.int32 if use_ue8m0 else torch.float32
         scales = x.new_empty(shape, dtype=dtype)
     n_words = n_table_words(n_local, n_ranks, cap)

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
-from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY
+from ..limits import FP8_BLOCK, MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K
 from . import compiled
-from .channel import BLOCK, BOTH, RECEIVE, SEND, Channel, Region
+from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .communicator import Communicator, refuse
 from .events import EventOverlap
 from .library import FORMATS, Settings
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
-_MOST_CHOICES = 32
 
 
 @dataclass(eq=False)
@@ -349,7 +348,7 @@ class LowLatency:
         format = "bfloat16"
         if use_fp8:
             format = "fp8-round" if round_scale else "fp8"
-        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * BLOCK) != 0):
+        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * FP8_BLOCK) != 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
@@ -363,13 +362,13 @@ class LowLatency:
         if n_tokens > cap:
             refuse("x", f"has {n_tokens} rows, num_max_dispatch_tokens_per_rank={cap}")
         top_k = topk_idx.shape[1]
-        multiple = 8 if format == "bfloat16" else BLOCK
+        multiple = 8 if format == "bfloat16" else FP8_BLOCK
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
         if n_experts % comm.n_ranks != 0:
             refuse("num_experts", f"={n_experts} is no multiple of {comm.n_ranks}")
-        if not 1 <= top_k <= min(_MOST_CHOICES, n_experts):
-            most = min(_MOST_CHOICES, n_experts)
+        if not 1 <= top_k <= min(MAX_TOP_K, n_experts):
+            most = min(MAX_TOP_K, n_experts)
             refuse("topk_idx", f"has {top_k} columns; 1 to {most} go")
         settings = Settings(
             target=comm.target,

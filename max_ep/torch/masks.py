@@ -20,7 +20,6 @@ class Masks:
         self._comm = comm
         self.absent: set[int] = set()  # ranks that did not come when a channel opened
         self._latest: torch.Tensor | None = None  # of the region used last
-        self._scratch: list[torch.Tensor] = []
 
     def _of_regions(self) -> list[torch.Tensor]:
         return [
@@ -59,9 +58,3 @@ class Masks:
         """Makes masked ranks absent: channels open without them."""
         masked = self.read().nonzero().flatten().tolist()
         self.absent.update(rank for rank in masked if rank != self._comm.rank)
-
-    def scratch(self, n_bytes: int) -> int:
-        """Returns the address of memory for what is written to absent ranks."""
-        device = self._comm.device
-        self._scratch.append(torch.empty(n_bytes, dtype=torch.uint8, device=device))
-        return self._scratch[-1].data_ptr()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..limits import MAX_TOP_K
 from .communicator import Communicator, refuse
 from .library import words_of_row
 from .tables import LazyTuple
@@ -16,7 +17,6 @@ Layout = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Tokens for each rank, whether a token goes to a rank, tokens for each expert."""
 
 _MOST_TOKENS = 32768
-_MOST_RANKS = 32
 
 
 @dataclass(eq=False)
@@ -102,8 +102,8 @@ def check_layout(
         top_k = shape[1]
     elif topk_weights is not None:
         refuse("topk_weights", "are sent with topk_idx only")
-    if n_ranks > _MOST_RANKS:
-        refuse("dispatch", f"is for at most {_MOST_RANKS} ranks, not {n_ranks}")
+    if n_ranks > MAX_TOP_K:
+        refuse("dispatch", f"is for at most {MAX_TOP_K} ranks, not {n_ranks}")
     if n_tokens > _MOST_TOKENS:
         refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
     return top_k
