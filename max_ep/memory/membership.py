@@ -56,6 +56,9 @@ class Note:
     def is_alive(self) -> bool:
         return self.state != GONE and Owner(**self.owner).is_alive()
 
+    def is_member(self) -> bool:
+        return self.state == MEMBER and self.is_alive()
+
 
 @dataclass
 class Decision:
@@ -138,8 +141,8 @@ class Membership:
                 f"max_ep: node {node} of group {group!r} has a process that is alive, "
                 f"{old.owner['pid']}, and can still write: end it, or let it rejoin()"
             )
-        for note in members.notes():
-            if note.state != MEMBER or not note.is_alive():
+        for note in members.notes().values():
+            if not note.is_member():
                 continue
             if note.owner["fingerprint"] != owner.fingerprint:
                 raise ValueError(
@@ -158,8 +161,9 @@ class Membership:
         except FileNotFoundError:
             return None
 
-    def notes(self) -> list[Note]:
-        return [note for n in range(self._n_nodes) if (note := self.note(n))]
+    def notes(self) -> dict[int, Note]:
+        nodes = range(self._n_nodes)
+        return {node: note for node in nodes if (note := self.note(node))}
 
     def publish(self, **fields: Any) -> None:
         """Changes this process's note."""
@@ -193,37 +197,6 @@ class Membership:
             os.link(self._written(decision), self._folder / f"epoch-{decision.epoch}")
         (self._folder / f"epoch-{decision.epoch - 2}").unlink(missing_ok=True)
 
-    def _present(self) -> dict[int, Note]:
-        """Returns the notes of members that take part in the next decision."""
-        found = {}
-        for node in self.decision.members:
-            note = self.note(node)
-            if note and note.epoch == self._note.epoch and note.state == MEMBER:
-                if note.is_alive():
-                    found[node] = note
-        return found
-
-    def _awaited(self, present: Iterable[int]) -> list[int]:
-        """Returns the members that may still come."""
-        awaited = []
-        for node in set(self.decision.members) - set(present):
-            note = self.note(node)
-            # One that is joining is another process than the member was.
-            if note is None or (note.state == MEMBER and note.is_alive()):
-                awaited.append(node)
-        return awaited
-
-    def _joining(self, now_s: float) -> list[int]:
-        """Returns who waits to be let in: one that is stopped would hold up all."""
-        return [
-            node
-            for node in range(self._n_nodes)
-            if (note := self.note(node))
-            and note.state == JOINING
-            and now_s - note.time_s < self._timeout_s
-            and note.is_alive()
-        ]
-
     def reconcile(
         self,
         masked: Iterable[int],
@@ -248,8 +221,13 @@ class Membership:
             generations=generations,
         )
         while (decision := self.latest()).epoch < epoch:
-            present, now_s = self._present(), time.monotonic()
-            awaited = self._awaited(present)
+            notes, members = self.notes(), self.decision.members
+            now_s = time.monotonic()
+            here = {n: notes[n] for n in members if n in notes and notes[n].is_member()}
+            present = {n: note for n, note in here.items() if note.epoch == epoch}
+            # One that is joining is another process than the member was.
+            awaited = [n for n in members if n not in present]
+            awaited = [n for n in awaited if n in here or n not in notes]
             deadline_s = min(n.time_s for n in present.values()) + self._timeout_s
             is_late = now_s > deadline_s and (
                 not awaited or now_s > heard_s(awaited) + self._timeout_s
@@ -263,9 +241,15 @@ class Membership:
             if is_late or not awaited:
                 # There must be time left to meet those that join.
                 is_early = now_s < deadline_s - self._timeout_s / 2
-                joining = self._joining(now_s) if is_early else []
-                members = self.decision.members
-                decision = decide(epoch, members, present, joining)
+                # One that is stopped would hold up all.
+                joining = [
+                    n
+                    for n, note in notes.items()
+                    if note.state == JOINING
+                    and now_s - note.time_s < self._timeout_s
+                    and note.is_alive()
+                ]
+                decision = decide(epoch, members, present, joining if is_early else [])
                 self._decide(replace(decision, deadline_s=deadline_s))
                 continue
             n_polls += 1
@@ -290,7 +274,7 @@ class Membership:
             decision = self.latest()
             if decision.epoch > before and self._node in decision.joined:
                 break
-            if not any(n.state == MEMBER and n.is_alive() for n in self.notes()):
+            if not any(note.is_member() for note in self.notes().values()):
                 raise RuntimeError("max_ep: the group ended before this process joined")
             if now_s > began_s + _JOIN_S:
                 raise TimeoutError(
@@ -319,5 +303,5 @@ class Membership:
         note = self.note(self._node)
         if note is not None and note.owner == self._note.owner:
             self.publish(state=GONE)
-        if not any(note.is_alive() for note in self.notes()):
+        if not any(note.is_alive() for note in self.notes().values()):
             remove_members(self._group)
