@@ -111,13 +111,17 @@ class Placement:
     @staticmethod
     def load(path: str | Path) -> Placement:
         """Reads what :meth:`save` wrote. Raises a ``ValueError`` for other files."""
-        try:
-            with np.load(path) as file:
-                return Placement(file["phy2log"], int(file["n_ranks"]))
-        except (AttributeError, EOFError, KeyError, ValueError, BadZipFile) as error:
-            raise ValueError(
-                f"{path} is no file of max_ep.balance.Placement.save"
-            ) from error
+        saved = read_npz(path, "max_ep.balance.Placement.save", "phy2log", "n_ranks")
+        return Placement(saved["phy2log"], int(saved["n_ranks"]))
+
+
+def read_npz(path: str | Path, maker: str, *names: str) -> dict[str, np.ndarray]:
+    """Reads arrays of these names. Raises a ``ValueError`` for other files."""
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in names}
+    except (AttributeError, EOFError, KeyError, ValueError, BadZipFile) as error:
+        raise ValueError(f"{path} is no file of {maker}") from error
 
 
 def unbalanced(n_layers: int, n_experts: int, n_ranks: int) -> Placement:

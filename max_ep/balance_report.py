@@ -18,7 +18,6 @@ _BAR = 40
 
 
 def run_balance(options: argparse.Namespace) -> int:
-    """Runs ``max-ep balance``; returns the exit status."""
     counts, n_ranks = _counts_of(options.files)
     n_layers, n_experts = counts.shape
     if options.current:

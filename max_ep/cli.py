@@ -33,13 +33,17 @@ def _run(arguments: Sequence[str] | None) -> int:
         prog="max-ep", description="Expert parallelism for MAX graphs."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", help="run a text through MoE layers on four CPU ranks")
-    plan = commands.add_parser(
-        "plan", help="show the protocol, and the bytes of each buffer"
-    )
-    build = commands.add_parser(
-        "build", help="compile the kernels of max_ep.torch ahead, for any GPU"
-    )
+
+    def command(name: str, home: str, help: str) -> argparse.ArgumentParser:
+        """Adds a command that ``run_NAME`` of a module runs."""
+        added = commands.add_parser(name, help=help)
+        added.set_defaults(home=home)
+        return added
+
+    command("demo", "demo", "run a text through MoE layers on four CPU ranks")
+    plan = command("plan", "plan", "show the protocol, and the bytes of each buffer")
+    about = "compile the kernels of max_ep.torch ahead, for any GPU"
+    build = command("build", "torch.library", about)
     # Each `dest` of a plan is a field of EPConfig.
     for option, dest, text in (
         ("--ranks", "n_gpus_per_node", "ranks of the group"),
@@ -82,14 +86,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         action="store_true",
         help="with a fused shared expert (EPConfig.fused_shared_expert)",
     )
-    stats = commands.add_parser(
-        "stats", help="show waits for each peer, and rows of each expert"
-    )
+    about = "show waits for each peer, and rows of each expert"
+    stats = command("stats", "stats", about)
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")
     stats.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
-    balance = commands.add_parser(
-        "balance", help="place replicas of hot experts, from what max-ep stats reads"
-    )
+    about = "place replicas of hot experts, from what max-ep stats reads"
+    balance = command("balance", "balance_report", about)
     balance.add_argument("files", nargs="+", help="one for each MoE layer, in order")
     wanted = balance.add_mutually_exclusive_group()
     wanted.add_argument(
@@ -121,39 +123,33 @@ def _run(arguments: Sequence[str] | None) -> int:
         help="low_latency_dispatch's format, or the normal calls in bfloat16 "
         "(default: %(default)s)",
     )
-    serve = commands.add_parser(
-        "serve", help="serve a model with MAX; other flags go to max serve"
-    )
+    about = "serve a model with MAX; other flags go to max serve"
+    serve = command("serve", "serve_command", about)
     serve.add_argument("model", help="a folder, or a repository of Hugging Face")
     serve.add_argument("--gpus", type=int, help="default: all; 0: the CPU")
     serve.add_argument("--ranks", type=int, help="ranks on the CPU (default: 4)")
     serve.add_argument("--dry-run", action="store_true", help="only print the command")
-    who = commands.add_parser("who", help="show which rank waits for which, in a hang")
+    who = command("who", "who", "show which rank waits for which, in a hang")
     who.add_argument(
         "target",
         metavar="PID|GROUP",
         nargs="?",
         help="a process of the group, or its name (default: all groups)",
     )
-    commands.add_parser("doctor", help="check this machine")
-    options, others = parser.parse_known_args(arguments)
-    if others and options.command != "serve":
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-
+    command("doctor", "doctor", "check this machine")
     names = {action.dest: action.option_strings[-1] for action in plan._actions}
-    command = options.command
-    where = {"build": "torch.library", "balance": "balance_report"}
-    where["serve"] = "serve_command"
-    given = {"demo": (), "doctor": (), "plan": (options, names)}
-    given["serve"] = options, others
+    plan.set_defaults(names=names)
+    options, options.flags = parser.parse_known_args(arguments)
+    if options.flags and options.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(options.flags)}")
     # Imported late: no command waits for what only another one needs.
-    module = importlib.import_module(f".{where.get(command, command)}", __package__)
+    module = importlib.import_module(f".{options.home}", __package__)
     try:
-        return getattr(module, f"run_{command}")(*given.get(command, (options,)))
+        return getattr(module, f"run_{options.command}")(options)
     except BrokenPipeError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"max-ep {command}: {error}", file=sys.stderr)
+        print(f"max-ep {options.command}: {error}", file=sys.stderr)
         return 1
 
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from max.driver import accelerator_api, accelerator_count
+from max.driver import accelerator_count
 from max.dtype import DType
 from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig
 
 from . import config_checks as checks
+from .extension import region_sizes
 from .formats import TokenFormat, format_of, on_target
 from .limits import GROUP_VARIABLE
-from .memory.layout import region_sizes
 
 
 @dataclass
@@ -282,16 +282,6 @@ class EPConfig:
     def partial_block(self) -> int:
         """Elements of a partial sum that share a scale; 0: there are no scales."""
         return self.partial_format.scale_block if self.partial_format else 0
-
-    @property
-    def n_given_choices(self) -> int:
-        """Columns of the ``topk_ids`` and weights that dispatch is given."""
-        return self.router_top_k or self.top_k
-
-    @property
-    def is_on_amd(self) -> bool:
-        """Whether the GPUs are AMD's."""
-        return self.target == "gpu" and accelerator_api() == "hip"
 
     @property
     def uses_shmem(self) -> bool:

@@ -6,55 +6,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from max.driver import accelerator_api
 from max.dtype import DType
 
+from . import limits
 from .balance import Placement
 from .formats import PLAIN_DTYPES
-from .limits import (
-    COMBINE_MODES,
-    MAX_GPU_PAIRS,
-    MAX_MASKING_GPUS,
-    MAX_OF_ENTRY,
-    MAX_RANKS,
-    MAX_TIMEOUT_S,
-    MAX_TOP_K,
-    ON_TIMEOUT,
-    OUTPUT_LAYOUTS,
-    PROTOCOLS,
-    SCALE_LAYOUTS,
-    TARGETS,
-    TOKEN_ALIGN_BYTES,
-)
 
 if TYPE_CHECKING:
     from .config import EPConfig
-
-# Fields of MAX's EPConfig that ask for something max_ep does not do, and why.
-_REFUSED = {
-    "fused_moe_ready": "MAX's EP sets it itself, on Blackwell GPUs, where one launch "
-    "does dispatch, experts and combine; use ep_dispatch and ep_combine",
-}
 
 
 def check_choices(config: EPConfig) -> None:
     """Checks fields of few values, and refuses what max_ep does not do."""
     for field, choices in (
-        ("target", ("auto", *TARGETS)),
-        ("protocol", ("auto", *PROTOCOLS)),
-        ("combine_mode", COMBINE_MODES),
-        ("output_layout", OUTPUT_LAYOUTS),
-        ("scale_layout", ("auto", *SCALE_LAYOUTS)),
-        ("on_timeout", ON_TIMEOUT),
+        ("target", ("auto", *limits.TARGETS)),
+        ("protocol", ("auto", *limits.PROTOCOLS)),
+        ("combine_mode", limits.COMBINE_MODES),
+        ("output_layout", limits.OUTPUT_LAYOUTS),
+        ("scale_layout", ("auto", *limits.SCALE_LAYOUTS)),
+        ("on_timeout", limits.ON_TIMEOUT),
     ):
         value = getattr(config, field)
         if value not in choices:
             names = ", ".join(repr(name) for name in choices)
             raise ValueError(f"{field}={value!r} is unknown; there are {names}")
-    for field, why in _REFUSED.items():
-        if getattr(config, field):
-            raise ValueError(
-                f"{field}={getattr(config, field)!r} is not supported: {why}"
-            )
+    if config.fused_moe_ready:
+        raise ValueError(
+            "fused_moe_ready=True is not supported: MAX's EP sets it itself, on "
+            "Blackwell GPUs, where one launch does dispatch, experts and combine; use "
+            "ep_dispatch and ep_combine"
+        )
     if config.fused_shared_expert and config.is_padded:
         raise ValueError(
             "fused_shared_expert=True needs output_layout='packed': among padded rows "
@@ -93,25 +75,20 @@ def check_sizes(config: EPConfig) -> None:
             f"node_id={config.node_id!r} must be an integer in [0, n_nodes="
             f"{config.n_nodes}), or -1"
         )
-    is_number = isinstance(config.timeout_s, (int, float))
-    if not is_number or not 0 < config.timeout_s <= MAX_TIMEOUT_S:
+    limits.checked_timeout_s(config.timeout_s)
+    if config.top_k > limits.MAX_TOP_K:
         raise ValueError(
-            f"timeout_s={config.timeout_s!r} must be a number of seconds, above 0 and "
-            "at most a day"
-        )
-    if config.top_k > MAX_TOP_K:
-        raise ValueError(
-            f"top_k={config.top_k} is above {MAX_TOP_K}, the most a token may have"
+            f"top_k={config.top_k} is above {limits.MAX_TOP_K}, the most of a token"
         )
     if config.top_k > config.n_experts:
         raise ValueError(
             f"top_k={config.top_k} is above n_experts={config.n_experts}: a "
             "token's experts are distinct"
         )
-    if config.n_ranks > MAX_RANKS:
+    if config.n_ranks > limits.MAX_RANKS:
         raise ValueError(
             f"n_gpus_per_node * n_nodes = {config.n_ranks} ranks, at most "
-            f"{MAX_RANKS} are supported"
+            f"{limits.MAX_RANKS} are supported"
         )
     if config.n_gpus_per_node % config.ranks_per_gpu != 0:
         raise ValueError(
@@ -149,10 +126,10 @@ def check_sizes(config: EPConfig) -> None:
             "fused shared expert: compute it beside the routed ones, on one rank"
         )
     n_pairs = config.n_local_experts * config.exchange_ranks
-    if config.target == "gpu" and n_pairs > MAX_GPU_PAIRS:
+    if config.target == "gpu" and n_pairs > limits.MAX_GPU_PAIRS:
         raise ValueError(
             f"n_experts={config.n_experts} on {config.n_ranks} GPU ranks is above "
-            f"{MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
+            f"{limits.MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
         )
 
 
@@ -230,12 +207,12 @@ def check_hidden_size(config: EPConfig) -> None:
         is_packed = field == "dispatch_dtype"
         n_packed = config.token_format.values_per_byte if is_packed else 1
         n_bytes = config.hidden_size * dtype.size_in_bytes // n_packed if dtype else 0
-        if n_bytes % TOKEN_ALIGN_BYTES != 0:
-            multiple = n_packed * TOKEN_ALIGN_BYTES // dtype.size_in_bytes
+        if n_bytes % limits.TOKEN_ALIGN_BYTES != 0:
+            multiple = n_packed * limits.TOKEN_ALIGN_BYTES // dtype.size_in_bytes
             raise ValueError(
                 f"hidden_size={config.hidden_size} of {dtype} ({field}) is {n_bytes} "
-                f"bytes, which must be a multiple of {TOKEN_ALIGN_BYTES}; pad it "
-                f"to a multiple of {multiple}"
+                f"bytes, which must be a multiple of {limits.TOKEN_ALIGN_BYTES}; pad "
+                f"it to a multiple of {multiple}"
             )
 
 
@@ -268,23 +245,23 @@ def refusal_by_rank(config: EPConfig) -> str:
             f"with target='gpu' and n_nodes={config.n_nodes}: it reaches the GPUs of "
             "one host only"
         )
-    if config.is_on_amd:
+    if config.target == "gpu" and accelerator_api() == "hip":
         return "with target='gpu' on AMD GPUs: its kernels are for NVIDIA GPUs"
     for field in ("n_experts", "max_tokens_per_rank"):
         n = getattr(config, field)
-        if n > MAX_OF_ENTRY:
-            return f"with {field}={n}: it takes at most {MAX_OF_ENTRY}"
+        if n > limits.MAX_OF_ENTRY:
+            return f"with {field}={n}: it takes at most {limits.MAX_OF_ENTRY}"
     return ""
 
 
 def check_protocol(config: EPConfig) -> None:
     """Checks that the protocol can do what the other fields ask for."""
     if config.masks and config.target == "gpu":
-        if not config.is_by_rank or config.n_ranks > MAX_MASKING_GPUS:
+        if not config.is_by_rank or config.n_ranks > limits.MAX_MASKING_GPUS:
             raise ValueError(
                 f"on_timeout='mask' on GPUs with protocol={config.protocol!r} and "
                 f"{config.n_ranks} ranks: it is for 'by_rank', and at most "
-                f"{MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
+                f"{limits.MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
             )
     if not config.is_by_rank:
         if config.combines_sums:

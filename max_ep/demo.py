@@ -13,7 +13,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from max.driver import CPU
@@ -131,18 +131,7 @@ def plain_moe(x: np.ndarray, weights: LayerWeights) -> np.ndarray:
     return x + reference.moe(normed, ids, top.astype(np.float32), expert)
 
 
-def _show_spread(topk_ids: list[np.ndarray]) -> None:
-    """Prints how the tokens of the last layer spread."""
-    n_local = N_EXPERTS // N_RANKS
-    print("\nRows from rank (line) to rank (column), last layer:")
-    for src, ids in enumerate(topk_ids):
-        to_rank = np.bincount(ids.ravel() // n_local, minlength=N_RANKS)
-        print(f"  rank {src}  " + "".join(f"{n:>8}" for n in to_rank))
-    load = np.bincount(np.concatenate(topk_ids).ravel(), minlength=N_EXPERTS)
-    print(f"The busiest expert has {load.max() / load.mean():.2f} times the mean.\n")
-
-
-def run_demo() -> int:
+def run_demo(_: Any = None) -> int:
     """Runs the demo; returns 0 if the result agrees with the plain MoE, else 1."""
     begin = time.perf_counter()
     text = resources.files("max_ep").joinpath("data/declaration.txt").read_text()
@@ -176,7 +165,12 @@ def run_demo() -> int:
             print(f"layer {i}: dispatch, experts, combine", flush=True)
             x, topk_ids = run_layer(models[_LAYER], comm, x, weights)
             expected = plain_moe(expected, weights)
-    _show_spread(topk_ids)
+    print("\nRows from rank (line) to rank (column), last layer:")
+    for src, ids in enumerate(topk_ids):
+        to_rank = np.bincount(ids.ravel() // config.n_local_experts, minlength=N_RANKS)
+        print(f"  rank {src}  " + "".join(f"{n:>8}" for n in to_rank))
+    load = np.bincount(np.concatenate(topk_ids).ravel(), minlength=N_EXPERTS)
+    print(f"The busiest expert has {load.max() / load.mean():.2f} times the mean.\n")
     difference = float(np.abs(np.concatenate(x) - expected).max())
     agrees = difference <= TOLERANCE
     print(

@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from importlib import metadata
+from typing import Any
 
 from .memory.shmem import missing_parts
 
@@ -23,17 +24,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _missing_for_serving() -> list[str]:
-    """Returns the packages that ``max[serve]`` asks for and that are not here."""
-    asked = [
-        re.match(r"[\w.-]+", requirement)[0]
-        for requirement in metadata.requires("max") or []
-        if re.search(r"extra == .serve.", requirement)
-    ]
-    return [name for name in asked if not _version(name)]
-
-
-def run_doctor() -> int:
+def run_doctor(_: Any = None) -> int:
     """Prints a line per check; returns 0 if graphs can run on CPU, else 1."""
     from max.driver import Accelerator, accelerator_count
 
@@ -93,7 +84,9 @@ def run_doctor() -> int:
             "(pip install 'max_ep[shmem]')"
         )
     say("shmem", not missing, text, is_needed=False)
-    missing = _missing_for_serving() if can_run else ["max"]
+    of_serve = [x for x in metadata.requires("max") or [] if "== 'serve'" in x]
+    names = [re.match(r"[\w.-]+", requirement)[0] for requirement in of_serve]
+    missing = [name for name in names if not _version(name)] if can_run else ["max"]
     text = "`max serve` can run"
     if missing:
         text = (

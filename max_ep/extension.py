@@ -13,12 +13,13 @@ import hashlib
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from mojo.run import subprocess_run_mojo
 
 from .cache import cache_dir, kept
-from .memory.shmem import bitcode_path, bitcode_version, check_installed
+from .memory.shmem import BITCODE_PACKAGE, bitcode_path, check_installed
 
 if TYPE_CHECKING:
     from max.graph import Graph
@@ -40,7 +41,6 @@ def mojo_dir() -> Path:
 
 @functools.cache
 def sources_hash() -> str:
-    """Returns a hash of the sources and the compiler."""
     digest = hashlib.sha256(metadata.version("mojo-compiler").encode())
     for source in sorted(mojo_dir().rglob("*.mojo")):
         digest.update(str(source.relative_to(mojo_dir())).encode())
@@ -63,6 +63,23 @@ def run_mojo(*args: str) -> str:
     return done.stdout
 
 
+@functools.cache
+def region_sizes(*question: str | int) -> SimpleNamespace:
+    """Asks Mojo for sizes: the formulas are in ``layout.mojo`` only.
+
+    Returns what ``layout_query.mojo`` prints, by the names that it gives them;
+    ``EPConfig.sizes`` asks. It runs once for each configuration.
+    """
+    words = [str(word) for word in question]
+
+    def ask(path: Path) -> None:
+        path.write_text(run_mojo("run", "-I", ".", "layout_query.mojo", *words))
+
+    answer = kept(cache_dir() / sources_hash() / f"layout-{'-'.join(words)}.txt", ask)
+    lines = (line.split() for line in answer.read_text().splitlines())
+    return SimpleNamespace(**{name: int(value) for name, value in lines})
+
+
 def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     """Returns a precompiled Mojo package for ``custom_extensions``.
 
@@ -78,7 +95,7 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     if with_shmem:
         if bitcode_path() is None:
             check_installed()
-        folder = folder / f"shmem-{bitcode_version()}"
+        folder = folder / f"shmem-{metadata.version(BITCODE_PACKAGE)}"
         options = ["--bitcode-libs", str(bitcode_path())]
     # -I: one package may import another. A relative input keeps machine paths out of
     # the bytes.

@@ -93,11 +93,6 @@ class TokenFormat:
         return self.scale_block > 0
 
     @property
-    def token_dtypes(self) -> tuple[DType, ...]:
-        """Dtypes that a token may have before it is sent."""
-        return PLAIN_DTYPES if self.is_quantized else (self.dtype,)
-
-    @property
     def values_per_byte(self) -> int:
         """Values in a byte, or in an element of more: two float4_e2m1fn are a uint8."""
         return 2 if self.dtype == DType.uint8 else 1
@@ -107,7 +102,6 @@ class TokenFormat:
         return hidden_size // self.values_per_byte
 
     def n_scales(self, hidden_size: int) -> int:
-        """Returns the scales of a row."""
         return hidden_size // self.scale_block if self.is_quantized else 0
 
     @property

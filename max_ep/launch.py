@@ -15,7 +15,7 @@ from typing import Any
 
 from .cache import compile_once
 from .limits import GROUP_VARIABLE, NODE_VARIABLE
-from .memory.symmetric_memory import members_name, unlink
+from .memory.membership import remove_members
 
 _GRACE_S = 5.0
 
@@ -94,7 +94,7 @@ def launch(
         ) from error
     context = multiprocessing.get_context("spawn")
     group = uuid.uuid4().hex[:16]
-    processes, pipes = [], []
+    members: dict[Any, Any] = {}  # node and process, by pipe
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s
@@ -108,52 +108,42 @@ def launch(
             )
             process.start()
             sender.close()
-            processes.append(process)
-            pipes.append(receiver)
-        waiting = dict(enumerate(pipes))
+            members[receiver] = node_id, process
+        waiting = dict(members)
         while waiting:
-            ready = multiprocessing.connection.wait(
-                list(waiting.values()), max(0.0, deadline - time.monotonic())
-            )
+            left_s = max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(list(waiting), left_s)
             if not ready:
-                for node_id in waiting:
+                for node_id, _ in waiting.values():
                     failures[node_id] = f"no result after {timeout_s} s; killed"
                 break
-            for node_id, pipe in list(waiting.items()):
-                if pipe in ready:
-                    del waiting[node_id]
-                    _collect(node_id, pipe, processes[node_id], results, failures)
+            for pipe in ready:
+                node_id, process = waiting.pop(pipe)
+                succeeded, answer = _answer_of(process, pipe)
+                (results if succeeded else failures)[node_id] = answer
     finally:
-        for process in processes:
+        for _, process in members.values():
             process.join(_GRACE_S if not failures else 0.1)
             if process.is_alive():
                 process.kill()
                 process.join()
-        unlink(members_name(group))
+        remove_members(group)
     if failures:
         raise LaunchError(dict(sorted(failures.items())))
     return [results[node_id] for node_id in range(n_nodes)]
 
 
-def _collect(
-    node_id: int,
-    pipe: multiprocessing.connection.Connection,
-    process: multiprocessing.process.BaseProcess,
-    results: dict[int, Any],
-    failures: dict[int, str],
-) -> None:
-    """Takes a process's answer, or records how it ended without one."""
+def _answer_of(process: Any, pipe: Any) -> tuple[bool, Any]:
+    """Returns whether a process succeeded, and its answer or what became of it."""
     try:
-        succeeded, answer = pickle.loads(pipe.recv_bytes())
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(_GRACE_S)
-        text = f"died without a result (exit code {process.exitcode})"
-        if process.exitcode == 1:
-            # What the function raises comes back: this one did not get so far.
-            text += (
-                "; what it printed says why. A script must call launch under "
-                '`if __name__ == "__main__":`'
-            )
-        failures[node_id] = text
-        return
-    (results if succeeded else failures)[node_id] = answer
+    text = f"died without a result (exit code {process.exitcode})"
+    if process.exitcode == 1:
+        # What the function raises comes back: this one did not get so far.
+        text += (
+            "; what it printed says why. A script must call launch under "
+            '`if __name__ == "__main__":`'
+        )
+    return False, text

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an ``EPConfig`` and FP8 matmuls take, and names of environment variables."""
 
+import os
+from typing import Any
+
 NUM_GROUPS = 2
 """Buffer groups of the graph inputs: 0 is dispatch, 1 is combine."""
 
@@ -56,12 +59,31 @@ GROUP_VARIABLE = "MAX_EP_GROUP"
 NODE_VARIABLE = "MAX_EP_NODE_ID"
 """Environment variable that gives ``node_id`` (set by :func:`max_ep.launch`)."""
 
+TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
+"""Environment variable for ``timeout_s``; unset or empty: 30. Of programs that make no
+``EPConfig``: those of PyTorch, and served models."""
+
+
+def checked_timeout_s(seconds: Any, name: str = "timeout_s") -> float:
+    """Raises a ``ValueError`` unless a rank can wait so long for another."""
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"max_ep: {name}={seconds!r} must be seconds, above 0 and at most a day"
+        )
+    return float(seconds)
+
+
+def timeout_s_of_environment() -> float:
+    """Returns what the environment says."""
+    text: Any = os.environ.get(TIMEOUT_VARIABLE) or "30"
+    try:
+        text = float(text)
+    except ValueError:
+        pass  # which the check names
+    return checked_timeout_s(text, TIMEOUT_VARIABLE)
+
 
 def fp8_takes(n: int, k: int) -> bool:
     """Returns whether the FP8 matmuls support weights of ``n`` rows, ``k`` columns."""
     return n % FP8_COLUMNS == k % FP8_BLOCK == 0
-
-
-def fp8_experts_take(hidden_size: int, moe_dim: int) -> bool:
-    """Returns whether they support both weights of such experts."""
-    return fp8_takes(2 * moe_dim, hidden_size) and fp8_takes(hidden_size, moe_dim)

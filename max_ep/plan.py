@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 
 from max.nn.comm.ep import ep_config as max_ep_config
 from max.support.human_readable_formatter import to_human_readable_bytes as human
@@ -13,6 +14,8 @@ from max.support.human_readable_formatter import to_human_readable_bytes as huma
 from .config import EPConfig
 from .formats import BY_NAME
 from .limits import SOURCE_INFO_BYTES
+
+_FIELDS = {field.name for field in fields(EPConfig)}
 
 
 def _in_options(error: str, names: Mapping[str, str]) -> str:
@@ -27,34 +30,35 @@ def _in_options(error: str, names: Mapping[str, str]) -> str:
     return error
 
 
-def run_plan(options: argparse.Namespace, names: Mapping[str, str]) -> int:
+def run_plan(options: argparse.Namespace) -> int:
     """Prints the protocol and the bytes of every buffer; returns the exit status.
 
-    ``options`` has fields of ``EPConfig``, ``names`` what the command line calls them.
+    ``options`` has fields of ``EPConfig``, and ``names``: what the command line calls
+    them.
     """
     if options.dispatch_dtype not in BY_NAME:
         raise ValueError(
             f"--dispatch {options.dispatch_dtype} is unknown; there are "
             f"{', '.join(BY_NAME)}"
         )
-    fields = {name: value for name, value in vars(options).items() if name != "command"}
+    given = {name: value for name, value in vars(options).items() if name in _FIELDS}
     make_quant_config = BY_NAME[options.dispatch_dtype].make_quant_config
     for name in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
-        fields[name] = fields[name] and BY_NAME[fields[name]].dtype
+        given[name] = given[name] and BY_NAME[given[name]].dtype
     partial = BY_NAME.get(options.partial_dtype)
     if partial is not None and partial.make_quant_config is not None:
-        fields["partial_dtype"] = None
-        fields["combine_quant_config"] = partial.make_quant_config()
+        given["partial_dtype"] = None
+        given["combine_quant_config"] = partial.make_quant_config()
     try:
         config = EPConfig(
-            **fields,
+            **given,
             n_nodes=1,
             # Memory is the same on CPU; the choice of a protocol is that on GPUs.
             target="gpu",
             dispatch_quant_config=make_quant_config() if make_quant_config else None,
         )
     except ValueError as error:
-        raise ValueError(_in_options(str(error), names)) from None
+        raise ValueError(_in_options(str(error), options.names)) from None
     sizes = config.sizes()
     print(
         f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, combine "

@@ -252,8 +252,7 @@ def combine(
     combine dtype holds, as float32. Returns each rank's sums, float32 `[n_tokens,
     hidden]`, *before* their last rounding, the caller's (`float32_to_bfloat16`).
     """
-    _check_rows(expert_rows, results)
-    _check_weights(results, topk_weights)
+    _check_combine(expert_rows, results, topk_weights)
     all_rows, sums = np.concatenate(list(expert_rows)), []
     src_ranks = np.concatenate([r.src_ranks for r in results])
     src_info = np.concatenate([r.src_info for r in results])
@@ -292,8 +291,7 @@ def combine_sums(
     float32, and then `acc = fma(value, scale, acc)`. The other arguments and the result
     are those of `combine`.
     """
-    _check_rows(expert_rows, results)
-    _check_weights(results, topk_weights)
+    _check_combine(expert_rows, results, topk_weights)
     sums = []
     for rank, weights in enumerate(topk_weights):
         groups = zip(expert_rows, results)
@@ -465,20 +463,17 @@ def _weighted_sum(
     return acc
 
 
-def _check_rows(
-    expert_rows: Sequence[np.ndarray], results: Sequence[DispatchResult]
+def _check_combine(
+    expert_rows: Sequence[np.ndarray],
+    results: Sequence[DispatchResult],
+    topk_weights: Sequence[np.ndarray],
 ) -> None:
-    """Raises a `ValueError` unless each rank has a row for each it was given."""
+    """Raises a `ValueError` unless each rank has a row for each it was given, and each
+    choice that has a row has a weight."""
     for rank, (rows, result) in enumerate(zip(expert_rows, results)):
         n_rows = len(result.src_ranks)
         if len(rows) != n_rows:
             raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n_rows}")
-
-
-def _check_weights(
-    results: Sequence[DispatchResult], topk_weights: Sequence[np.ndarray]
-) -> None:
-    """Raises a `ValueError` unless each choice that has a row has a weight."""
     for rank, weights in enumerate(topk_weights):
         for result in results:
             choices = result.src_info[result.src_ranks == rank]

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from .limits import FP8_BLOCK, fp8_experts_take
+from .moe_shape import SUPPORTED, MoeShape, check_place
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
@@ -26,16 +27,6 @@ CAPTURED_DECODE = "--device-graph-capture"
 """The flag that makes MAX decode through captured graphs."""
 
 _CPU_RANKS = 4
-
-
-PLACES = ("the CPU", "one GPU", "several GPUs")
-
-SUPPORTED = {
-    "Qwen3MoeForCausalLM": PLACES,
-    "MiniMaxM2ForCausalLM": PLACES[:2],
-    "DeepseekV3ForCausalLM": PLACES[2:],
-}
-"""Where an architecture is served: the table of docs/serving.md."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +38,22 @@ class Gpu:
     is_hopper: bool
 
 
-def run_serve(options: Any, flags: Sequence[str]) -> int:
+def run_serve(options: Any) -> int:
     """Prints what was found and the command; runs it in this process's place.
 
-    Args:
-        options: ``model``, ``gpus``, ``ranks`` and ``dry_run`` of the command line.
-        flags: Further flags, which ``max serve`` gets as they are.
+    ``options`` are ``model``, ``gpus``, ``ranks`` and ``dry_run`` of the command line,
+    and ``flags``, which ``max serve`` gets as they are.
     """
     gpus = gpus_of_machine()
     n_gpus = len(gpus) if options.gpus is None else options.gpus
     if not 0 <= n_gpus <= len(gpus):
         raise ValueError(f"--gpus {n_gpus}: this machine has {len(gpus)}")
     config, n_bytes = config_of(options.model)
-    n_experts = check_supported(config, gpus[:n_gpus], n_bytes)
+    n_experts = _check_supported(config, gpus[:n_gpus], n_bytes)
     n_ranks = n_gpus or options.ranks
     if n_ranks is None:
-        n_ranks = _ranks_of_cpu(n_experts)
+        # The most that have the same number of experts.
+        n_ranks = max(n for n in range(1, _CPU_RANKS + 1) if n_experts % n == 0)
     if n_ranks < 1 or n_experts % n_ranks:
         name = "--gpus" if n_gpus else "--ranks"
         raise ValueError(f"{name} {n_ranks} does not divide {n_experts} experts")
@@ -72,9 +63,9 @@ def run_serve(options: Any, flags: Sequence[str]) -> int:
     print(f"model      {config['architectures'][0]}, {size} of weights")
     print(f"experts    {n_experts}, {n_experts // n_ranks} on each of {n_ranks} ranks")
     chosen = [*CUSTOM_ARCHITECTURES, *device_flags(n_gpus, n_ranks)]
-    if n_gpus and CAPTURED_DECODE not in flags:
+    if n_gpus and CAPTURED_DECODE not in options.flags:
         chosen.append(CAPTURED_DECODE)
-    command = ["max", "serve", "--model-path", options.model, *chosen, *flags]
+    command = ["max", "serve", "--model-path", options.model, *chosen, *options.flags]
     print(f"command    {shlex.join(command)}", flush=True)
     if options.dry_run:
         return 0
@@ -154,7 +145,7 @@ def config_of(model: str) -> tuple[dict[str, Any], int]:
         ) from error
 
 
-def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -> int:
+def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -> int:
     """Returns the number of experts; refuses what cannot be served, in one sentence."""
     name = (config.get("architectures") or ["no architecture"])[0]
     if name not in SUPPORTED:
@@ -166,39 +157,33 @@ def check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -
             f"{name} in {method} is not supported; take a checkpoint in bfloat16 or "
             "blockwise FP8"
         )
-    place, places = PLACES[min(len(gpus), 2)], SUPPORTED[name]
-    if place not in places:
-        raise ValueError(
-            f"{name} is not served on {place}, but on {' and '.join(places)}"
-        )
+    check_place(name, len(gpus))
     for gpu in gpus:
         if not gpu.is_hopper:
             raise ValueError(
                 f"the matmuls need an H100 or H200, this GPU is {gpu.name}"
             )
+    shape = MoeShape.of(SimpleNamespace(**config))
+    loaded = n_bytes
+    if quantization:
+        keeps_fp8 = len(gpus) == 1 and shape.fits_fp8  # as `serve/settings.py` says
+        loaded += _attention_bytes(config) if keeps_fp8 else n_bytes
     most = sum(gpu.n_bytes for gpu in gpus)
-    loaded = 2 * n_bytes if quantization and not _keeps_fp8(config, gpus) else n_bytes
     if gpus and loaded > most:
         raise ValueError(
             f"{_gigabytes(loaded)} of weights do not fit into {_gigabytes(most)} "
             "of GPU memory"
         )
-    names = ("n_routed_experts", "num_experts", "num_local_experts")
-    return next(int(config[name]) for name in names if config.get(name))
+    return shape.n_experts
 
 
-def _keeps_fp8(config: dict[str, Any], gpus: Sequence[Gpu]) -> bool:
-    """Returns what ``keeps_fp8`` of ``serve/settings.py`` returns."""
-    blocks = config["quantization_config"]["weight_block_size"]
-    moe_dim = config.get("moe_intermediate_size") or config["intermediate_size"]
-    fits = fp8_experts_take(config["hidden_size"], moe_dim)
-    return len(gpus) == 1 and blocks == [FP8_BLOCK] * 2 and fits
+def _attention_bytes(config: dict[str, Any]) -> int:
+    """Counts a checkpoint's bytes in FP8 that are no experts': they are widened."""
+    n_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
+    heads = 2 * (n_heads + config["num_key_value_heads"]) * head_dim
+    return heads * config["hidden_size"] * config["num_hidden_layers"]
 
 
 def _gigabytes(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.1f} GB"
-
-
-def _ranks_of_cpu(n_experts: int) -> int:
-    """Returns the most ranks, up to four, that have the same number of experts."""
-    return max(n for n in range(1, _CPU_RANKS + 1) if n_experts % n == 0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
+
+from .balance import read_npz
 
 _LINE = 80
 """Characters of a line."""
@@ -70,15 +71,9 @@ class Statistics:
     @staticmethod
     def load(path: str | Path) -> Statistics:
         """Reads what :meth:`save` wrote. Raises a ``ValueError`` for other files."""
-        try:
-            with np.load(path) as file:
-                saved = dict(file)
-            saved["n_experts"] = int(saved["n_experts"])
-        except (AttributeError, EOFError, KeyError, ValueError, BadZipFile) as error:
-            raise ValueError(
-                f"{path} is no file of max_ep.stats.Statistics.save"
-            ) from error
-        return Statistics(**saved)
+        names = [field.name for field in fields(Statistics)]
+        saved = read_npz(path, "max_ep.stats.Statistics.save", *names)
+        return Statistics(**saved | {"n_experts": int(saved["n_experts"])})
 
     def text(self) -> str:
         """Returns medians of the waits, and the histogram of received rows."""
@@ -160,7 +155,6 @@ def _histogram(rows: np.ndarray) -> list[str]:
 
 
 def run_stats(options: argparse.Namespace) -> int:
-    """Runs ``max-ep stats``; returns the exit status."""
     statistics = Statistics.load(options.file)
     print(statistics.text())
     draw(statistics.plot, options.plot)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -21,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,15 +63,13 @@ class Facts:
     @classmethod
     def of(cls, config: EPConfig) -> Facts:
         """Takes them from a configuration; Mojo knows where words are."""
-        sizes = vars(config.sizes())
-        known = {f.name: sizes[f.name] for f in fields(cls) if f.name in sizes}
-        return cls(
+        known = vars(config.sizes()) | dict(
             n_ranks=config.n_ranks,
             n_experts=config.n_experts,
             max_tokens_per_rank=config.max_tokens_per_rank,
             top_k=config.top_k,
-            **known,
         )
+        return cls(**{field.name: known[field.name] for field in fields(cls)})
 
 
 @dataclass
@@ -348,8 +346,8 @@ def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
         for i in range(memory.n_local_ranks):
             rank = node * memory.n_local_ranks + i
             words = CpuWords(
-                partial(memory.read_status, node, i),
-                partial(memory.read_region, node, i),
+                functools.partial(memory.read_status, node, i),
+                functools.partial(memory.read_region, node, i),
             )
             wait = cpu_wait(facts, rank, words, time.monotonic_ns())
             wait.pid = owner.pid
@@ -358,36 +356,36 @@ def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
     return Waits(memory.group, ranks)
 
 
-class Answers(threading.Thread):
-    """Answers ``max-ep who`` for the ranks of this process, until it ends."""
+_asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    _of_process: Answers | None = None
-    _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    @classmethod
-    def ask(cls, initializer: Any) -> None:
-        """Has those who want to know call ``who_waits`` of an initializer."""
-        cls._asked.add(initializer)
-        if cls._of_process is None:
-            cls._of_process = cls(daemon=True, name="max_ep who")
-            cls._of_process.start()
+def answer_for(initializer: Any) -> None:
+    """Has those who want to know call ``who_waits`` of an initializer."""
+    _asked.add(initializer)
+    _begin_to_answer()
 
-    def run(self) -> None:
-        """Writes a line of JSON for each group to whoever connects."""
-        with socket.socket(socket.AF_UNIX) as listener:
-            try:
-                listener.bind(_SOCKET + str(os.getpid()))
-            except OSError:  # a container with the same network has this pid, too
-                return
-            listener.listen()
-            while True:
-                asking, _ = listener.accept()
-                with asking, contextlib.suppress(OSError):
-                    for initializer in list(self._asked):
-                        # Closed meanwhile, or before.
-                        with contextlib.suppress(RuntimeError, ValueError):
-                            said = asdict(initializer.who_waits())
-                            asking.sendall(json.dumps(said).encode() + b"\n")
+
+@functools.cache
+def _begin_to_answer() -> None:
+    threading.Thread(target=_answer, daemon=True, name="max_ep who").start()
+
+
+def _answer() -> None:
+    """Writes a line of JSON for each group of this process to whoever connects."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(_SOCKET + str(os.getpid()))
+        except OSError:  # a container with the same network has this pid, too
+            return
+        listener.listen()
+        while True:
+            asking, _ = listener.accept()
+            with asking, contextlib.suppress(OSError):
+                for initializer in list(_asked):
+                    # Closed meanwhile, or before.
+                    with contextlib.suppress(RuntimeError, ValueError):
+                        said = asdict(initializer.who_waits())
+                        asking.sendall(json.dumps(said).encode() + b"\n")
 
 
 _SOCKET = "\0max_ep/who-"
@@ -441,7 +439,6 @@ def groups_of(target: str | None = None) -> list[Waits]:
 
 
 def run_who(options: argparse.Namespace) -> int:
-    """Runs ``max-ep who``; returns the exit status."""
     found = groups_of(options.target)
     if not found:
         raise ValueError(

@@ -17,8 +17,8 @@ from test_gpu_masks import without
 
 from max_ep import EPCommInitializer
 from max_ep.limits import GROUP_VARIABLE
+from max_ep.memory.membership import remove_members
 from max_ep.memory.setup_graph import setup_model
-from max_ep.memory.symmetric_memory import members_name, unlink
 
 N_RANKS, TIMEOUT_S = 3, 4.0
 
@@ -147,4 +147,4 @@ def run(target: str, case: Case) -> None:
         for process in processes.values():
             process.kill()
             process.join()
-        unlink(members_name(group))
+        remove_members(group)

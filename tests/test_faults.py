@@ -4,7 +4,6 @@
 Every result is compared with the oracle, bit for bit, and so are the flags of tokens.
 """
 
-import _posixshmem
 import os
 import signal
 import time
@@ -33,10 +32,16 @@ from faults import (
 from processes import config_of, names_of
 
 from max_ep import EPCommInitializer
-from max_ep.memory import membership
-from max_ep.memory.membership import Membership, Note, decide
+from max_ep.memory.meeting import Owner
+from max_ep.memory.membership import (
+    MEMBER,
+    Membership,
+    Note,
+    decide,
+    members_folder,
+    remove_members,
+)
 from max_ep.memory.setup_graph import SETUP_GRAPH
-from max_ep.memory.symmetric_memory import Owner
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 
@@ -181,7 +186,7 @@ def test_faults_of_a_seed(group):
 
 
 def note(masked: list[int], generations: list[int] | None = None) -> Note:
-    return Note({}, -1, masked=masked, generations=generations or [3, 3, 3, 3])
+    return Note({}, masked=masked, generations=generations or [3, 3, 3, 3])
 
 
 @pytest.mark.parametrize(
@@ -211,45 +216,65 @@ def test_who_ran_something_else_is_expelled():
     assert decide(1, [0, 1, 2], notes, []).members == [0, 2]
 
 
-def test_the_first_decision_of_an_epoch_counts(monkeypatch):
+def test_the_first_decision_of_an_epoch_counts():
     """Also for one that comes late, and finds only what has not been removed."""
-    monkeypatch.setattr(membership, "_LOG_BYTES", 1 << 13)
     given = f"log-{os.getpid()}", 0, 1, Owner.myself(""), 2.0
-    Membership.create(given[0], 1)
+    Membership.create(given[0])
     first, other = Membership(*given), Membership(*given)
-    first.begin(-1)
+    first.publish(state=MEMBER)
     for epoch in range(1, 300):
         first._decide(replace(first.decision, epoch=epoch, joined=[epoch]))
-        os.write(first._handle, b'{"epoch": 1000, "memb')  # was killed
         first._decide(replace(first.decision, epoch=epoch, joined=[]))
         assert first.latest().joined == [epoch]
-    assert os.fstat(first._handle).st_blocks * 512 < 1 << 15
+    first._decide(
+        replace(first.decision, epoch=7, joined=[7])
+    )  # of one that was stopped
+    assert len(os.listdir(members_folder(given[0]))) < 8
     for late in (other, Membership(*given)):
         assert (late.latest().epoch, late.latest().joined) == (299, [299])
-        late._release()
     first.close()
     assert names_of(given[0]) == []
 
 
-def test_notes_that_are_being_made_are_of_no_running_group():
-    """Node 0 makes the file, then gives it its length, while the others look for it."""
+def test_a_note_is_read_whole():
+    """While its process writes others; a file that is being written is no note."""
+    name = f"notes-{os.getpid()}"
+    Membership.create(name)
+    writer, reader = (Membership(name, 0, 1, Owner.myself(""), 2.0) for _ in range(2))
+    assert reader.note(0) is None
+    with ThreadPoolExecutor() as pool:
+        lengths = [*range(1, 200)]
+        done = pool.submit(
+            lambda: [writer.publish(masked=n * [0], epoch=n) for n in lengths]
+        )
+        while not done.done():
+            if note := reader.note(0):
+                assert len(note.masked) == note.epoch
+    assert reader.note(0).epoch == 199
+    writer.close()
+    assert names_of(name) == []
+
+
+def test_a_group_that_has_no_notes_yet_does_not_run():
+    """Node 0 makes the folder while the others look for it."""
     given = f"new-{os.getpid()}", 1, 2, Owner.myself(""), 2.0
-    name = membership.members_name(given[0])
     assert Membership.of_running(*given) is None
-    os.close(_posixshmem.shm_open(name, os.O_CREAT | os.O_RDWR, mode=0o600))
+    Membership.create(given[0])
     assert Membership.of_running(*given) is None
-    Membership.create(given[0], 2)
-    assert Membership.of_running(*given) is None
-    _posixshmem.shm_unlink(name)
+    expelled = Membership(*given)
+    remove_members(given[0])
+    with pytest.raises(RuntimeError, match="the group ended before"):
+        expelled.join()
+    expelled.close()
 
 
 def test_most_must_come():
     """One that comes too early expels nobody, and calls again."""
     name = f"most-{os.getpid()}"
-    Membership.create(name, 3)
+    Membership.create(name)
     members = [Membership(name, node, 3, Owner.myself(""), 0.2) for node in range(3)]
     for member in members:
-        member.begin(-1)
+        member.publish(state=MEMBER)
     with pytest.raises(TimeoutError, match=r"waited 0.2 s for nodes \[1, 2\], which"):
         members[0].reconcile([], [1])
     begin = time.monotonic()

@@ -22,7 +22,7 @@ from harness import (
 )
 
 from max_ep import EPCommInitializer, EPConfig, reference
-from max_ep.graph.order import OpOrder
+from max_ep.graph.checks import OpOrder
 
 BY_RANK = [suffix for suffix in PROTOCOLS if suffix]
 

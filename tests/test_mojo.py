@@ -10,7 +10,6 @@ from children import printed
 
 from max_ep import extension
 from max_ep.extension import extension_path, run_mojo
-from max_ep.memory import layout
 from max_ep.who import PHASES
 
 PROGRAMS = Path(__file__).resolve().parent / "mojo"
@@ -119,6 +118,6 @@ def test_a_cache_that_cannot_be(cache, monkeypatch):
     said = "nothing can be kept in .*file/cache.*MAX_EP_CACHE_DIR"
     with pytest.raises(RuntimeError, match=said):
         extension_path()
-    monkeypatch.setattr(layout, "run_mojo", lambda *args: "region_bytes 1")
+    monkeypatch.setattr(extension, "run_mojo", lambda *args: "region_bytes 1")
     with pytest.raises(RuntimeError, match=said):
-        layout.region_sizes("bfloat16", 2, 8, 1, 1, 1, 1, "never asked")
+        extension.region_sizes("bfloat16", 2, 8, 1, 1, 1, 1, "never asked")

@@ -13,14 +13,20 @@ import pytest
 from children import ROOT, ran
 
 from max_ep import cli
-from max_ep.serve_command import PLACES, SUPPORTED
+from max_ep.moe_shape import PLACES, SUPPORTED
 
-QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
-FP8_QWEN = QWEN | {
-    "quantization_config": {"weight_block_size": [128, 128]},
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
     "hidden_size": 2048,
     "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
 }
+FP8_QWEN = QWEN | {"quantization_config": {"weight_block_size": [128, 128]}}
 H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0"
 SMALL_H100 = "NVIDIA H100, 4000, 9.0"
 
@@ -80,7 +86,7 @@ def test_flags(gpus, words, flags, machine, tmp_path, capsys):
 
 
 def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, capsys):
-    """In bfloat16 they would not fit: see the refusals below."""
+    """In bfloat16 they would not fit: see the refusals below. Attention is widened."""
     machine(SMALL_H100)
     model = checkpoint(tmp_path, FP8_QWEN, 2 << 30)
     assert "--devices gpu:0" in command_of(model, capsys)
@@ -101,6 +107,8 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
          "Qwen3MoeForCausalLM in fp8 is not supported; take a checkpoint in bfloat16"),
         (["NVIDIA H100, 2000, 9.0"] * 2, FP8_QWEN, (),
          "4.3 GB of weights do not fit into 4.2 GB"),
+        (["NVIDIA H100, 2900, 9.0"], FP8_QWEN, (),
+         "3.1 GB of weights do not fit into 3.0 GB"),
         ([SMALL_H100], dict(FP8_QWEN, moe_intermediate_size=704), (),
          "4.3 GB of weights do not fit into 4.2 GB"),
         ([SMALL_H100],

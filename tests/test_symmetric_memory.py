@@ -8,6 +8,7 @@ it does not matter that peers are processes, they are threads.
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from errors import raises, refused
 
-from max_ep.memory.meeting import Meeting, Owner, process_state
+from max_ep.memory import symmetric_memory
+from max_ep.memory.meeting import Meeting, process_state
 from max_ep.memory.symmetric_memory import LocalMemory, SharedMemory
 
 REGION_BYTES = 3 * 4096 + 256
@@ -178,9 +180,9 @@ def n_mappings(name: str) -> int:
 def test_local_memory_is_zero_and_writable_to_its_ends():
     before = n_mappings("/dev/zero")
     memory = LocalMemory(3, REGION_BYTES)
-    addresses = memory.connect(0.0)
+    addresses = memory.local_addresses()
     assert n_mappings("/dev/zero") > before
-    assert addresses == memory.local_addresses() and len(set(addresses)) == 3
+    assert len(set(addresses)) == 3
     for value in range(2):
         for i, address in enumerate(addresses):
             assert address % 256 == 0
@@ -249,7 +251,7 @@ def test_what_is_given_back(group):
 def test_memory_is_taken_when_made(group):
     """Or a kernel that comes to it is killed."""
     memory = SharedMemory(group, 0, 2, 1, 64 << 20, "")
-    assert os.fstat(memory.handle).st_blocks * 512 >= 64 << 20
+    assert os.fstat(memory._descriptor).st_blocks * 512 >= 64 << 20
     memory.close()
     memory.close()
 
@@ -291,34 +293,35 @@ def test_again_and_again_under_one_name(group, slow_node):
         assert list(pool.map(run, range(n_nodes))) == [None] * n_nodes
 
 
-def test_a_process_that_joins_is_mapped_by_its_descriptor(group, start):
-    """In place of the one that was there. Of a process that has ended, or of another
-    file, memory of nobody: its peers' launches write there."""
-    memories = [make(group, node) for node in range(2)]
-    connect_all(memories)
-    mine = memories[0]
-    write(memories[1].local_addresses()[0], b"the last")
-    peer = start(
-        f"""
-        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8")
-        memory.withdraw()
-        say(memory.handle, memory.owner.started)
-        sys.stdin.readline()
-        """
-    )
-    handle, started = peer.hear().split()
-    owner = Owner(peer.process.pid, started, "hidden_size=8")
+def test_a_process_that_joins_is_mapped(group):
+    """In place of the one that was there. Who does not come is named, and in its place
+    stands what was there, or memory of nobody: launches write there."""
+    first, old = (make(group, node, 3) for node in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        both = pool.map(lambda m: m.connect(TIMEOUT_S, absent=[2]), (first, old))
+        assert all(both)
+    write(old.local_addresses()[0], b"the last")
+    new = make(group, 1, 3)
+    new.withdraw()
     assert names_of(group) == []
-    (address,) = mine.map(1, owner, int(handle))
-    assert read(address) == bytes(8) and mine.owners[1] == owner
+    n_handles = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(2) as pool:
+        given = ({1}, {0}), (7, 7), 2 * (time.monotonic() + TIMEOUT_S,)
+        assert [*pool.map(SharedMemory.trade, (first, new), *given)] == [set(), set()]
+    (address,), (back,) = first.map(1), new.map(0)
+    assert read(address) == bytes(8) and first.owners[1] == new.owner
     write(address, b"replaced")
-    assert read(mine.map(1, owner, int(handle))[0]) == b"replaced"
-    assert read(mine.map(1, owner, 1)[0]) == bytes(8) and 1 not in mine.owners
-    peer.kill()
-    (nobodys,) = mine.map(1, owner, int(handle))
+    write(back, b"to first")
+    assert read(new.local_addresses()[0]) == b"replaced"
+    assert read(first.local_addresses()[0]) == b"to first"
+    assert first.trade({1, 2}, 8, time.monotonic()) == {1, 2}
+    assert read(first.map(1)[0]) == b"replaced"
+    (nobodys,) = first.map(2)
     write(nobodys, b"anything")
-    assert read(memories[1].local_addresses()[0]) == b"the last"
-    for memory in memories:
+    assert read(old.local_addresses()[0]) == b"the last" and 2 not in first.owners
+    # A mapping has one: `new` has mapped `first`.
+    assert len(os.listdir("/proc/self/fd")) == n_handles + 1
+    for memory in (first, old, new):
         memory.close()
 
 
@@ -379,11 +382,37 @@ def test_living_owner_is_not_replaced(group, hung):
 def test_too_little_memory_is_an_error_at_once(group):
     """Before the system kills somebody for it."""
     wanted, handles = 1 << 45, set(os.listdir("/proc/self/fd"))
-    words = f"no memory for {wanted + 4096} bytes of node 0 .*Lower max_tokens"
+    words = f"no memory for {wanted + 4096} bytes of node 0: .*Lower max_tokens"
     with pytest.raises(MemoryError, match=words):
         SharedMemory(group, 0, 2, 1, wanted, "")
     assert names_of(group) == []
     assert set(os.listdir("/proc/self/fd")) == handles
+
+
+def test_memory_that_others_take_meanwhile_is_an_error(group, monkeypatch):
+    """Each process would see that its own fits, and the system kill one of them."""
+    free = iter([1 << 30, (128 << 20) - 1, 7])
+    monkeypatch.setattr(symmetric_memory, "_memory_free", lambda: next(free))
+    words = f"no memory for {(192 << 20) + 4096} bytes of node 0: 7 bytes are free"
+    with pytest.raises(MemoryError, match=words):
+        SharedMemory(group, 0, 2, 1, 192 << 20, "")
+
+
+@pytest.mark.parametrize(
+    "text", [b"hello", b"\xff", b"7", b"[1]", b"[1, {}]", b'[[], {"pid": 1}]']
+)
+def test_what_another_program_says_is_ignored(group, text):
+    """It may know the name of a node's socket. Its descriptor is closed."""
+    memories = [make(group, node) for node in range(2)]
+    handles = len(os.listdir("/proc/self/fd"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.connect(f"\0max_ep/0/{group}-0")
+        socket.send_fds(line, [text], [0])
+        connect_all(memories)
+    # Two listeners are gone, and each has mapped the other.
+    assert len(os.listdir("/proc/self/fd")) == handles
+    for memory in memories:
+        memory.close()
 
 
 def test_peer_that_does_not_come_is_named(group):
@@ -466,7 +495,7 @@ def test_another_users_process_is_not_met(group, monkeypatch):
 
 
 @refused("""
-LocalMemory(2, 1 << 50) | cannot map 2 regions of
+LocalMemory(2, 1 << 50) | no memory for 2 regions of
 make("", 0) | group=; 1 to 80 bytes without '/'
 make("a/b", 0) | group=; 1 to 80 bytes without '/'
 make("a\\0", 0) | group=; 1 to 80 bytes without '/'

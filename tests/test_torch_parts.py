@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from max_ep.extension import mojo_dir
-from max_ep.torch import EventOverlap, api, channel, dequantize, library
+from max_ep.limits import checked_timeout_s, timeout_s_of_environment
+from max_ep.torch import EventOverlap, channel, dequantize, library
 from max_ep.torch.streams import Streams
 
 API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
@@ -85,14 +86,16 @@ def test_dequantize_takes_packed_scales() -> None:
 
 
 def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("0", "-1", "nan", "inf", "86401", "soon", ""):
+    for text in ("0", "-1", "nan", "inf", "86401", "soon"):
         monkeypatch.setenv("MAX_EP_TIMEOUT_S", text)
         with pytest.raises(ValueError, match="MAX_EP_TIMEOUT_S=.* above 0 and at most"):
-            api._seconds(None)
+            timeout_s_of_environment()
     for bad in (0, -3.0, float("nan"), float("inf"), 86401, True, "3", [3]):
         with pytest.raises(ValueError, match="timeout_s=.* must be seconds"):
-            api._seconds(bad)
-    assert (api._seconds(1), api._seconds(0.5)) == (1, 0.5)
+            checked_timeout_s(bad)
+    assert (checked_timeout_s(1), checked_timeout_s(0.5)) == (1, 0.5)
+    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "")
+    assert timeout_s_of_environment() == 30
 
 
 class Stream:

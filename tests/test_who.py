@@ -16,11 +16,11 @@ from max_ep import who
 from max_ep.cli import main
 from max_ep.who import (
     PHASES,
-    Answers,
     CpuWords,
     Facts,
     RankWait,
     Waits,
+    answer_for,
     cpu_wait,
     gpu_wait,
     groups_of,
@@ -179,7 +179,7 @@ def test_processes_answer():
 
     mine, closed = Initializer(), Closed()
     for initializer in (mine, closed):
-        Answers.ask(initializer)
+        answer_for(initializer)
     deadline = time.monotonic() + 10
     while not (found := groups_of("g")) and time.monotonic() < deadline:
         time.sleep(0.01)

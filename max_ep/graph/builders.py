@@ -154,11 +154,7 @@ def call_ep_dispatch(
     Args and results are those of :func:`call_ep_dispatch_async` and
     :func:`call_ep_dispatch_wait`.
     """
-    refuse_if_in_turn(
-        config,
-        "call_ep_dispatch",
-        "call_ep_dispatch_async of all ranks, then call_ep_dispatch_wait",
-    )
+    refuse_if_in_turn(config, "dispatch")
     given = input_tokens, topk_ids, input_scales, router_weights
     pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
     return _dispatch("dispatch", config, atomic_counter, pointers, given)
@@ -307,11 +303,7 @@ def call_ep_combine(
     :func:`call_ep_combine_wait`; ``topk_ids`` is for MAX's all-reduce mode and
     not read.
     """
-    refuse_if_in_turn(
-        config,
-        "call_ep_combine",
-        "call_ep_combine_async of all ranks, then call_ep_combine_wait",
-    )
+    refuse_if_in_turn(config, "combine")
     rows, sums = (input_tokens, src_info), (router_weights, num_tokens)
     pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
     return _combine("combine", config, atomic_counter, pointers, rows, sums)[0]

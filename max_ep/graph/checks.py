@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of graph builders: dtypes, shapes, devices, and forms that can run.
+"""Checks while a graph is built: dtypes, shapes, devices, forms that can run, order.
 
 Each error says what was given, what is needed, and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorValue, Value
@@ -53,7 +53,6 @@ def check_value(
 
 
 def differ(a: Dim, b: Dim) -> bool:
-    """Returns whether two sizes are known and differ."""
     return isinstance(a, StaticDim) and isinstance(b, StaticDim) and a != b
 
 
@@ -103,20 +102,76 @@ def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue] | None) -> Non
             )
 
 
-def refuse_if_in_turn(config: EPConfig, what: str, instead: str) -> None:
-    """Raises if a rank would wait for peers that run after it."""
+def refuse_if_in_turn(config: EPConfig, op: str) -> None:
+    """Raises if a rank of the fused ``op`` would wait for peers that run after it."""
     if not config.runs_ranks_in_turn:
         return
-    if config.target == "gpu":
-        raise ValueError(
-            f"{what} of one rank waits for its peers, but the ranks that share a "
-            f"GPU run one after another (ranks_per_gpu={config.ranks_per_gpu}). "
-            f"Use {instead}, or a GPU for each rank (ranks_per_gpu=1)"
-        )
-    raise ValueError(
-        f"{what} of one rank waits for its peers, but the "
-        f"{config.n_gpus_per_node} ranks of this process run one after "
-        f"another (target='cpu', n_gpus_per_node={config.n_gpus_per_node}). "
-        f"Use {instead}, or one process a rank (n_gpus_per_node=1, n_nodes="
-        f"{config.n_ranks})"
+    why = (
+        f"{config.n_gpus_per_node} ranks of this process run one after another "
+        f"(target='cpu', n_gpus_per_node={config.n_gpus_per_node})"
     )
+    else_ = f"one process a rank (n_gpus_per_node=1, n_nodes={config.n_ranks})"
+    if config.target == "gpu":
+        why = (
+            "ranks that share a GPU run one after another "
+            f"(ranks_per_gpu={config.ranks_per_gpu})"
+        )
+        else_ = "a GPU for each rank (ranks_per_gpu=1)"
+    raise ValueError(
+        f"{op} of one rank waits for its peers, but the {why}. Use ep_{op}_all, or "
+        f"call_ep_{op}_async of all ranks, then call_ep_{op}_wait, or {else_}"
+    )
+
+
+class OpOrder:
+    """The ops of one direction so far: every wait must follow its sends.
+
+    Ranks that run one after another must all send before one of them waits, and all
+    wait before one sends again.
+    """
+
+    def __init__(self, phase: str, n_local_ranks: int, in_turn: bool) -> None:
+        """Begins with nothing sent; ``in_turn``: ranks run one after another."""
+        self._phase = phase
+        self._in_turn = in_turn
+        self._sent = [0] * n_local_ranks
+        self._waited = [0] * n_local_ranks
+
+    def send(self, device_id: int) -> None:
+        """Counts a rank's send; refuses it before the wait for the previous one."""
+        ranks, sent = self._others(device_id), self._sent[device_id]
+        if unread := [rank for rank in ranks if self._waited[rank] < sent]:
+            raise ValueError(
+                f"ep_{self._phase}_async on device {device_id} again, before "
+                f"ep_{self._phase}_wait on devices {unread}: the buffers still "
+                "hold what was sent last. Wait on every device first, or use a "
+                "second EPBatchManager with buffers of its own"
+            )
+        self._sent[device_id] += 1
+
+    def check_wait(self, device_id: int, op: str) -> None:
+        """Refuses a wait before its send."""
+        ranks, waited = self._others(device_id), self._waited[device_id]
+        if self._sent[device_id] <= waited:
+            raise ValueError(
+                f"{op} on device {device_id} without "
+                f"ep_{self._phase}_async before it; call that first"
+            )
+        if late := [rank for rank in ranks if self._sent[rank] <= waited]:
+            raise ValueError(
+                f"{op} on device {device_id} before "
+                f"ep_{self._phase}_async on devices {late}: the ranks of this "
+                "process run one after another, so their sends would never "
+                f"come. Call ep_{self._phase}_async of every device first"
+            )
+
+    def wait(self, device_id: int) -> None:
+        """Checks and counts a rank's wait."""
+        self.check_wait(device_id, f"ep_{self._phase}_wait")
+        self._waited[device_id] += 1
+
+    def is_under_way(self, device_id: int) -> bool:
+        return self._sent[device_id] > self._waited[device_id]
+
+    def _others(self, device_id: int) -> Iterable[int]:
+        return range(len(self._sent)) if self._in_turn else [device_id]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """EPBatchManager: EP ops of one graph, in an order that can run.
 
-Each method checks the order (``order.py``), calls ``builders.py``, and keeps what later
+Each method checks the order (``OpOrder``), calls ``builders.py``, and keeps what later
 ops need. One class does dispatch and combine, because combine needs values of dispatch,
 and MAX has one class for both.
 """
@@ -31,17 +31,9 @@ from max.graph import (
 from ..config import EPConfig
 from ..formats import PLAIN_DTYPES
 from ..limits import NUM_GROUPS
-from .builders import (
-    call_ep_combine,
-    call_ep_combine_async,
-    call_ep_combine_wait,
-    call_ep_dispatch,
-    call_ep_dispatch_async,
-    call_ep_dispatch_wait,
-)
-from .checks import check_all_ranks, check_value, refuse_if_in_turn
+from . import builders
+from .checks import OpOrder, check_all_ranks, check_value
 from .ops import Tokens, call_op, check_buffers, n_tokens_of
-from .order import OpOrder
 from .routing import Replicas, balance_ids, own_ids
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
@@ -243,7 +235,7 @@ class EPBatchManager:
         ``router_weight`` is None: :meth:`ep_combine_wait` takes it.
         """
         tokens = input_tokens, topk_ids, input_scales, router_weight
-        self._dispatch(call_ep_dispatch_async, device_id, *tokens)
+        self._dispatch(builders.call_ep_dispatch_async, device_id, *tokens)
 
     def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
         """Completes receiving.
@@ -256,7 +248,7 @@ class EPBatchManager:
         self._check_receive("ep_dispatch_wait", device_id)
         self._order[_DISPATCH].wait(device_id)
         where = self._pointers(_DISPATCH, device_id)[1:]
-        results = call_ep_dispatch_wait(counter, *where, self.config)
+        results = builders.call_ep_dispatch_wait(counter, *where, self.config)
         return self._keep_src_info(device_id, results)
 
     def ep_dispatch(
@@ -272,14 +264,9 @@ class EPBatchManager:
         Args and results are those of :meth:`ep_dispatch_async` and
         :meth:`ep_dispatch_wait`.
         """
-        refuse_if_in_turn(
-            self.config,
-            "ep_dispatch",
-            "ep_dispatch_all, or ep_dispatch_async and ep_dispatch_wait",
-        )
         self._check_receive("ep_dispatch", device_id)
         tokens = input_tokens, topk_ids, input_scales, router_weight
-        results = self._dispatch(call_ep_dispatch, device_id, *tokens)
+        results = self._dispatch(builders.call_ep_dispatch, device_id, *tokens)
         self._order[_DISPATCH].wait(device_id)
         return self._keep_src_info(device_id, results)
 
@@ -438,7 +425,7 @@ class EPBatchManager:
         """Starts sending expert rows back; see :func:`call_ep_combine_async`."""
         rows = input_tokens, self._dispatched(device_id), self._counter(device_id)
         pointers = self._pointers(_COMBINE, device_id)
-        call_ep_combine_async(*rows, *pointers, self.config)
+        builders.call_ep_combine_async(*rows, *pointers, self.config)
         self._order[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
@@ -448,7 +435,7 @@ class EPBatchManager:
         """Completes combine; see :func:`call_ep_combine_wait`."""
         counter = self._counter(device_id)
         self._order[_COMBINE].wait(device_id)
-        return call_ep_combine_wait(
+        return builders.call_ep_combine_wait(
             counter,
             *self._pointers(_COMBINE, device_id)[1:],
             self.config,
@@ -470,14 +457,10 @@ class EPBatchManager:
         Args and result are those of :meth:`ep_combine_async` and
         :meth:`ep_combine_wait`; ``topk_ids`` is not read.
         """
-        refuse_if_in_turn(
-            self.config,
-            "ep_combine",
-            "ep_combine_all, or ep_combine_async and ep_combine_wait",
-        )
         rows = input_tokens, self._dispatched(device_id), self._counter(device_id)
+        pointers = self._pointers(_COMBINE, device_id)
         sums = self.config, self._num_tokens[device_id], router_weight
-        result = call_ep_combine(*rows, *self._pointers(_COMBINE, device_id), *sums)
+        result = builders.call_ep_combine(*rows, *pointers, *sums)
         self._order[_COMBINE].send(device_id)
         self._order[_COMBINE].wait(device_id)
         return result

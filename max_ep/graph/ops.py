@@ -167,7 +167,7 @@ def tokens_for_op(config: EPConfig, given: Tokens, device: DeviceRef) -> TensorV
         )
     if not is_pair:
         shape = [None, config.hidden_size]
-        dtypes = config.token_format.token_dtypes
+        dtypes = PLAIN_DTYPES if config.is_quantized else config.dispatch_dtype
         check_value(given, "input_tokens", dtypes, shape, device)
         if config.nvfp4_dyn_global_scales:
             return as_sent("quantize_dynamic", config, [given])
@@ -194,7 +194,7 @@ def dispatch_inputs(
     tokens = tokens_for_op(config, input_tokens, device)
     n_tokens = tokens.shape[0]
     check_n_tokens(config, "input_tokens", n_tokens)
-    shape = [None, config.n_given_choices]
+    shape = [None, config.router_top_k or config.top_k]
     if isinstance(topk_ids, TensorValue) and topk_ids.dtype.is_float():
         raise TypeError(
             f"topk_ids has dtype {topk_ids.dtype}, it must be {DType.int32}: pass the "
@@ -265,7 +265,7 @@ def weights_for_op(
         )
     if router_weights is None:
         return placeholder(device, 1, 1)
-    shape = [None, config.n_given_choices]
+    shape = [None, config.router_top_k or config.top_k]
     check_value(router_weights, "router_weights", PLAIN_DTYPES, shape, device)
     n_rows = router_weights.shape[0]
     check_n_tokens(config, "router_weights", n_rows)

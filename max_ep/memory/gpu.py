@@ -9,6 +9,8 @@ from itertools import combinations
 from max.driver import Buffer, Device, enable_all_peer_access
 from max.dtype import DType
 
+from .symmetric_memory import no_memory
+
 
 def out_of_reach(devices: Sequence[Device]) -> list[str]:
     """Returns the pairs of GPUs without peer access."""
@@ -51,20 +53,11 @@ class GpuMemory:
                 self._buffers.append(Buffer(DType.uint8, [region_bytes], device))
             except Exception as error:
                 self.close()
-                raise MemoryError(
-                    f"max_ep: cannot allocate {region_bytes} bytes for rank {rank} "
-                    f"on {device}: {error}. Lower max_tokens_per_rank; `max-ep "
-                    "plan` shows what each buffer takes"
-                ) from error
+                what = f"{region_bytes} bytes of rank {rank} on {device}"
+                raise no_memory(what, error) from error
 
     def local_addresses(self) -> list[int]:
-        """Returns the address of each local rank's region."""
         return [buffer._data_ptr() for buffer in self._buffers]
 
-    def connect(self, timeout_s: float) -> list[int]:
-        """Returns the address of every rank's region; all are local."""
-        return self.local_addresses()
-
     def close(self) -> None:
-        """Gives the memory back."""
         self._buffers = []

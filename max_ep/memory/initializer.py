@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
@@ -17,7 +18,7 @@ from ..config import EPConfig
 from ..config_checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
-from ..who import Answers, Facts, RankWait, Waits, gpu_wait, waits_of_processes
+from ..who import Facts, RankWait, Waits, answer_for, gpu_wait, waits_of_processes
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory, GpuWords
 from .masked_ranks import MaskedRanks
@@ -58,7 +59,7 @@ class EPCommInitializer(MaskedRanks):
         self.config = config
         self._group = group
         self._memory: _Memory | None = None
-        self._model: Model | None = None
+        self._model: Any = None
         self._devices: list[Device] = []
         self._regions: list[int] = []
         self._counters: list[list[Buffer]] = []
@@ -117,7 +118,7 @@ class EPCommInitializer(MaskedRanks):
             self.close()
             raise
         if config.target == "gpu" or config.n_nodes > 1:
-            Answers.ask(self)
+            answer_for(self)
         has_plan = config.eplb_enabled and config.eplb_phy2log_plan is not None
         if has_plan and not self._placement:
             plan = Placement(config.eplb_phy2log_plan, config.n_ranks)
@@ -125,20 +126,17 @@ class EPCommInitializer(MaskedRanks):
             self.set_eplb_placement(*([t] * config.n_gpus_per_node for t in tables))
 
     def _find_node_id(self) -> int:
+        """Returns which process this is, if the configuration does not say it."""
         if self.config.n_nodes == 1:
             return 0
         if self.config.uses_shmem:
             return mpi_rank()[0]
-        if NODE_VARIABLE not in os.environ:
-            raise ValueError(
-                f"EPConfig.node_id is -1 with n_nodes={self.config.n_nodes}; pass "
-                f"the number of this process, or set {NODE_VARIABLE} "
-                "(max_ep.launch does)"
-            )
-        text = os.environ[NODE_VARIABLE]
+        text = os.environ.get(NODE_VARIABLE, "")
         if not text.isdecimal() or int(text) >= self.config.n_nodes:
             raise ValueError(
-                f"{NODE_VARIABLE}={text} must be in [0, n_nodes={self.config.n_nodes})"
+                f"EPConfig.node_id is -1; pass the number of this process, or set "
+                f"{NODE_VARIABLE} (max_ep.launch does): {NODE_VARIABLE}={text} must be "
+                f"in [0, n_nodes={self.config.n_nodes})"
             )
         return int(text)
 
@@ -203,8 +201,8 @@ class EPCommInitializer(MaskedRanks):
         if self.config.target == "gpu" and not self.config.use_allreduce:
             for i, device in enumerate(self._rank_devices()):
                 counters = self._counters[0][i]._data_ptr()
-                with GpuWords(device.id, counters, self._regions[i]) as words:
-                    waits[i] = gpu_wait(Facts.of(self.config), first + i, words)
+                words = GpuWords(device.id, counters, self._regions[i])
+                waits[i] = gpu_wait(Facts.of(self.config), first + i, words)
         return Waits(self._group or f"of process {os.getpid()}", waits)
 
     def _fingerprint(self) -> str:
@@ -228,7 +226,6 @@ class EPCommInitializer(MaskedRanks):
         """Runs ``max_ep.init`` on every local rank; returns offsets of the buffers in a
         region, ``[NUM_GROUPS, 3]``. Clears only what a ``readmitted`` rank wrote, and
         goes on with the ``generations`` that the group has dispatched and combined."""
-        assert self._model is not None
         config, sizes = self.config, self.config.sizes()
         offsets = np.zeros((NUM_GROUPS, 3), np.uint64)
         # What a device was asked before (zeros in the counters) comes first.
@@ -303,8 +300,10 @@ class EPCommInitializer(MaskedRanks):
             words = counters.to(CPU()).to_numpy()
             record = words[sizes.failure_word :][: sizes.n_failure_words]
             if record[0] != 0:
-                my_rank = self._rank_of(rank)
-                texts.append(_failure_text(my_rank, self.config.timeout_ms, *record))
+                # The text lives in `failures.mojo`.
+                said = (self._rank_of(rank), self.config.timeout_ms, *record)
+                program = ("run", "-I", ".", "failure_text.mojo", *map(str, said))
+                texts.append(run_mojo(*program).strip())
         if texts:
             raise RuntimeError("\n".join(texts))
 
@@ -408,12 +407,6 @@ class EPCommInitializer(MaskedRanks):
             if self._memory is not None:
                 memory, self._memory = self._memory, None
                 memory.close()
-
-
-def _failure_text(*numbers: int) -> str:
-    """Returns what a failure record says; the text lives in ``failures.mojo``."""
-    words = [str(number) for number in numbers]
-    return run_mojo("run", "-I", ".", "failure_text.mojo", *words).strip()
 
 
 def _devices(config: EPConfig) -> list[Device]:

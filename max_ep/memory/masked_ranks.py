@@ -17,9 +17,7 @@ from max.driver import CPU, Buffer
 
 from ..config import EPConfig
 from ..limits import NUM_GROUPS
-from .gpu_shared import GpuSharedMemory
-from .membership import Decision, Membership, RankExpelled
-from .symmetric_memory import Owner
+from .membership import MEMBER, Decision, Membership, RankExpelled
 
 
 class MaskedRanks:
@@ -27,12 +25,14 @@ class MaskedRanks:
 
     config: EPConfig
     _memory: Any
+    _regions: list[int]
     _counters: list[list[Buffer]]
     _pointers: np.ndarray | None = None
     _pointer_inputs: list[Buffer]
     _offsets: np.ndarray
     """Of the buffers in a region, ``[NUM_GROUPS, 3]``."""
-    _members: Membership | None = None
+    _members: Any = None
+    """The processes' :class:`Membership`, if they agree on who is in the group."""
 
     def _meet_peers(self) -> None:
         """Finds the memory of all ranks, as one that begins or as one that joins."""
@@ -54,28 +54,29 @@ class MaskedRanks:
                 return
             if config.node_id == 0:
                 # The others find it: they wait for this process to connect.
-                Membership.create(memory.group, config.n_nodes)
-        self._point_to(range(config.n_ranks), memory.connect(config.timeout_s))
+                Membership.create(memory.group)
+        regions = self._regions  # of all ranks, if they are in this process
+        if config.n_nodes > 1:
+            regions = memory.connect(config.timeout_s)
+        self._point_to(range(config.n_ranks), regions)
         if agrees:
             self._members = Membership(*place, config.timeout_s)
-            self._members.begin(memory.handle)
+            self._members.publish(state=MEMBER)  # one of the first
 
     def _point_to(self, ranks: Sequence[int], regions: Sequence[int]) -> None:
         """Writes ranks' addresses into the table that the graphs' inputs share."""
         # [group][send, recv, counts][rank]; 0: not reached by an address.
         addresses = np.array(regions, np.uint64)
         pointers = (self._offsets[:, :, None] + addresses) * (addresses != 0)
-        assert self._pointers is not None
         self._pointers[:, :, list(ranks)] = pointers
 
-    def _mask_words(self) -> slice:
+    def _mask_words(self, method: str) -> slice:
+        """Returns where the masks are in the counters; for a method of users."""
+        self._check_open(method)
         if not self.config.masks:
             raise ValueError("masks of ranks need EPConfig.on_timeout='mask'")
         first = self.config.sizes().masked_word
         return slice(first, first + self.config.n_ranks)
-
-    def _nodes(self, ranks: Iterable[int]) -> set[int]:
-        return {rank // self.config.n_gpus_per_node for rank in ranks}
 
     def _ranks(self, nodes: Iterable[int]) -> list[int]:
         n = self.config.n_gpus_per_node
@@ -85,13 +86,11 @@ class MaskedRanks:
 
     def active_ranks(self) -> list[int]:
         """Returns the ranks that no rank of this process masks. No run may go on."""
-        self._mask_words()
-        self._check_open("active_ranks")
-        return np.flatnonzero(~self._masks().any(axis=0)).tolist()
+        return np.flatnonzero(~self._masks("active_ranks").any(axis=0)).tolist()
 
-    def _masks(self) -> np.ndarray:
+    def _masks(self, method: str) -> np.ndarray:
         """Reads whom each rank of this process masks."""
-        words = self._mask_words()
+        words = self._mask_words(method)
         self._synchronize()
         counters = [group.to(CPU()).to_numpy() for group in self._counters[0]]
         return np.array([of_rank[words] != 0 for of_rank in counters])
@@ -102,8 +101,7 @@ class MaskedRanks:
         Peers learn it from :meth:`reconcile`, or by their own time-out. A rank does not
         mask itself. No run may go on.
         """
-        words = self._mask_words()
-        self._check_open("mask")
+        words = self._mask_words("mask")
         if not set(ranks) <= set(range(self.config.n_ranks)):
             raise ValueError(f"ranks={ranks} must be in [0, {self.config.n_ranks})")
         self._synchronize()
@@ -123,8 +121,6 @@ class MaskedRanks:
         As :meth:`reset`, but ranks that are masked stay so. With several processes
         :meth:`reconcile` takes ranks in.
         """
-        self._mask_words()
-        self._check_open("readmit")
         if self.config.n_nodes > 1:
             raise RuntimeError(
                 "readmit works where all ranks are in one process; with several, the "
@@ -132,7 +128,7 @@ class MaskedRanks:
                 "others reconcile()"
             )
         # Whom the rank itself masks does not count: nobody has answered it.
-        others = np.delete(self._masks(), rank, axis=0).any(axis=0)
+        others = np.delete(self._masks("readmit"), rank, axis=0).any(axis=0)
         self.reset()
         self.mask(*(set(np.flatnonzero(others).tolist()) - {rank}))
 
@@ -171,10 +167,10 @@ class MaskedRanks:
         if self._members is None:
             return self.active_ranks()
         try:
-            given = self._nodes(masked), self._generations()
-            decision = self._members.reconcile(*given, self._heard_s)
+            nodes = {rank // self.config.n_gpus_per_node for rank in masked}
+            given = nodes, self._generations(), self._heard_s
+            decision = self._members.reconcile(*given)
         except RankExpelled:
-            assert self._pointers is not None
             self._pointers[:] = 0
             raise
         lost = self._map(decision.joined, decision)
@@ -190,16 +186,14 @@ class MaskedRanks:
 
         Waits until the other processes call :meth:`reconcile`.
         """
-        self._mask_words()
-        self._check_open("rejoin")
+        self._mask_words("rejoin")
         if self._members is None or self._pointers.any():
             raise RuntimeError("rejoin is for a process that was expelled")
         self._join()
         return self.active_ranks()
 
     def _join(self) -> None:
-        assert self._members is not None
-        decision = self._members.join(self._memory.handle)
+        decision = self._members.join()
         self._prepare_ranks(was_used=True, generations=decision.generations[::2])
         mine = self.config.node_id
         self._point_to(self._ranks([mine]), self._memory.local_addresses())
@@ -208,20 +202,16 @@ class MaskedRanks:
 
     def _map(self, nodes: Collection[int], decision: Decision) -> set[int]:
         """Finds the memory of processes; returns those that have not given theirs."""
-        assert self._members is not None
         lost = set()
         peers = {*nodes} & {*decision.members}
-        if peers and isinstance(self._memory, GpuSharedMemory):
+        if peers:
             lost = self._memory.trade(peers, decision.epoch, decision.deadline_s)
         for node in nodes:
-            note = self._members.note(node)
-            given = (Owner(**note.owner), note.handle) if note else (None, -1)
-            self._point_to(self._ranks([node]), self._memory.map(node, *given))
+            self._point_to(self._ranks([node]), self._memory.map(node))
         return lost
 
     def _go_on_with(self, decision: Decision, lost: set[int]) -> None:
         """Masks who is out, and does not begin before those who are in can."""
-        assert self._members is not None
         out = set(range(self.config.n_nodes)) - set(decision.members) | lost
         if decision.joined:
             out |= set(self._members.meet())

@@ -200,8 +200,11 @@ class Meeting:
                 text, theirs, *_ = socket.recv_fds(line, _MESSAGE_BYTES, 1, cloexec)
                 if not text or _credentials(line)[1] != os.getuid():
                     return
-                node, fields = json.loads(text)
-                owner = Owner(**fields)
+                try:
+                    node, fields = json.loads(text)
+                    node, owner = int(node), Owner(**fields)
+                except (TypeError, ValueError):
+                    return  # another program has called
                 if owner.fingerprint != self.owner.fingerprint:
                     for peer in range(self.n_nodes):  # nobody waits for this one
                         if peer != self.node_id and (
@@ -235,7 +238,6 @@ class Meeting:
         )
 
     def close(self) -> None:
-        """Frees the name."""
         self._listener.close()
 
 

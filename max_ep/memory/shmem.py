@@ -24,10 +24,10 @@ import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from importlib import metadata
 from pathlib import Path
 
 from .gpu_shared import use_context
+from .symmetric_memory import no_memory
 
 _MODULES_VARIABLE = "MAX_EP_SHMEM_MODULES"  # as in shmem_modules.mojo
 _MAX_MODULES = 4096
@@ -98,11 +98,6 @@ def check_installed() -> None:
         )
 
 
-def bitcode_version() -> str:
-    """Returns the version of the installed bitcode package."""
-    return metadata.version(BITCODE_PACKAGE)
-
-
 class _Libraries:
     """Open MPI, NVSHMEM's MPI plug-in and host library, and the CUDA driver."""
 
@@ -150,7 +145,6 @@ class _Libraries:
         return everybodys.raw == digest * self.size
 
     def barrier(self) -> None:
-        """Waits for all processes."""
         self.mpi.MPI_Barrier(self.world)
 
 
@@ -328,16 +322,12 @@ class ShmemMemory:
         allocate = lambda _: libraries.shmem.nvshmem_malloc(region_bytes)  # noqa: E731
         addresses = _membership.run(timeout_s, allocate, "allocating symmetric memory")
         if not all(addresses):
-            raise MemoryError(
-                f"max_ep: SHMEM cannot allocate {region_bytes} bytes a rank. Lower "
-                "max_tokens_per_rank; `max-ep plan` shows what each buffer takes"
-            )
+            raise no_memory(f"{region_bytes} bytes of each rank", "SHMEM has less")
         self._addresses = addresses
         self._first_rank = node_id * n_local
         self._n_ranks = n_nodes * n_local
 
     def local_addresses(self) -> list[int]:
-        """Returns the address of each local rank's region, valid on its GPU."""
         return self._addresses
 
     def connect(self, timeout_s: float) -> list[int]:

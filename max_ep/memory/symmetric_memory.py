@@ -9,16 +9,18 @@ This file needs nothing but Python.
 
 from __future__ import annotations
 
-import _posixshmem  # CPython's own wrapper of shm_open, as in multiprocessing
 import contextlib
 import ctypes
 import mmap
 import os
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 from .meeting import Meeting, Owner
 
 _PAGE = 4096
+_PART_BYTES = 64 << 20
 # A segment: a page whose first byte says that its process has closed it, the status of
 # its ranks, their regions.
 _IS_CLOSED = 1
@@ -32,6 +34,13 @@ def _address(memory: mmap.mmap) -> int:
     return address
 
 
+def no_memory(what: str, why: object) -> MemoryError:
+    return MemoryError(
+        f"max_ep: no memory for {what}: {why}. Lower max_tokens_per_rank; `max-ep "
+        "plan` shows what each buffer takes"
+    )
+
+
 class LocalMemory:
     """Zeroed regions of ranks that share this process; pages are taken when written."""
 
@@ -42,35 +51,16 @@ class LocalMemory:
                 self._maps.append(mmap.mmap(-1, region_bytes))
         except OSError as error:
             self.close()
-            raise MemoryError(
-                f"max_ep: cannot map {n_ranks} regions of {region_bytes} bytes: "
-                f"{error.strerror}. Lower max_tokens_per_rank; `max-ep plan` "
-                "shows what each buffer takes"
-            ) from error
+            what = f"{n_ranks} regions of {region_bytes} bytes"
+            raise no_memory(what, error.strerror) from error
 
     def local_addresses(self) -> list[int]:
-        """Returns the address of each local rank's region."""
         return [_address(memory) for memory in self._maps]
 
-    def connect(self, timeout_s: float) -> list[int]:
-        """Returns the address of every rank's region; all are local."""
-        return self.local_addresses()
-
     def close(self) -> None:
-        """Gives the memory back."""
         for memory in self._maps:
             memory.close()
         self._maps = []
-
-
-def members_name(group: str) -> str:
-    """Names the notes of a group's processes (``membership.py``)."""
-    return f"/max_ep-{group}-members"
-
-
-def unlink(name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        _posixshmem.shm_unlink(name)
 
 
 def _memory_free() -> int:
@@ -85,7 +75,91 @@ def _memory_free() -> int:
     return min(free)
 
 
-class SharedMemory:
+class PeerMemory(ABC):
+    """A block of memory of each process, which all of them map.
+
+    Processes meet and hand each other a descriptor of their blocks.
+    """
+
+    def __init__(
+        self, group: str, node_id: int, n_nodes: int, fingerprint: str
+    ) -> None:
+        """Can be met from now on; group and fingerprint as :class:`Meeting` has."""
+        self._meeting = Meeting(group, node_id, n_nodes, fingerprint)
+        self.group, self.owner, self._node_id = group, self._meeting.owner, node_id
+        self._n_nodes = n_nodes
+        self.owners: dict[int, Owner] = {node_id: self.owner}
+        """Whose memory is mapped, by node."""
+        self._given: dict[int, tuple[Owner, int]] = {}
+        """Descriptors of other nodes' blocks that are not mapped yet."""
+        self._descriptor = -1
+
+    @abstractmethod
+    def _addresses(self, node: int) -> list[int]:
+        """Returns where the ranks of a node have their regions in this process."""
+
+    @abstractmethod
+    def _map(self, node: int, descriptor: int | None) -> None:
+        """Maps a node's block in place of an earlier one; None: a block of nobody's, if
+        there is no earlier one."""
+
+    def local_addresses(self) -> list[int]:
+        """Returns the address of each local rank's region."""
+        return self._addresses(self._node_id)
+
+    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
+        """Maps the peers' blocks, and returns the addresses of all regions.
+
+        Nodes that are ``absent`` are not waited for; in place of theirs stands a block
+        of nobody's.
+        """
+        try:
+            self._given = self._meeting.meet(self._descriptor, timeout_s, absent)
+            regions = [self.map(node) for node in range(self._n_nodes)]
+        except BaseException:
+            self.close()
+            raise
+        return [address for of_node in regions for address in of_node]
+
+    def trade(self, peers: set[int], epoch: int, deadline_s: float) -> set[int]:
+        """Hands this process's block to peers, which hand on theirs at the same time,
+        and agree on the ``epoch``; returns who has not come. :meth:`map` uses what has.
+        """
+        place = self.group, self._node_id, self._n_nodes, self.owner.fingerprint
+        absent, lost = set(range(self._n_nodes)) - peers, set()
+        left_s = deadline_s - time.monotonic()
+        meeting = Meeting(*place, epoch)
+        self._given = meeting.meet(self._descriptor, left_s, absent, lost)
+        return lost
+
+    def map(self, node: int) -> list[int]:
+        """Maps a block that was handed on, in place of an earlier one; returns the
+        addresses of its regions. No launch may be under way."""
+        owner, descriptor = self._given.pop(node, (None, None))
+        try:
+            self._map(node, descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        if owner is not None:
+            self.owners[node] = owner
+        return self._addresses(node)
+
+    def withdraw(self) -> None:
+        """Is not to be met: who joins trades."""
+        self._meeting.close()
+
+    def close(self) -> None:
+        """Gives the memory back; peers keep what they map until they close."""
+        self._meeting.close()
+        given, self._given = self._given, {}
+        for descriptor in (self._descriptor, *(fd for _, fd in given.values())):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = -1
+
+
+class SharedMemory(PeerMemory):
     """Regions of one process a node, in memory that its peers map."""
 
     def __init__(
@@ -98,90 +172,51 @@ class SharedMemory:
         fingerprint: str,
         status_bytes: int = 0,
     ) -> None:
-        """Makes this process's segment, zeroed; group and fingerprint as `Meeting` has.
+        """Makes this process's segment, zeroed.
 
         In front of the regions stand ``status_bytes`` of each rank, which only the rank
         writes.
         """
-        self._meeting = Meeting(group, node_id, n_nodes, fingerprint)
-        self.group, self.owner, self._node_id = group, self._meeting.owner, node_id
-        self._n_nodes, self.n_local_ranks = n_nodes, n_local_ranks
+        super().__init__(group, node_id, n_nodes, fingerprint)
+        self.n_local_ranks = n_local_ranks
         self.region_bytes, self.status_bytes = region_bytes, status_bytes
         n_status = n_local_ranks * status_bytes
         self._regions_at = _PAGE + -(-n_status // _PAGE) * _PAGE
         self._n_bytes = self._regions_at + n_local_ranks * region_bytes
         self._maps: dict[int, mmap.mmap] = {}
-        self.owners: dict[int, Owner] = {node_id: self.owner}
-        """Whose memory is mapped, by node."""
         self.status: mmap.mmap | None = None
         """The status of its ranks; stays mapped while it is used."""
-        self.handle = os.memfd_create(f"max_ep-{group}-{node_id}")
-        """Descriptor by which a process that joins later maps this segment."""
+        self._descriptor = os.memfd_create(f"max_ep-{group}-{node_id}")
         try:
-            # Now: too little memory must fail here, not in a kernel.
-            if self._n_bytes > _memory_free():
-                raise OSError("the system has less")
-            os.posix_fallocate(self.handle, 0, self._n_bytes)
-            self._maps[node_id] = mmap.mmap(self.handle, self._n_bytes)
+            # Now: too little memory must fail here, not in a kernel. In parts: others
+            # may take theirs at the same time.
+            for at in range(0, self._n_bytes, _PART_BYTES):
+                left = self._n_bytes - at
+                if left > _memory_free():
+                    raise OSError("the system has less")
+                os.posix_fallocate(self._descriptor, at, min(left, _PART_BYTES))
+            self._map(node_id, self._descriptor)
             if n_status:
-                self.status = mmap.mmap(self.handle, n_status, offset=_PAGE)
+                self.status = mmap.mmap(self._descriptor, n_status, offset=_PAGE)
         except OSError as error:
             self.close()
-            raise MemoryError(
-                f"max_ep: no memory for {self._n_bytes} bytes of node {node_id} "
-                f"({_memory_free()} bytes are free). Lower max_tokens_per_rank; "
-                "`max-ep plan` shows what each buffer takes"
-            ) from error
+            what = f"{self._n_bytes} bytes of node {node_id}"
+            raise no_memory(what, f"{_memory_free()} bytes are free") from error
 
-    def local_addresses(self) -> list[int]:
-        """Returns the address of each local rank's region."""
-        return self._regions(self._node_id)
-
-    def _regions(self, node: int) -> list[int]:
+    def _addresses(self, node: int) -> list[int]:
         first = _address(self._maps[node]) + self._regions_at
         return [first + i * self.region_bytes for i in range(self.n_local_ranks)]
 
-    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
-        """Maps the peers' regions, and returns all addresses.
-
-        Nodes that are ``absent`` are not waited for; in place of theirs stand its own.
-        """
-        try:
-            found = self._meeting.meet(self.handle, timeout_s, absent)
-        except BaseException:
-            self.close()
-            raise
-        for node, (owner, handle) in found.items():
-            self.owners[node] = owner
-            self._maps[node] = mmap.mmap(handle, self._n_bytes)
-            os.close(handle)
-        nodes = range(self._n_nodes)
-        mapped = [node if node in self._maps else self._node_id for node in nodes]
-        return [address for node in mapped for address in self._regions(node)]
-
-    def map(self, node: int, owner: Owner | None, handle: int) -> list[int]:
-        """Maps a process's segment by its descriptor, in place of an earlier one; if
-        it has ended, or there is none, memory of nobody.
-
-        Returns the addresses of its regions. No launch may be under way.
-        """
-        memory = None
-        self.owners.pop(node, None)
-        if owner is not None and owner.is_alive():
-            path = f"/proc/{owner.pid}/fd/{handle}"
-            with contextlib.suppress(OSError):
-                if f"/memfd:max_ep-{self.group}-{node} " in os.readlink(path):
-                    theirs = os.open(path, os.O_RDWR)
-                    memory = mmap.mmap(theirs, self._n_bytes)
-                    os.close(theirs)
-                    self.owners[node] = owner
+    def _map(self, node: int, descriptor: int | None) -> None:
         if node in self._maps:
+            if descriptor is None:
+                return
             self._maps[node].close()
-        self._maps[node] = memory or mmap.mmap(-1, self._n_bytes)
-        return self._regions(node)
+        nobodys = -1
+        handle = nobodys if descriptor is None else descriptor
+        self._maps[node] = mmap.mmap(handle, self._n_bytes)
 
     def is_closed(self, node: int) -> bool:
-        """Returns whether a process has closed its memory."""
         return self._maps[node][0] == _IS_CLOSED
 
     def read_status(self, node: int, i: int, at: int, n_bytes: int) -> bytes:
@@ -197,18 +232,10 @@ class SharedMemory:
         first = self._regions_at + i * self.region_bytes + at
         return self._maps[node][first : first + n_bytes]
 
-    def withdraw(self) -> None:
-        """Is not to be met: who joins is mapped by its descriptor."""
-        self._meeting.close()
-
     def close(self) -> None:
-        """Gives the memory back; peers keep theirs until they close."""
-        self._meeting.close()
+        super().close()
         self.status = None
         for node, memory in self._maps.items():
             if node == self._node_id and not memory.closed:
                 memory[0] = _IS_CLOSED
             memory.close()
-        if self.handle >= 0:
-            os.close(self.handle)
-            self.handle = -1

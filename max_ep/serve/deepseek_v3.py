@@ -27,8 +27,6 @@ from .settings import place_experts
 class DeepseekV3Planner(ExpertParallelPlanner, DeepseekV3MemoryPlanner):
     """MAX plans latent attention, max_ep plans dispatch and combine."""
 
-    name, on_one_device = "DeepSeek-V3", False
-
     def estimate_activation_memory(
         self, pipeline_config: Any, huggingface_config: Any
     ) -> int:

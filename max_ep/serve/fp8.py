@@ -18,8 +18,9 @@ from max.dtype import DType
 from max.graph.weights import WeightData
 from max.pipelines.modeling.config_enums import supported_encoding_dtype
 
+from ..moe_shape import MoeShape, fp8_block
 from ..quantize import float8_e4m3fn_to_float32
-from .settings import MoeShape, fp8_block, keeps_fp8
+from .settings import keeps_fp8
 
 _Adapter = Callable[..., dict[str, WeightData]]
 _SCALES = "_scale_inv"
@@ -34,7 +35,6 @@ class _Widened:
         self._block, self._dtype = block, dtype
 
     def data(self) -> WeightData:
-        """Returns the matrix, as MAX's weights do."""
         weight = self._weight.data()
         scales = self._scales.data().astype(DType.float32)
         wide = widen(_array(weight, DType.uint8), _array(scales), self._block)

@@ -30,12 +30,6 @@ from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
 
 
-class MiniMaxM2Planner(ExpertParallelPlanner):
-    """The plan of dispatch and combine, for one device."""
-
-    name, on_several_gpus = "MiniMax-M2", False
-
-
 class MiniMaxM2Gate(SigmoidTopKRouter):
     """MAX's router, and plain ops on the CPU, where MAX's kernel does not run."""
 
@@ -58,30 +52,28 @@ class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
         for name, weight in self.state_dict.items():
             if name.endswith("e_score_correction_bias"):
                 self.state_dict[name] = weight.astype(DType.float32)
-        return _decoder(model_config).graph_specs(self, "minimax_m2")
-
-
-def _decoder(config: Any) -> OneDeviceDecoder:
-    """Puts MiniMax-M2's attention and router into our decoder."""
-    return OneDeviceDecoder(
-        config,
-        rope=partial(
-            MiniMaxM2RotaryEmbedding,
-            interleaved=False,
-            scaling_params=ProportionalScalingParams(
-                partial_rotary_factor=config.partial_rotary_factor
+        decoder = OneDeviceDecoder(
+            model_config,
+            rope=partial(
+                MiniMaxM2RotaryEmbedding,
+                interleaved=False,
+                scaling_params=ProportionalScalingParams(
+                    partial_rotary_factor=model_config.partial_rotary_factor
+                ),
             ),
-        ),
-        attention=partial(MiniMaxM2Attention, dtype=config.attn_dtype or config.dtype),
-        gate_cls=MiniMaxM2Gate,
-        moe_dim=config.intermediate_size,
-    )
+            attention=partial(
+                MiniMaxM2Attention, dtype=model_config.attn_dtype or model_config.dtype
+            ),
+            gate_cls=MiniMaxM2Gate,
+            moe_dim=model_config.intermediate_size,
+        )
+        return decoder.graph_specs(self, "minimax_m2")
 
 
 architecture = replace(
     minimax_m2_arch,
     pipeline_model=MiniMaxM2Model,
-    memory_planner=MiniMaxM2Planner,
+    memory_planner=ExpertParallelPlanner,
     default_encoding="bfloat16",
     weight_adapters=widening(minimax_m2_arch.weight_adapters),
     supported_encodings={"bfloat16", "float32"},

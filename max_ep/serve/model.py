@@ -19,9 +19,10 @@ from max.engine import InferenceSession, Model
 from max.graph.graph import default_custom_extensions_scope
 
 from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_path
+from ..moe_shape import MoeShape
 from .forward import PlacedMoE, forward_layers
 from .hopper import REPLACED, is_hopper
-from .settings import MoeShape, gathers, is_on_cpu, serving_config, uses_max_ep
+from .settings import gathers, is_on_cpu, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0
 
@@ -111,7 +112,13 @@ class ExpertParallelModel:
         # A session of its own: --precompiled-mefs has no set-up graph.
         self.ep_comm_initializer.ep_init(InferenceSession(devices=session.devices))
         model_config.ep_config.node_id = self.ep_comm_initializer.config.node_id
-        _logger.info("max_ep: %s", _summary(model_config.ep_config))
+        config = model_config.ep_config
+        n, mib = config.n_gpus_per_node, config.estimate_memory_usage() / 2**20
+        _logger.info(
+            f"max_ep: {n} rank{'s' * (n > 1)} on {config.target.upper()}, protocol "
+            f"{config.protocol}, {config.max_tokens_per_rank} tokens a rank, "
+            f"{mib:.1f} MiB of symmetric memory each, time-out {config.timeout_s:g} s"
+        )
 
     def prepare_initial_token_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Makes a step's inputs, and checks the group about once a second.
@@ -123,13 +130,3 @@ class ExpertParallelModel:
             self._checked_s = now
             self.ep_comm_initializer.check()
         return super().prepare_initial_token_inputs(*args, **kwargs)
-
-
-def _summary(config: EPConfig) -> str:
-    """Describes the group in one line."""
-    n, mib = config.n_gpus_per_node, config.estimate_memory_usage() / 2**20
-    return (
-        f"{n} rank{'s' * (n > 1)} on {config.target.upper()}, protocol "
-        f"{config.protocol}, {config.max_tokens_per_rank} tokens a rank, {mib:.1f} MiB "
-        f"of symmetric memory each, time-out {config.timeout_s:g} s"
-    )

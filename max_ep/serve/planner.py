@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from max.driver import CPU, Accelerator, is_virtual_device_mode
 from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from .. import EPConfig
+from ..moe_shape import MoeShape, check_place
 from .settings import (
-    MoeShape,
     is_on_cpu,
     n_devices,
     rank_bytes,
@@ -24,13 +24,6 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
 
     MAX calls it before it reads weights, so it refuses a group that cannot run.
     """
-
-    name: ClassVar[str]
-    """The model, for errors; needed where one of the next two is False."""
-    on_one_device: ClassVar[bool] = True
-    """Whether max_ep serves the model on one device."""
-    on_several_gpus: ClassVar[bool] = True
-    """Whether max_ep serves the model on several GPUs."""
 
     _always_signal_buffers = True
 
@@ -46,14 +39,8 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         self, pipeline_config: Any, huggingface_config: Any
     ) -> int:
         """Returns the bytes of all devices: symmetric memory and expert rows."""
-        is_one = n_devices(pipeline_config) == 1
-        if not (self.on_one_device if is_one else self.on_several_gpus):
-            one, several = "one device", "several GPUs"
-            wanted, given = (several, one) if is_one else (one, several)
-            raise ValueError(
-                f"max_ep serves {self.name} on {wanted}; on {given} leave "
-                "--custom-architectures max_ep.serve out"
-            )
+        n_gpus = 0 if is_on_cpu(pipeline_config) else n_devices(pipeline_config)
+        check_place(huggingface_config.architectures[0], n_gpus)
         if not uses_max_ep(pipeline_config):
             return 0
         shape = MoeShape.of(huggingface_config)

@@ -7,21 +7,87 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from max.graph import Graph, TensorType, TensorValue, ops
+from max.nn.attention import MHAMaskVariant
+from max.nn.kernels import flash_attention_ragged
+from max.nn.kv_cache import PagedCacheValues
 from max.nn.moe import MoE
 from max.nn.rotary_embedding import Llama3RotaryEmbedding
 from max.pipelines.architectures.qwen3 import model as stock
 from max.pipelines.architectures.qwen3 import qwen3 as decoder
 from max.pipelines.architectures.qwen3.arch import qwen3_moe_arch
 from max.pipelines.architectures.qwen3.batch_processor import Qwen3BatchProcessor
+from max.pipelines.architectures.qwen3.layers.attention import Qwen3Attention
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 from max.pipelines.lib.graph_specs import GraphSpec
 
-from .attention import OnePassAttention
+from ..experts import PACKAGE
+from ..extension import load_ops
 from .fp8 import widening
 from .model import ExpertParallelModel
 from .one_device import OneDeviceDecoder
 from .planner import ExpertParallelPlanner
 from .settings import place_experts
+
+
+class OnePassAttention(Qwen3Attention):
+    """MAX's; on GPUs heads are normalized, rotated and cached in one op for four."""
+
+    def __call__(
+        self,
+        layer_idx: TensorValue,
+        x: TensorValue,
+        kv_collection: PagedCacheValues,
+        freqs_cis: TensorValue,
+        input_row_offsets: TensorValue,
+    ) -> TensorValue:
+        """Returns ``[n_tokens, hidden_size]`` of ``x`` of these sizes."""
+        kv = self.kv_params
+        takes = kv.dtype == x.dtype and kv.head_dim in (32, 64, 128, 256)
+        if self.rope.interleaved or not takes or x.device.is_cpu():
+            return super().__call__(
+                layer_idx, x, kv_collection, freqs_cis, input_row_offsets
+            )
+        qkv = self.qkv_proj(x)
+
+        def here(value: Any) -> TensorValue:
+            return ops.cast(value, qkv.dtype).to(qkv.device)
+
+        load_ops(Graph.current, PACKAGE)
+        q = ops.inplace_custom(
+            "max_ep.norm_rope_store",
+            device=qkv.device,
+            values=[
+                kv_collection.kv_blocks,
+                qkv,
+                input_row_offsets,
+                here(freqs_cis),
+                kv_collection.cache_lengths,
+                kv_collection.lookup_table,
+                here(self.q_norm.weight),
+                here(self.k_norm.weight),
+                kv_collection.page_stride,
+                layer_idx.reshape([1]),
+            ],
+            out_types=[
+                TensorType(
+                    qkv.dtype, [qkv.shape[0], self.n_heads, kv.head_dim], qkv.device
+                )
+            ],
+            parameters=dict(
+                size=kv.head_dim, epsilon_of_one=round(1 / self.qk_norm_eps)
+            ),
+        )[0].tensor
+        attended = flash_attention_ragged(
+            kv,
+            input=q,
+            kv_collection=kv_collection,
+            layer_idx=layer_idx,
+            input_row_offsets=input_row_offsets,
+            mask_variant=MHAMaskVariant.CAUSAL_MASK,
+            scale=self.scale,
+        )
+        return self.o_proj(ops.reshape(attended, [x.shape[0], -1]))
 
 
 class Qwen3MoeBatches(Qwen3BatchProcessor):
@@ -45,39 +111,31 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
                 self.state_dict = place_experts(self.state_dict, group)
             specs = super().graph_specs(model_config)
             for spec in specs.values():
-                _number_layers(spec.module)
+                blocks = [x for x in spec.module.layers if isinstance(x.mlp, MoE)]
+                for number, block in enumerate(blocks):  # as a placement has them
+                    for shard in block.mlp_shards:
+                        shard.layer_idx = number
             return specs
-        return _one_device_decoder(model_config).graph_specs(self, "qwen3_moe")
-
-
-def _number_layers(model: Any) -> None:
-    """Numbers the layers with experts, as a placement has them."""
-    blocks = [block for block in model.layers if isinstance(block.mlp, MoE)]
-    for number, block in enumerate(blocks):
-        for shard in block.mlp_shards:
-            shard.layer_idx = number
-
-
-def _one_device_decoder(config: Any) -> OneDeviceDecoder:
-    """Puts Qwen3's attention and router into our decoder."""
-    return OneDeviceDecoder(
-        config,
-        rope=partial(
-            Llama3RotaryEmbedding,
-            interleaved=config.interleaved_rope_weights,
-            scaling_params=config.rope_scaling_params,
-        ),
-        attention=partial(
-            OnePassAttention, dtype=config.dtype, has_bias=config.attention_bias
-        ),
-        gate_cls=Qwen3MoEGate,
-        moe_dim=config.moe_intermediate_size,
-        dense_layers=[
-            i
-            for i in range(config.num_hidden_layers)
-            if (i + 1) % config.decoder_sparse_step or i in config.mlp_only_layers
-        ],
-    )
+        config = model_config
+        ours = OneDeviceDecoder(
+            config,
+            rope=partial(
+                Llama3RotaryEmbedding,
+                interleaved=config.interleaved_rope_weights,
+                scaling_params=config.rope_scaling_params,
+            ),
+            attention=partial(
+                OnePassAttention, dtype=config.dtype, has_bias=config.attention_bias
+            ),
+            gate_cls=Qwen3MoEGate,
+            moe_dim=config.moe_intermediate_size,
+            dense_layers=[
+                i
+                for i in range(config.num_hidden_layers)
+                if (i + 1) % config.decoder_sparse_step or i in config.mlp_only_layers
+            ],
+        )
+        return ours.graph_specs(self, "qwen3_moe")
 
 
 architecture = replace(

@@ -7,10 +7,9 @@ model call the same function, so what is planned is what is allocated.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from max.dtype import DType
@@ -19,14 +18,12 @@ from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement
 from ..experts import gather_takes, gpu_takes
-from ..limits import FP8_BLOCK, MAX_TIMEOUT_S, PROTOCOLS, fp8_experts_take
+from ..limits import FP8_BLOCK, PROTOCOLS, timeout_s_of_environment
+from ..moe_shape import MoeShape
 from .hopper import is_hopper
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
 """Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
-
-TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
-"""Environment variable for :attr:`EPConfig.timeout_s`, seconds; unset or empty: 30."""
 
 PLACEMENT_VARIABLE = "MAX_EP_PLACEMENT"
 """Environment variable for a file of :meth:`Placement.save`; unset or empty: experts
@@ -42,63 +39,13 @@ _NOT_OURS = {
 """Flags of MAX that would ask for nothing, and what to use."""
 
 
-@dataclass(frozen=True)
-class MoeShape:
-    """The sizes of a model's MoE layers."""
-
-    hidden_size: int
-    """Elements of a token."""
-    n_experts: int
-    """Routed experts."""
-    top_k: int
-    """Experts of a token."""
-    moe_dim: int
-    """Elements between an expert's two matmuls."""
-    has_shared_expert: bool = False
-    """Whether one expert of the same sizes has all tokens; it goes through dispatch."""
-    has_fp8_blocks: bool = False
-    """Whether matrices are in FP8 with a scale for each 128 x 128 elements."""
-
-    @classmethod
-    def of(cls, huggingface_config: Any) -> MoeShape:
-        """Reads a checkpoint's ``config.json``, as transformers parses it."""
-        for name in ("n_routed_experts", "num_experts", "num_local_experts"):
-            n_experts = getattr(huggingface_config, name, None)
-            if n_experts:
-                break
-        else:
-            raise ValueError(
-                f"a {huggingface_config.model_type} checkpoint without experts: its "
-                "config.json has none of n_routed_experts, num_experts and "
-                "num_local_experts; serve it without max_ep"
-            )
-        return cls(
-            hidden_size=huggingface_config.hidden_size,
-            n_experts=n_experts,
-            top_k=huggingface_config.num_experts_per_tok,
-            # In models without dense layers the field has the plain name.
-            moe_dim=getattr(huggingface_config, "moe_intermediate_size", None)
-            or huggingface_config.intermediate_size,
-            # Two or more are one wider expert, which MAX runs itself.
-            has_shared_expert=getattr(huggingface_config, "n_shared_experts", 0) == 1,
-            has_fp8_blocks=fp8_block(huggingface_config) == [FP8_BLOCK] * 2,
-        )
-
-
-def fp8_block(huggingface_config: Any) -> list[int] | None:
-    """Returns the sizes of the blocks that have a scale; None: it is not in FP8."""
-    config = getattr(huggingface_config, "quantization_config", None) or {}
-    return config.get("weight_block_size")
-
-
 def keeps_fp8(pipeline_config: Any, shape: MoeShape) -> bool:
     """Returns whether experts stay in FP8, and tokens are dispatched in it.
 
     Elsewhere their weights are widened when they load, as those of all other layers.
     """
-    fits = fp8_experts_take(shape.hidden_size, shape.moe_dim)
     is_gpu = n_devices(pipeline_config) == 1 and not is_on_cpu(pipeline_config)
-    return shape.has_fp8_blocks and fits and is_gpu
+    return is_gpu and shape.fits_fp8
 
 
 def uses_max_ep(pipeline_config: Any) -> bool:
@@ -111,12 +58,10 @@ def uses_max_ep(pipeline_config: Any) -> bool:
 
 
 def n_devices(pipeline_config: Any) -> int:
-    """Returns the number of devices that serve the model."""
     return len(pipeline_config.model.device_specs)
 
 
 def is_on_cpu(pipeline_config: Any) -> bool:
-    """Returns whether the CPU serves the model."""
     return pipeline_config.model.device_specs[0].device_type == "cpu"
 
 
@@ -174,7 +119,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         fused_shared_expert=shape.has_shared_expert,
         target="cpu" if on_cpu else "gpu",
         protocol=_protocol(),
-        timeout_s=_timeout_s(),
+        timeout_s=timeout_s_of_environment(),
     )
     config = _placed(config)
     return replace(config, combine_mode="sums") if config.is_by_rank else config
@@ -243,20 +188,6 @@ def _protocol() -> str:
             f"{', '.join(['auto', *PROTOCOLS])}, or unset it"
         )
     return name
-
-
-def _timeout_s() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE) or "30"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise ValueError(
-            f"{TIMEOUT_VARIABLE}={text!r} is no time-out; set it to seconds, above 0 "
-            f"and at most {MAX_TIMEOUT_S}"
-        )
-    return seconds
 
 
 def gathers(config: EPConfig, moe_dim: int) -> bool:

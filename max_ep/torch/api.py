@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
@@ -14,26 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..limits import MAX_TIMEOUT_S
-from ..memory.board import Board
-from ..who import Answers, Waits
-from .checks import refuse
-from .communicator import Communicator
+from ..limits import checked_timeout_s, timeout_s_of_environment
+from ..who import Waits, answer_for
+from .board import Board
+from .communicator import Communicator, refuse
 from .compiled import BUFFERS
 from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
-from .masks import MaskCalls
+from .masks import Masks
 from .normal_api import Normal
 
-_TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
-_DEVICE_VARIABLE = "MAX_EP_TORCH_DEVICE"
-_MEMORY_VARIABLE = "MAX_EP_TORCH_MEMORY"
-_TIMEOUT_S = 30.0
-_NAME = "torch-"
 _KEYS = itertools.count()
 
 
-class Buffer(LowLatency, Normal, MaskCalls):
+class Buffer(LowLatency, Normal):
     """Dispatch and combine of one rank, with the names of DeepEP's ``Buffer``.
 
     Memory is allocated, and kernels are built, by the first call with new sizes; all
@@ -105,8 +98,10 @@ class Buffer(LowLatency, Normal, MaskCalls):
             self.rank, self.group_size = comm.Get_rank(), comm.Get_size()
         self._mpi = comm
         where = _device(device)
-        timeout_s = _seconds(timeout_s)
-        memory = memory or os.environ.get(_MEMORY_VARIABLE, "vmm")
+        if timeout_s is None:
+            timeout_s = timeout_s_of_environment()
+        timeout_s = checked_timeout_s(timeout_s)
+        memory = memory or os.environ.get("MAX_EP_TORCH_MEMORY", "vmm")
         if memory not in ("vmm", "symm"):
             refuse("memory", f"={memory!r} is not 'vmm' or 'symm'")
         mine = (socket.gethostname(), uuid.uuid4().hex[:12], where.type, num_nvl_bytes)
@@ -122,7 +117,7 @@ class Buffer(LowLatency, Normal, MaskCalls):
                     f"max_ep: rank {peer} has (device, num_nvl_bytes) {theirs[2:]}, "
                     f"this rank ({self.rank}) {mine[2:]}"
                 )
-        board = Board(f"{_NAME}{all_[0][1]}", self.rank, self.group_size, timeout_s)
+        board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, memory, enable_shrink)
         self._low_latency_channels = {}
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
@@ -131,7 +126,7 @@ class Buffer(LowLatency, Normal, MaskCalls):
         self._order = torch.zeros(1, dtype=torch.int32, device=where)
         self._handles = {}
         BUFFERS[self._key] = self
-        Answers.ask(self._comm)
+        answer_for(self._comm)
         # Graphics memory of a process that ends by exit() is given back in order.
         self._finish = weakref.finalize(self, Communicator.close, self._comm)
         self._finish.atexit = not explicitly_destroy
@@ -177,6 +172,34 @@ class Buffer(LowLatency, Normal, MaskCalls):
         self._handles.clear()
         self._gather(None)
 
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Says which ranks are masked: 1 for each, into int32 ``[n_ranks]``."""
+        masks, shape = self._masks(), (self._comm.n_ranks,)
+        self._comm.check_tensor("mask_status", mask_status, torch.int32, shape)
+        mask_status.copy_(masks.read())
+
+    def low_latency_update_mask_buffer(
+        self, rank_to_mask: int, mask: bool = False
+    ) -> None:
+        """Masks a rank, or waits for it again from the next call on.
+
+        A rank that has missed calls is masked again: only :meth:`Buffer.reset`, in all
+        processes, takes it in.
+        """
+        masks, comm = self._masks(), self._comm
+        if not 0 <= rank_to_mask < comm.n_ranks or rank_to_mask == comm.rank:
+            refuse("rank_to_mask", f"={rank_to_mask} is not another rank of the group")
+        masks.set([rank_to_mask], int(mask))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Waits for all ranks again from the next call on."""
+        self._masks().set(range(self._comm.n_ranks), 0)
+
+    def _masks(self) -> Masks:
+        if self._comm.masks is None:
+            refuse("enable_shrink", "is not set: this Buffer masks no ranks")
+        return self._comm.masks
+
     def destroy(self) -> None:
         """Frees the memory. Calls after it raise."""
         self._finish()
@@ -221,25 +244,11 @@ class Buffer(LowLatency, Normal, MaskCalls):
         )
 
 
-def _seconds(timeout_s: Any) -> float:
-    """Returns how long a rank waits for another."""
-    name = "timeout_s"
-    if timeout_s is None:
-        name = _TIMEOUT_VARIABLE
-        timeout_s = os.environ.get(name, _TIMEOUT_S)
-        with contextlib.suppress(ValueError):
-            timeout_s = float(timeout_s)
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        refuse(name, f"={timeout_s!r} must be seconds, above 0 and at most a day")
-    return float(timeout_s)
-
-
 def _device(wanted: torch.device | str | None) -> torch.device:
     """Returns where tensors are, with its number."""
     if wanted is None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        wanted = os.environ.get(_DEVICE_VARIABLE, default)
+        wanted = os.environ.get("MAX_EP_TORCH_DEVICE", default)
     device = torch.device(wanted)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..limits import FP8_BLOCK
 from ..memory.gpu_shared import GpuWords
 from ..who import CpuWords, Facts, RankWait, cpu_wait, gpu_wait
-from .library import Library, Settings, load
+from .library import Settings, load
 from .tables import dense, n_table_words
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which parts of dispatch or combine a call does; see ``max_ep_c/api.mojo``."""
-
-BLOCK = 128
-"""Elements of a row that share an FP8 scale."""
 
 _REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS, _MASKED_WORD = range(5)
 _FACTS = 5  # the first of them
@@ -49,7 +47,7 @@ class Region:
     """One region: counters, addresses of all ranks, and the calls of the library."""
 
     def __init__(
-        self, library: Library, comm: Communicator, address: int, n_words: int
+        self, library: Any, comm: Communicator, address: int, n_words: int
     ) -> None:
         """Clears this rank's part."""
         self.library = library
@@ -118,7 +116,7 @@ class Region:
             if not comm.streams.is_capturing():
                 comm.check_regions()
         if function(self.handle, comm.streams.current(), what, given):
-            self._raise()
+            self._raise(self.library.last_error)
 
     def check(self) -> None:
         """Raises if a launch on a GPU has failed; does not wait for launches."""
@@ -127,7 +125,7 @@ class Region:
         with torch.cuda.stream(self.comm.streams.side):
             record = self._record.cpu()
         if record[0] != 0:
-            self._raise_text(self.library.failure, record.data_ptr())
+            self._raise(self.library.failure, record.data_ptr())
 
     def facts(self) -> Facts:
         """Returns what a reader of the region must know."""
@@ -139,8 +137,7 @@ class Region:
         comm, facts = self.comm, self.facts()
         if comm.is_gpu:
             place = comm.device.index, self.counters.data_ptr(), self._address
-            with GpuWords(*place) as words:
-                return gpu_wait(facts, comm.rank, words)
+            return gpu_wait(facts, comm.rank, GpuWords(*place))
         counters, string_at = self.counters.data_ptr(), ctypes.string_at
         words = CpuWords(
             lambda at, n_bytes: string_at(counters + at, n_bytes),
@@ -148,10 +145,7 @@ class Region:
         )
         return cpu_wait(facts, comm.rank, words, time.monotonic_ns())
 
-    def _raise(self) -> None:
-        self._raise_text(self.library.last_error)
-
-    def _raise_text(self, ask: Callable[..., int], *arguments: int) -> None:
+    def _raise(self, ask: Callable[..., int], *arguments: int) -> None:
         """Raises what the library says, in the words of who calls from torch."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         ask(self.handle, *arguments, addressof(buffer), _TEXT_BYTES)
@@ -165,25 +159,22 @@ class Region:
         """Puts this rank before the first launch; no rank may be in one."""
         self.turn = self.hook = None
         if self.library.clear(self.handle):
-            self._raise()
+            self._raise(self.library.last_error)
 
     def close(self) -> None:
-        """Frees the handle."""
         if self.handle:
             self.library.close(self.handle)
             self.handle = 0
 
 
 class Channel:
-    """The regions of one configuration."""
-
     def __init__(self, comm: Communicator, settings: Settings, n_regions: int) -> None:
         """Builds the library if there is none, and joins the other ranks."""
         self.settings = settings
         self.n_local = settings.experts // settings.ranks
         capacity = settings.ranks * settings.tokens
         self.rows_layout = dense(self.n_local, capacity, settings.hidden)
-        self.scales_layout = dense(self.n_local, settings.hidden // BLOCK, capacity)
+        self.scales_layout = dense(self.n_local, settings.hidden // FP8_BLOCK, capacity)
         self.rows_shape = self.rows_layout[0]
         sizes = (settings.ranks, settings.tokens)
         self.n_table_words = n_table_words(self.n_local, *sizes)
@@ -200,8 +191,6 @@ class Channel:
                 self.regions.append(Region(library, comm, mine + i * n_bytes, n_words))
             absent = comm.masks.absent if comm.masks else ()
             bases = self.memory.connect(comm.timeout_s, absent)
-            for rank in absent:
-                bases[rank] = comm.masks.scratch(n_regions * n_bytes)
             for i, region in enumerate(self.regions):
                 region.connect([base + i * n_bytes for base in bases])
                 for rank in absent:
@@ -212,7 +201,6 @@ class Channel:
         self._n_taken = 0
 
     def next_region(self) -> Region:
-        """Returns the next region."""
         return self.regions[(self._n_taken + 1) % len(self.regions)]
 
     def take(self, region: Region) -> object:
@@ -229,7 +217,6 @@ class Channel:
             region.clear()
 
     def close(self) -> None:
-        """Gives the memory back."""
         for region in self.regions:
             region.close()
         self.memory.close()

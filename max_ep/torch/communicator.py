@@ -8,14 +8,14 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ..memory.board import Board
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
 from ..who import RankWait, Waits
+from .board import Board
 from .channel import Channel
 from .library import Settings, build_all
 from .masks import Masks
@@ -24,6 +24,11 @@ from .tables import allocator
 
 _CHECK_EVERY_S = 0.1
 _RESET = "Call Buffer.reset() in every process, or restart the group."
+
+
+def refuse(name: str, what: str) -> NoReturn:
+    """Raises the error of a wrong argument."""
+    raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
 
 
 class TorchSymmetricMemory:
@@ -40,7 +45,6 @@ class TorchSymmetricMemory:
         )
 
     def local_addresses(self) -> list[int]:
-        """Returns the address of this rank's block."""
         return [self._block.data_ptr()]
 
     def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
@@ -52,7 +56,6 @@ class TorchSymmetricMemory:
         return list(found.buffer_ptrs)
 
     def close(self) -> None:
-        """Gives the memory back."""
         self._rendezvous = self._block = None
 
 
@@ -102,6 +105,42 @@ class Communicator:
         if self.failure:
             raise RuntimeError(self.failure)
 
+    def check_handle(self, handle: Any, kind: type, maker: str) -> None:
+        """Raises unless a handle is of this communicator, which has not failed."""
+        self.raise_failure()
+        if not isinstance(handle, kind):
+            refuse("handle", f"is not one that {maker} returned")
+        if handle.comm is not self:
+            refuse("handle", "is of another Buffer")
+
+    def check_tensor(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int | None, ...],
+        any_strides: bool = False,
+    ) -> None:
+        """Raises unless a tensor has this dtype and shape; None: any size."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"max_ep: {name} must be a tensor, got {type(tensor).__name__}"
+            )
+        if tensor.dtype != dtype:
+            raise TypeError(f"max_ep: {name} must be {dtype}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            where = f"is on {tensor.device}, this Buffer on {self.device}"
+            refuse(name, f"{where} (its argument device=)")
+        found = tensor.shape
+        if found != shape and (
+            len(found) != len(shape)
+            or any(want is not None and want != n for n, want in zip(found, shape))
+        ):
+            wanted = ", ".join("n" if n is None else str(n) for n in shape)
+            refuse(name, f"must be [{wanted}], got {list(found)}")
+        if not any_strides and not tensor.is_contiguous():
+            refuse(name, "is not contiguous; pass .contiguous()")
+
     def end(self, why: str) -> None:
         """Makes later calls raise; the memory is freed."""
         self.failure, self.has_ended = why, True
@@ -128,10 +167,6 @@ class Communicator:
         if self._memory == "symm":
             return TorchSymmetricMemory(self._group, n_bytes, self.index)
         return GpuSharedMemory(*place, n_bytes, "", self.index)
-
-    def settings(self, **fields: Any) -> Settings:
-        """Returns a configuration of this group."""
-        return Settings(target=self.target, ranks=self.n_ranks, **fields)
 
     def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
         """Returns channels; opens those that are new, with all other ranks."""
@@ -179,13 +214,9 @@ class Communicator:
                 region.check()
 
     def reset(self, n_exchanges: int, names: set[str]) -> None:
-        """Puts this rank before the first launch.
-
-        Args:
-            n_exchanges: The most that any rank has begun.
-            names: Settings of channels that all ranks have opened.
-        """
-        self.board.skip_to(n_exchanges)
+        """Puts this rank before the first launch, and behind the ``n_exchanges`` that
+        any rank has begun. Channels stay whose settings have one of the ``names``."""
+        self.board.n_exchanges = n_exchanges  # it may have missed some
         for settings, channel in list(self.channels.items()):
             if settings.name() in names:
                 channel.clear()
@@ -194,7 +225,6 @@ class Communicator:
         self.failure = ""
 
     def close(self) -> None:
-        """Gives all memory back."""
         if self.has_ended:
             return
         self.end("max_ep: this Buffer was destroyed")

@@ -9,12 +9,12 @@ tables, which live until combine.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from .events import EventOverlap
-from .tables import n_table_words, scales_of_rows, split_tables
+from ..limits import FP8_BLOCK
+from .tables import n_table_words
 
 if TYPE_CHECKING:
     from .api import Buffer
@@ -24,7 +24,7 @@ BUFFERS: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary(
 
 
 @torch.library.custom_op("max_ep::low_latency_dispatch", mutates_args=("order",))
-def _dispatch(
+def dispatch(
     order: torch.Tensor,
     key: str,
     x: torch.Tensor,
@@ -52,7 +52,7 @@ def _dispatch(
     return rows, x.new_empty(0) if scales is None else scales.transpose(1, 2), tables
 
 
-@_dispatch.register_fake
+@dispatch.register_fake
 def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
     n_ranks, hidden = BUFFERS[key].group_size, x.shape[1]
     n_local, capacity = n_experts // n_ranks, n_ranks * cap
@@ -60,7 +60,7 @@ def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
     rows = x.new_empty((n_local, capacity, hidden), dtype=dtype)
     scales = x.new_empty(0)
     if use_fp8:
-        shape = (n_local, hidden // (512 if use_ue8m0 else 128), capacity)
+        shape = (n_local, hidden // (FP8_BLOCK * (4 if use_ue8m0 else 1)), capacity)
         dtype = torch.int32 if use_ue8m0 else torch.float32
         scales = x.new_empty(shape, dtype=dtype)
     n_words = n_table_words(n_local, n_ranks, cap)
@@ -68,7 +68,7 @@ def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
 
 
 @torch.library.custom_op("max_ep::low_latency_combine", mutates_args=("order",))
-def _combine(
+def combine(
     order: torch.Tensor,
     key: str,
     x: torch.Tensor,
@@ -86,42 +86,10 @@ def _combine(
         handle.tables = None
 
 
-@_combine.register_fake
+@combine.register_fake
 def _(order, key, x, topk_idx, topk_weights, tables):
     return x.new_empty((topk_idx.shape[0], x.shape[2]))
 
 
 def nothing() -> None:
     """A hook of a call that has received already."""
-
-
-def low_latency_dispatch(
-    buffer: Buffer,
-    given: tuple[torch.Tensor, torch.Tensor, int, int],
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
-) -> tuple[Any, torch.Tensor, Any, EventOverlap]:
-    """``Buffer.low_latency_dispatch`` while it is compiled."""
-    x, _, cap, n_experts = given
-    rows, scales, tables = _dispatch(
-        buffer._order, buffer._key, *given, use_fp8, round_scale, use_ue8m0
-    )
-    n_local = n_experts // buffer.group_size
-    src_info, ranges, counts = split_tables(tables, n_local, buffer.group_size)
-    handle = (src_info, ranges, cap, x.shape[1], n_experts, tables)
-    result = (rows, scales_of_rows(scales)) if use_fp8 else rows
-    return result, counts, handle, EventOverlap()
-
-
-def low_latency_combine(
-    buffer: Buffer,
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    handle: Any,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, EventOverlap]:
-    """``Buffer.low_latency_combine`` while it is compiled."""
-    y = _combine(buffer._order, buffer._key, *given, handle[5])
-    if out is not None:
-        y = out.copy_(y)
-    return y, EventOverlap()

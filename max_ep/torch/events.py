@@ -54,10 +54,6 @@ class EventOverlap:
         self.current_stream_wait()
 
 
-HINT_TOKENS = 4096
-"""Tokens of a rank that size hints are for; buffers grow by themselves."""
-
-
 @dataclass
 class Config:
     """DeepEP's performance knobs. They are kept, and change nothing here: kernels
@@ -70,8 +66,11 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns about what a rank takes: rows on the way out and back."""
-        return 2 * num_ranks * HINT_TOKENS * hidden_bytes
+        """Returns about what a rank of 4096 tokens takes: rows out, and rows back.
+
+        Buffers grow by themselves.
+        """
+        return 2 * num_ranks * 4096 * hidden_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Returns 0: all ranks are on one host."""

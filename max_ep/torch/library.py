@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..cache import cache_dir, kept
@@ -62,7 +63,6 @@ class Settings:
     masks: bool = False
 
     def defines(self) -> list[str]:
-        """Returns the compiler's options."""
         options = []
         for name, value in asdict(self).items():
             if name == "target":
@@ -78,7 +78,6 @@ class Settings:
         return options
 
     def name(self) -> str:
-        """Returns what files of this configuration are called."""
         words = [str(value) for value in asdict(self).values()]
         host = _host_name() if self.target == "cpu" else platform.machine()
         return "-".join(["torch", *words, host])
@@ -98,11 +97,7 @@ def _host_name() -> str:
 
 
 def build(settings: Settings) -> Path:
-    """Returns the library of a configuration; compiles it if there is none.
-
-    Raises:
-        RuntimeError: If it cannot be compiled, or not be kept.
-    """
+    """Returns the library of a configuration; compiles it if there is none."""
 
     def make(path: Path) -> None:
         command = ("build", "--emit", "shared-lib", "-I", ".", "max_ep_c/api.mojo")
@@ -112,36 +107,23 @@ def build(settings: Settings) -> Path:
 
 
 def build_all(wanted: Sequence[Settings]) -> list[Path]:
-    """Builds several at a time."""
     with ThreadPoolExecutor(len(wanted)) as pool:
         return list(pool.map(build, wanted))
 
 
 @functools.cache
-def _load_runtime() -> None:
-    """Loads the runtime by full path: a library names the folder it was built with."""
+def load(settings: Settings) -> SimpleNamespace:
+    """Returns the functions of a library, by their names without ``max_ep_``."""
+    # By full path: a library names the folder it was built with.
     folder = Path(str(metadata.distribution("max-core").locate_file("modular/lib")))
     for name in _RUNTIME:
         ctypes.CDLL(str(folder / name))
-
-
-class Library:
-    """The functions of a loaded library, by their names without ``max_ep_``."""
-
-    def __init__(self, path: Path) -> None:
-        """Loads it."""
-        _load_runtime()
-        library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(library, f"max_ep_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
-
-
-@functools.cache
-def load(settings: Settings) -> Library:
-    """Returns the loaded library of a configuration."""
-    return Library(build(settings))
+    library, functions = ctypes.CDLL(str(build(settings))), SimpleNamespace()
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, f"max_ep_{name}")
+        function.restype, function.argtypes = result, arguments
+        setattr(functions, name, function)
+    return functions
 
 
 FORMATS = {
@@ -155,7 +137,6 @@ _WORDS = 16
 
 
 def up_to(n: int, multiple: int) -> int:
-    """Rounds up."""
     return -(-n // multiple) * multiple
 
 
@@ -167,44 +148,39 @@ def words_of_row(n_scales: int, top_k: int) -> int:
     return max(_WORDS, up_to(n_scales + 2 * top_k, _WORDS))
 
 
-def rows_out(row_bytes: int) -> dict[str, Any]:
+def rows_out(row_bytes: int, **group: Any) -> Settings:
     """Describes the channel in which the normal calls send rows, as bytes."""
-    return dict(
-        format="bfloat16", hidden=row_bytes // 2, combine="bfloat16", combine_hidden=8
-    )
+    sizes = dict(hidden=row_bytes // 2, combine_hidden=8)
+    return Settings(format="bfloat16", combine="bfloat16", **sizes, **group)
 
 
-def words_out(n_words: int, combine: str, columns: int) -> dict[str, Any]:
+def words_out(n_words: int, combine: str, columns: int, **group: Any) -> Settings:
     """Describes one of words that go with rows, and of rows back."""
-    return dict(
-        format="float32", hidden=n_words, combine=combine, combine_hidden=columns
-    )
+    sizes = dict(hidden=n_words, combine_hidden=columns)
+    return Settings(format="float32", combine=combine, **sizes, **group)
 
 
-def weights_back(top_k: int) -> dict[str, Any]:
+def weights_back(n_weights: int, **group: Any) -> Settings:
     """Describes the channel in which combine brings router weights back."""
-    return words_out(_WORDS, "float32", up_to(top_k, _WORDS))
+    return words_out(_WORDS, "float32", up_to(n_weights, _WORDS), **group)
 
 
 def run_build(options: Any) -> int:
     """Builds the libraries that a first call needs; prints where they are."""
     hidden, top_k = options.hidden, options.top_k
-    common: dict[str, Any] = dict(
-        target=options.target,
-        ranks=options.ranks,
-        tokens=options.tokens,
-    )
+    group = dict(target=options.target, ranks=options.ranks, tokens=options.tokens)
     if options.dispatch == "normal":
-        common |= dict(experts=options.ranks, top_k=options.ranks)
+        group |= dict(experts=options.ranks, top_k=options.ranks)
         wanted = [
-            rows_out(2 * hidden),
-            words_out(words_of_row(0, top_k), "bfloat16", hidden),
-            weights_back(top_k),
+            rows_out(2 * hidden, **group),
+            words_out(words_of_row(0, top_k), "bfloat16", hidden, **group),
+            weights_back(top_k, **group),
         ]
     else:
-        common |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
+        group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
         format = FORMATS[options.dispatch]
-        wanted = [rows_out(2 * hidden) | dict(format=format, combine_hidden=hidden)]
-    for path in build_all([Settings(**common, **fields) for fields in wanted]):
+        sizes = dict(hidden=hidden, combine_hidden=hidden)
+        wanted = [Settings(format=format, combine="bfloat16", **sizes, **group)]
+    for path in build_all(wanted):
         print(path)
     return 0

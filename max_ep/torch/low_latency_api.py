@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 
-from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY
+from ..limits import FP8_BLOCK, MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K
 from . import compiled
-from .channel import BLOCK, BOTH, RECEIVE, SEND, Channel, Region
-from .checks import check_handle, check_tensor, refuse
-from .communicator import Communicator
+from .channel import BOTH, RECEIVE, SEND, Channel, Region
+from .communicator import Communicator, refuse
 from .events import EventOverlap
-from .library import FORMATS
+from .library import FORMATS, Settings
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
-_MOST_CHOICES = 32
 
 
 @dataclass(eq=False)
@@ -56,6 +54,9 @@ class LowLatency:
     """The low-latency part of :class:`max_ep.torch.Buffer`."""
 
     _comm: Communicator
+    _key: str
+    _order: torch.Tensor
+    group_size: int
     _low_latency_channels: dict[tuple[Any, ...], Channel]
     _latest: Channel | None = None
 
@@ -96,12 +97,17 @@ class LowLatency:
             hook, or None.
         """
         if torch.compiler.is_compiling():
-            given = (x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
-            kind = (use_fp8, round_scale, use_ue8m0)
-            result = compiled.low_latency_dispatch(self, given, *kind)
+            sizes = num_max_dispatch_tokens_per_rank, num_experts
+            given = x, topk_idx, *sizes, use_fp8, round_scale, use_ue8m0
+            rows, scales, tables = compiled.dispatch(self._order, self._key, *given)
+            n_local, n_ranks = num_experts // self.group_size, self.group_size
+            src_info, ranges, counts = split_tables(tables, n_local, n_ranks)
             if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(result[1])
-            return *result, compiled.nothing if return_recv_hook else None
+                cumulative_local_expert_recv_stats.add_(counts)
+            handle = (src_info, ranges, sizes[0], x.shape[1], num_experts, tables)
+            result = (rows, scales_of_rows(scales)) if use_fp8 else rows
+            hook = compiled.nothing if return_recv_hook else None
+            return result, counts, handle, EventOverlap(), hook
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         channel = self._low_latency_channel(
@@ -112,7 +118,7 @@ class LowLatency:
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
-            check_tensor(self._comm, name, stats, torch.int32, (n_local,))
+            self._comm.check_tensor(name, stats, torch.int32, (n_local,))
         self._check_waits(dispatch_wait_recv_cost_stats)
         region = channel.next_region()
         if self._comm.masks:
@@ -130,7 +136,10 @@ class LowLatency:
         scales = packed = None
         if use_fp8:
             scales = empty(*channel.scales_layout, torch.float32)
-            packed = _pack_of(scales) if use_ue8m0 else scales
+            packed = scales
+            if use_ue8m0:
+                shape = (n_local, scales.shape[1] // 4, capacity)
+                packed = scales.new_empty(shape, dtype=torch.int32)
             result = (rows, scales_of_rows(packed))
         arguments = (
             x.data_ptr(),
@@ -148,7 +157,13 @@ class LowLatency:
 
             def after() -> None:
                 if use_ue8m0:
-                    _pack_exponents(scales, packed)
+                    # Exponents of four powers of two go into an int32, the first
+                    # lowest. In place: with `out=` of bytes, CUDA narrows before it
+                    # shifts.
+                    exponents = scales.view(torch.int32)
+                    exponents >>= 23
+                    bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4))
+                    bytes_.transpose(2, 3).copy_(exponents.unflatten(1, (-1, 4)))
                 if stats is not None:
                     stats.add_(counts)
 
@@ -202,10 +217,12 @@ class LowLatency:
         if torch.compiler.is_compiling():
             if zero_copy:
                 raise NotImplementedError("max_ep: zero_copy is not compiled; pass x")
-            given = (x, topk_idx, topk_weights)
-            result = compiled.low_latency_combine(self, given, handle, out)
-            return *result, compiled.nothing if return_recv_hook else None
-        check_handle(self._comm, handle, Handle, "low_latency_dispatch")
+            given = x, topk_idx, topk_weights, handle[5]
+            y = compiled.combine(self._order, self._key, *given)
+            if out is not None:
+                y = out.copy_(y)
+            return y, EventOverlap(), compiled.nothing if return_recv_hook else None
+        self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.turn is not handle.region.turn:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
             refuse("handle", f"is too old: {what}")
@@ -219,15 +236,15 @@ class LowLatency:
                 refuse("zero_copy", "needs get_next_low_latency_combine_buffer first")
             x = handle.combine_buffer
         choices = (n_tokens, channel.settings.top_k)
-        check_tensor(comm, "x", x, torch.bfloat16, channel.rows_shape)
-        check_tensor(comm, "topk_idx", topk_idx, torch.int64, choices)
-        check_tensor(comm, "topk_weights", topk_weights, torch.float32, choices)
+        comm.check_tensor("x", x, torch.bfloat16, channel.rows_shape)
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, choices)
+        comm.check_tensor("topk_weights", topk_weights, torch.float32, choices)
         self._check_waits(combine_wait_recv_cost_stats)
         shape = (n_tokens, channel.settings.hidden)
         if out is None:
             out = x.new_empty(shape)
         else:
-            check_tensor(comm, "out", out, torch.bfloat16, shape)
+            comm.check_tensor("out", out, torch.bfloat16, shape)
         arguments = (
             x.data_ptr(),
             handle.tables.data_ptr(),
@@ -251,7 +268,7 @@ class LowLatency:
                 refuse("wait_recv_cost_stats", "cannot be had with enable_shrink")
             shape = (self._comm.n_ranks,)
             name = "wait_recv_cost_stats"
-            check_tensor(self._comm, name, waits_ns, torch.int64, shape)
+            self._comm.check_tensor(name, waits_ns, torch.int64, shape)
 
     def _phase(
         self,
@@ -331,11 +348,11 @@ class LowLatency:
         format = "bfloat16"
         if use_fp8:
             format = "fp8-round" if round_scale else "fp8"
-        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * BLOCK) != 0):
+        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * FP8_BLOCK) != 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
-        check_tensor(comm, "x", x, torch.bfloat16, (None, None))
+        comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
-        check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, None))
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
         for name, n, most in (
             ("num_max_dispatch_tokens_per_rank", cap, MAX_OF_ENTRY),
             ("num_experts", n_experts, MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY),
@@ -345,20 +362,22 @@ class LowLatency:
         if n_tokens > cap:
             refuse("x", f"has {n_tokens} rows, num_max_dispatch_tokens_per_rank={cap}")
         top_k = topk_idx.shape[1]
-        multiple = 8 if format == "bfloat16" else BLOCK
+        multiple = 8 if format == "bfloat16" else FP8_BLOCK
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
         if n_experts % comm.n_ranks != 0:
             refuse("num_experts", f"={n_experts} is no multiple of {comm.n_ranks}")
-        if not 1 <= top_k <= min(_MOST_CHOICES, n_experts):
-            most = min(_MOST_CHOICES, n_experts)
+        if not 1 <= top_k <= min(MAX_TOP_K, n_experts):
+            most = min(MAX_TOP_K, n_experts)
             refuse("topk_idx", f"has {top_k} columns; 1 to {most} go")
-        settings = comm.settings(
+        settings = Settings(
+            target=comm.target,
             format=FORMATS[format],
             hidden=hidden,
             combine="bfloat16",
             combine_hidden=hidden,
             experts=n_experts,
+            ranks=comm.n_ranks,
             top_k=top_k,
             tokens=cap,
             wide_ids=True,
@@ -409,18 +428,3 @@ class LowLatency:
         """Returns about what both regions take, with 8 experts a token."""
         tokens, row = num_max_dispatch_tokens_per_rank, 2 * hidden + 16
         return _N_REGIONS * tokens * (num_ranks * (row + 64) + 8 * row)
-
-
-def _pack_of(scales: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor for the exponents of scales ``[n_local, blocks, capacity]``."""
-    n_local, n_blocks, capacity = scales.shape
-    return scales.new_empty((n_local, n_blocks // 4, capacity), dtype=torch.int32)
-
-
-def _pack_exponents(scales: torch.Tensor, packed: torch.Tensor) -> None:
-    """Puts the exponents of four powers of two into an int32, the first lowest."""
-    exponents = scales.view(torch.int32)
-    # In place: with `out=` of bytes, CUDA narrows before it shifts.
-    exponents >>= 23
-    bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4)).transpose(2, 3)
-    bytes_.copy_(exponents.unflatten(1, (-1, 4)))

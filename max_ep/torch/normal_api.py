@@ -15,33 +15,19 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 
 from .channel import BOTH, Channel
-from .checks import check_handle, check_tensor, refuse
-from .communicator import Communicator
+from .communicator import Communicator, refuse
 from .events import Config, EventOverlap
-from .library import (
-    Settings,
-    rows_out,
-    up_to,
-    weights_back,
-    words_of_row,
-    words_out,
-)
-from .tables import LazyTuple
+from .library import rows_out, up_to, weights_back, words_of_row, words_out
+from .normal_layout import Layout, NormalHandle, agree, check_layout
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _SCALES = (torch.float32, torch.int32)
-Layout = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Tokens for each rank, whether a token goes to a rank, tokens for each expert."""
-
-_MOST_TOKENS = 32768
-_MOST_RANKS = 32
 _DEFAULT_TOKENS = 4096
 _CPU_BYTES = 4 << 20
 _GPU_BYTES = 1 << 30
@@ -66,58 +52,6 @@ def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
         return (not_compiled if compiles else call)(self, *args, **options)
 
     return call_or_break
-
-
-@dataclass(eq=False)
-class NormalHandle(LazyTuple):
-    """What combine and a repeated dispatch need; reads as DeepEP's tuple.
-
-    Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, None, None, source
-    token of each row int32 ``[n_rows]``, ``is_token_in_rank``, None. In the matrix only
-    this rank's column is filled.
-
-    Attributes:
-        n_rows: Rows of ``recv_x``.
-        n_made: Rows that kernels may write.
-        n_sent: Tokens that this rank sent.
-        cap: Tokens of a rank that the channels hold.
-        n_scales: Scales of a row, as int32 words; then ids and weights.
-        top_k: Ids of a row, and weights.
-        mask: ``is_token_in_rank``.
-        ids: int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1.
-        src_info: int32 ``[n_made, 2]``.
-        ranges: int32 ``[n_ranks, 2]``: first row of each source, and rows.
-    """
-
-    comm: Communicator
-    n_rows: int
-    n_made: int
-    n_sent: int
-    cap: int
-    n_scales: int
-    top_k: int
-    mask: torch.Tensor
-    ids: torch.Tensor
-    src_info: torch.Tensor
-    ranges: torch.Tensor
-
-    @property
-    def n_words(self) -> int:
-        """Returns how many int32 words go with a row."""
-        return words_of_row(self.n_scales, self.top_k)
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Returns what launches use."""
-        return self.mask, self.ids, self.src_info, self.ranges
-
-    def items(self) -> tuple[Any, ...]:
-        """Returns what DeepEP's handle has."""
-        n_ranks = len(self.ranges)
-        ends = self.ranges.sum(1, dtype=torch.int32)
-        matrix = ends.new_zeros((n_ranks, n_ranks))
-        matrix[:, self.comm.rank] = ends
-        sources = self.src_info[: self.n_rows, 0]
-        return matrix, None, None, sources, self.mask, None
 
 
 class Normal:
@@ -155,7 +89,7 @@ class Normal:
         """
         comm = self._comm
         comm.raise_failure()
-        check_tensor(comm, "topk_idx", topk_idx, torch.int64, (None, None))
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, (None, None))
         if num_experts < 1 or num_experts % comm.n_ranks != 0:
             refuse("num_experts", f"={num_experts} is no multiple of {comm.n_ranks}")
         if not comm.is_gpu and not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
@@ -234,7 +168,7 @@ class Normal:
                 "max_ep: num_tokens_per_rdma_rank: ranks of several hosts; MAX graphs "
                 "reach them (EPConfig.n_nodes, docs/several_hosts.md)"
             )
-        check_tensor(comm, "x", x, x.dtype, (None, None))
+        comm.check_tensor("x", x, x.dtype, (None, None))
         n_tokens, hidden = x.shape
         row_bytes = hidden * x.element_size()
         if row_bytes == 0 or row_bytes % 16 != 0:
@@ -244,7 +178,7 @@ class Normal:
                 refuse("scales of x", f"are {scales.dtype}, not float32 or int32")
             shape = (n_tokens, None if scales.dtype == torch.int32 else hidden // 128)
             # Of any strides: matmuls want columns.
-            check_tensor(comm, "scales of x", scales, scales.dtype, shape, True)
+            comm.check_tensor("scales of x", scales, scales.dtype, shape, True)
         n_scales = 0 if scales is None else scales.shape[1]
         is_new = handle is None
         counts: list[int] | None = None
@@ -256,7 +190,7 @@ class Normal:
                 num_worst_tokens,
                 previous_event,
             )
-        check_handle(comm, handle, NormalHandle, "dispatch")
+        comm.check_handle(handle, NormalHandle, "dispatch")
         if not is_new and (topk_idx is not None or topk_weights is not None):
             refuse("topk_idx", "is not sent again with a handle")
         if n_tokens != handle.n_sent:
@@ -265,12 +199,13 @@ class Normal:
         recv_x = x.new_empty((handle.n_made, hidden))
         # A handle of other tokens may have no place for scales.
         n_words = max(handle.n_words, words_of_row(n_scales, 0))
+        group = self._group(handle.cap)
         # The bytes of a row travel as they are.
-        wanted = [self._settings(handle.cap, rows_out(row_bytes))]
+        wanted = [rows_out(row_bytes, **group)]
         has_extras = scales is not None or topk_idx is not None
         if has_extras:
-            dtype = x.dtype if x.dtype in _COMBINES else torch.bfloat16
-            wanted.append(self._of_back(handle.cap, n_words, hidden, dtype))
+            combine = _COMBINES.get(x.dtype, "bfloat16")
+            wanted.append(words_out(n_words, combine, hidden, **group))
         rows, *back = comm.open(wanted, 1)
         recv_scales = None
         if scales is not None:
@@ -284,18 +219,31 @@ class Normal:
             if is_new:
                 ranks = torch.arange(comm.n_ranks, dtype=torch.int32, device=x.device)
                 torch.where(handle.mask, ranks, ranks.new_full((), -1), out=handle.ids)
-            moves = [(rows, x, recv_x)]
-            if has_extras:
-                sent = _pack(handle, n_words, scales, topk_idx, topk_weights)
-                extras = handle.ids.new_full((handle.n_made, n_words), -1)
-                moves.append((back[0], sent, extras))
-            self._move(handle, moves)
+            if not has_extras:
+                return self._move(handle, [(rows, x, recv_x)])
+            k = handle.top_k if received else 0
+            parts = [n_scales, k, k, n_words - n_scales - 2 * k]
+            sent = handle.ids.new_empty((n_tokens, n_words))
+            of_scales, of_ids, of_weights, _ = sent.split(parts, 1)
             if scales is not None:
-                from_words = extras[: handle.n_rows, :n_scales]
-                recv_scales.copy_(from_words.view(scales.dtype))
+                of_scales.copy_(scales.contiguous().view(torch.int32))
             if received:
+                of_ids.copy_(topk_idx)
+                of_weights.copy_(topk_weights.view(torch.int32))
+            extras = handle.ids.new_full((handle.n_made, n_words), -1)
+            self._move(handle, [(rows, x, recv_x), (back[0], sent, extras)])
+            got = extras[: handle.n_rows]
+            of_scales, of_ids, of_weights, _ = got.split(parts, 1)
+            if scales is not None:
+                recv_scales.copy_(of_scales.view(scales.dtype))
+            if received:
+                ids, weights = received
                 n_local = num_tokens_per_expert.numel() // comm.n_ranks
-                _unpack(handle, extras[: handle.n_rows], n_local, *received)
+                torch.sub(of_ids, comm.rank * n_local, out=ids)
+                is_elsewhere = (ids < 0) | (ids >= n_local)
+                ids.masked_fill_(is_elsewhere, -1)
+                weights.view(torch.int32).copy_(of_weights)
+                weights.masked_fill_(is_elsewhere, 0)
 
         tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
         tensors += received + handle.tensors()
@@ -334,10 +282,10 @@ class Normal:
             the event.
         """
         comm = self._comm
-        check_handle(comm, handle, NormalHandle, "dispatch")
+        comm.check_handle(handle, NormalHandle, "dispatch")
         if isinstance(x, torch.Tensor) and x.dtype not in _COMBINES:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
-        check_tensor(comm, "x", x, x.dtype, (handle.n_rows, None))
+        comm.check_tensor("x", x, x.dtype, (handle.n_rows, None))
         hidden = x.shape[1]
         if hidden == 0 or hidden * x.element_size() % 16 != 0:
             refuse("x", f"has rows of {hidden} elements, not of whole 16 bytes")
@@ -345,16 +293,17 @@ class Normal:
         biases = bias if isinstance(bias, tuple) else (bias,)
         biases = tuple(one for one in biases if one is not None)
         for one in biases:
-            check_tensor(comm, "bias", one, x.dtype, tuple(y.shape))
-        wanted = [self._of_back(handle.cap, handle.n_words, hidden, x.dtype)]
+            comm.check_tensor("bias", one, x.dtype, tuple(y.shape))
+        group = self._group(handle.cap)
+        wanted = [words_out(handle.n_words, _COMBINES[x.dtype], hidden, **group)]
         weights = None
         if topk_weights is not None:
             shape = (handle.n_rows, None)
             # Of any strides: gradients often are expanded.
-            check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape, True)
+            comm.check_tensor("topk_weights", topk_weights, torch.float32, shape, True)
             top_k = topk_weights.shape[1]
             weights = topk_weights.new_empty((handle.n_sent, top_k))
-            wanted.append(self._settings(handle.cap, weights_back(top_k)))
+            wanted.append(weights_back(top_k, **group))
         channel, *of_weights = comm.open(wanted, 1)
 
         def work() -> None:
@@ -385,7 +334,7 @@ class Normal:
         """Checks a layout and agrees on it; returns handle and rows by local expert."""
         comm, n_ranks = self._comm, self._comm.n_ranks
         n_tokens, row_bytes, n_scales = sizes
-        top_k = self._check_layout(n_tokens, layout, choices)
+        top_k = check_layout(comm, n_tokens, layout, choices)
         per_rank, mask, _ = layout
         if num_worst_tokens:
             n_rows, counts = num_worst_tokens, []
@@ -398,7 +347,7 @@ class Normal:
         else:
             if previous_event is not None:
                 previous_event.current_stream_wait()
-            most, n_rows, counts = self._agree(sizes, layout, top_k)
+            most, n_rows, counts = agree(comm, sizes, layout, top_k)
         self._cap = self._enough(most, row_bytes)
         n_made = n_ranks * self._cap if num_worst_tokens else n_rows
         new = per_rank.new_empty
@@ -417,65 +366,6 @@ class Normal:
         )
         return handle, counts
 
-    def _check_layout(
-        self,
-        n_tokens: int,
-        layout: Layout,
-        choices: tuple[torch.Tensor | None, torch.Tensor | None],
-    ) -> int:
-        """Refuses a layout that cannot be of these tokens; returns ids of a token."""
-        comm, n_ranks = self._comm, self._comm.n_ranks
-        per_rank, mask, per_expert = layout
-        if per_rank is None or mask is None or per_expert is None:
-            refuse(
-                "dispatch",
-                "needs a handle, or num_tokens_per_rank, is_token_in_rank and "
-                "num_tokens_per_expert",
-            )
-        check_tensor(comm, "num_tokens_per_rank", per_rank, torch.int32, (n_ranks,))
-        shape = (n_tokens, n_ranks)
-        check_tensor(comm, "is_token_in_rank", mask, torch.bool, shape)
-        check_tensor(comm, "num_tokens_per_expert", per_expert, torch.int32, (None,))
-        if per_expert.numel() % n_ranks != 0:
-            what = f"has {per_expert.numel()} experts, no multiple of {n_ranks} ranks"
-            refuse("num_tokens_per_expert", what)
-        topk_idx, topk_weights = choices
-        top_k = 0
-        if topk_idx is not None:
-            check_tensor(comm, "topk_idx", topk_idx, torch.int64, (n_tokens, None))
-            shape = tuple(topk_idx.shape)
-            check_tensor(comm, "topk_weights", topk_weights, torch.float32, shape)
-            top_k = shape[1]
-        elif topk_weights is not None:
-            refuse("topk_weights", "are sent with topk_idx only")
-        if n_ranks > _MOST_RANKS:
-            refuse("dispatch", f"is for at most {_MOST_RANKS} ranks, not {n_ranks}")
-        if n_tokens > _MOST_TOKENS:
-            refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
-        return top_k
-
-    def _agree(
-        self, sizes: tuple[int, int, int], layout: Layout, top_k: int
-    ) -> tuple[int, int, list[int]]:
-        """Exchanges counts; returns the most tokens of a rank, the rows that this rank
-        receives, and those of each local expert."""
-        comm, n_ranks = self._comm, self._comm.n_ranks
-        n_tokens, row_bytes, n_scales = sizes
-        _, mask, per_expert = layout
-        # The mask says what is sent, so rows are counted by it alone.
-        mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
-        n_experts = per_expert.numel()
-        what = (
-            f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
-            f"top_k={top_k}, num_experts={n_experts}"
-        )
-        notes = comm.exchange(what, [n_tokens, *mine])
-        n_local = n_experts // n_ranks
-        first = 1 + n_ranks + comm.rank * n_local
-        counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
-        most = max(note[0] for note in notes)
-        return most, sum(note[1 + comm.rank] for note in notes), counts
-
     def _enough(self, n_tokens: int, row_bytes: int) -> int:
         """Returns how many tokens of a rank channels hold; never less than before.
 
@@ -488,17 +378,11 @@ class Normal:
         start = self._cap or min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
         return max(start, 1 << max(0, n_tokens - 1).bit_length())
 
-    def _settings(self, cap: int, fields: dict[str, Any]) -> Settings:
-        """Describes a channel in which each rank is an expert."""
-        n_ranks = self._comm.n_ranks
-        group = dict(experts=n_ranks, top_k=n_ranks, tokens=cap)
-        return self._comm.settings(**group, **fields)
-
-    def _of_back(
-        self, cap: int, n_words: int, hidden: int, dtype: torch.dtype
-    ) -> Settings:
-        """Describes the channel of extras out, and of rows back."""
-        return self._settings(cap, words_out(n_words, _COMBINES[dtype], hidden))
+    def _group(self, cap: int) -> dict[str, Any]:
+        """Describes a group in which each rank is an expert."""
+        n = self._comm.n_ranks
+        target = self._comm.target
+        return dict(target=target, ranks=n, experts=n, top_k=n, tokens=cap)
 
     def _move(
         self,
@@ -545,38 +429,3 @@ class Normal:
             handle.n_sent,
             ones.data_ptr(),
         )
-
-
-def _pack(
-    handle: NormalHandle,
-    n_words: int,
-    scales: torch.Tensor | None,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-) -> torch.Tensor:
-    """Makes the rows that go with the tokens."""
-    n, k = 0, handle.top_k
-    sent = handle.ids.new_empty((handle.n_sent, n_words))
-    if scales is not None:
-        n = scales.shape[1]
-        sent[:, :n] = scales.contiguous().view(torch.int32)
-    if topk_idx is not None:
-        sent[:, n : n + k] = topk_idx
-        sent[:, n + k : n + 2 * k] = topk_weights.view(torch.int32)
-    return sent
-
-
-def _unpack(
-    handle: NormalHandle,
-    extras: torch.Tensor,
-    n_local: int,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-) -> None:
-    """Reads ids, made local, and weights out of them."""
-    n, k = handle.n_scales, handle.top_k
-    torch.sub(extras[:, n : n + k], handle.comm.rank * n_local, out=ids)
-    is_elsewhere = (ids < 0) | (ids >= n_local)
-    ids.masked_fill_(is_elsewhere, -1)
-    weights.view(torch.int32).copy_(extras[:, n + k : n + 2 * k])
-    weights.masked_fill_(is_elsewhere, 0)

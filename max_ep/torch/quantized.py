@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 
-_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+from ..quantize import float4_e2m1fn_to_float32
 
 # Elements that share a scale, by the dtypes of values and scales.
 _BLOCKS = {
@@ -69,6 +70,5 @@ def dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _fp4_pairs(device: torch.device) -> torch.Tensor:
     """Returns the two numbers of each byte, ``[256, 2]``."""
-    numbers = [*_FP4_MAGNITUDES, *(-x for x in _FP4_MAGNITUDES)]
-    pairs = [[low, high] for high in numbers for low in numbers]
-    return torch.tensor(pairs, dtype=torch.float32, device=device)
+    bytes_ = np.arange(256, dtype=np.uint8)[:, np.newaxis]
+    return torch.from_numpy(float4_e2m1fn_to_float32(bytes_)).to(device)

@@ -44,11 +44,9 @@ class Streams:
         return stream
 
     def is_capturing(self) -> bool:
-        """Returns whether a graph captures the current stream."""
         return self.is_gpu and torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
-        """Waits for this rank's launches."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
@@ -74,11 +72,8 @@ class Streams:
     ) -> EventOverlap:
         """Does work on the current stream, or on one of its own if asynchronous.
 
-        Args:
-            work: Launches; on CPU it has ended when it returns.
-            tensors: What it uses; the allocator hears of both streams.
-            async_finish: Whether the current stream goes on without waiting.
-            previous_event: What the work waits for; None: all of the current stream.
+        The work waits for ``previous_event``; None: for all of the current stream. The
+        allocator hears of both streams.
         """
         if not (self.is_gpu and async_finish):
             if previous_event is not None:

@@ -23,7 +23,6 @@ def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
 
 
 def dense(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns a shape with its strides."""
     strides = [1]
     for n in shape[:0:-1]:
         strides.insert(0, strides[0] * n)
@@ -37,7 +36,6 @@ class LazyTuple(Sequence[Any]):
     """
 
     def items(self) -> tuple[Any, ...]:
-        """Returns the tuple."""
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Any:
@@ -58,7 +56,6 @@ def scales_of_rows(scales: torch.Tensor) -> torch.Tensor:
 
 
 def n_table_words(n_local: int, n_ranks: int, cap: int) -> int:
-    """Returns the number of words of that tensor."""
     return n_local * (2 * n_ranks * cap + 2 * n_ranks + 1)
 
 

@@ -13,7 +13,7 @@ import time
 import zlib
 from typing import Any
 
-from .symmetric_memory import SharedMemory
+from ..memory.symmetric_memory import SharedMemory
 
 _NOTE_BYTES = 64 << 10
 _HEADER = ctypes.c_uint64 * 3  # number of the exchange, bytes, checksum
@@ -96,10 +96,5 @@ class Board:
                     )
                 time.sleep(0.0002)
 
-    def skip_to(self, n_exchanges: int) -> None:
-        """Makes this the last exchange: of a rank that has missed some."""
-        self.n_exchanges = n_exchanges
-
     def close(self) -> None:
-        """Gives the memory back."""
         self._memory.close()

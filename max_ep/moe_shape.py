@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models are served where, and the sizes of their MoE layers. It loads no MAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .limits import FP8_BLOCK, fp8_takes
+
+PLACES = ("the CPU", "one GPU", "several GPUs")
+
+SUPPORTED = {
+    "Qwen3MoeForCausalLM": PLACES,
+    "MiniMaxM2ForCausalLM": PLACES[:2],
+    "DeepseekV3ForCausalLM": PLACES[2:],
+}
+"""Where an architecture is served: the table of docs/serving.md."""
+
+
+def check_place(architecture: str, n_gpus: int) -> None:
+    """Refuses an architecture that is not served on so many GPUs; 0: the CPU."""
+    place, places = PLACES[min(n_gpus, 2)], SUPPORTED[architecture]
+    if place not in places:
+        raise ValueError(
+            f"{architecture} is not served on {place}, but on {' and '.join(places)}; "
+            "`max serve` without max_ep may serve it there"
+        )
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """The sizes of a model's MoE layers."""
+
+    hidden_size: int
+    """Elements of a token."""
+    n_experts: int
+    """Routed experts."""
+    top_k: int
+    """Experts of a token."""
+    moe_dim: int
+    """Elements between an expert's two matmuls."""
+    has_shared_expert: bool = False
+    """Whether one expert of the same sizes has all tokens; it goes through dispatch."""
+    has_fp8_blocks: bool = False
+    """Whether matrices are in FP8 with a scale for each 128 x 128 elements."""
+
+    @property
+    def fits_fp8(self) -> bool:
+        """Whether our matmuls take the experts' weights in FP8."""
+        sizes = (2 * self.moe_dim, self.hidden_size), (self.hidden_size, self.moe_dim)
+        return self.has_fp8_blocks and all(fp8_takes(n, k) for n, k in sizes)
+
+    @classmethod
+    def of(cls, huggingface_config: Any) -> MoeShape:
+        """Reads a checkpoint's ``config.json``, as transformers parses it."""
+        for name in ("n_routed_experts", "num_experts", "num_local_experts"):
+            n_experts = getattr(huggingface_config, name, None)
+            if n_experts:
+                break
+        else:
+            raise ValueError(
+                f"a {huggingface_config.model_type} checkpoint without experts: its "
+                "config.json has none of n_routed_experts, num_experts and "
+                "num_local_experts; serve it without max_ep"
+            )
+        return cls(
+            hidden_size=huggingface_config.hidden_size,
+            n_experts=n_experts,
+            top_k=huggingface_config.num_experts_per_tok,
+            # In models without dense layers the field has the plain name.
+            moe_dim=getattr(huggingface_config, "moe_intermediate_size", None)
+            or huggingface_config.intermediate_size,
+            # Two or more are one wider expert, which MAX runs itself.
+            has_shared_expert=getattr(huggingface_config, "n_shared_experts", 0) == 1,
+            has_fp8_blocks=fp8_block(huggingface_config) == [FP8_BLOCK] * 2,
+        )
+
+
+def fp8_block(huggingface_config: Any) -> list[int] | None:
+    """Returns the sizes of the blocks that have a scale; None: it is not in FP8."""
+    config = getattr(huggingface_config, "quantization_config", None) or {}
+    return config.get("weight_block_size")

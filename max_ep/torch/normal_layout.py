@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sends which tokens to whom in DeepEP's normal calls: checked, and agreed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..limits import MAX_TOP_K
+from .communicator import Communicator, refuse
+from .library import words_of_row
+from .tables import LazyTuple
+
+Layout = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Tokens for each rank, whether a token goes to a rank, tokens for each expert."""
+
+_MOST_TOKENS = 32768
+
+
+@dataclass(eq=False)
+class NormalHandle(LazyTuple):
+    """What combine and a repeated dispatch need; reads as DeepEP's tuple.
+
+    Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, None, None, source
+    token of each row int32 ``[n_rows]``, ``is_token_in_rank``, None. In the matrix only
+    this rank's column is filled.
+
+    Attributes:
+        n_rows: Rows of ``recv_x``.
+        n_made: Rows that kernels may write.
+        n_sent: Tokens that this rank sent.
+        cap: Tokens of a rank that the channels hold.
+        n_scales: Scales of a row, as int32 words; then ids and weights.
+        top_k: Ids of a row, and weights.
+        mask: ``is_token_in_rank``.
+        ids: int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1.
+        src_info: int32 ``[n_made, 2]``.
+        ranges: int32 ``[n_ranks, 2]``: first row of each source, and rows.
+    """
+
+    comm: Communicator
+    n_rows: int
+    n_made: int
+    n_sent: int
+    cap: int
+    n_scales: int
+    top_k: int
+    mask: torch.Tensor
+    ids: torch.Tensor
+    src_info: torch.Tensor
+    ranges: torch.Tensor
+
+    @property
+    def n_words(self) -> int:
+        """Returns how many int32 words go with a row."""
+        return words_of_row(self.n_scales, self.top_k)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Returns what launches use."""
+        return self.mask, self.ids, self.src_info, self.ranges
+
+    def items(self) -> tuple[Any, ...]:
+        """Returns what DeepEP's handle has."""
+        n_ranks = len(self.ranges)
+        ends = self.ranges.sum(1, dtype=torch.int32)
+        matrix = ends.new_zeros((n_ranks, n_ranks))
+        matrix[:, self.comm.rank] = ends
+        sources = self.src_info[: self.n_rows, 0]
+        return matrix, None, None, sources, self.mask, None
+
+
+def check_layout(
+    comm: Communicator,
+    n_tokens: int,
+    layout: Layout,
+    choices: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> int:
+    """Refuses a layout that cannot be of these tokens; returns ids of a token."""
+    n_ranks = comm.n_ranks
+    per_rank, mask, per_expert = layout
+    if per_rank is None or mask is None or per_expert is None:
+        refuse(
+            "dispatch",
+            "needs a handle, or num_tokens_per_rank, is_token_in_rank and "
+            "num_tokens_per_expert",
+        )
+    comm.check_tensor("num_tokens_per_rank", per_rank, torch.int32, (n_ranks,))
+    shape = (n_tokens, n_ranks)
+    comm.check_tensor("is_token_in_rank", mask, torch.bool, shape)
+    comm.check_tensor("num_tokens_per_expert", per_expert, torch.int32, (None,))
+    if per_expert.numel() % n_ranks != 0:
+        what = f"has {per_expert.numel()} experts, no multiple of {n_ranks} ranks"
+        refuse("num_tokens_per_expert", what)
+    topk_idx, topk_weights = choices
+    top_k = 0
+    if topk_idx is not None:
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
+        shape = tuple(topk_idx.shape)
+        comm.check_tensor("topk_weights", topk_weights, torch.float32, shape)
+        top_k = shape[1]
+    elif topk_weights is not None:
+        refuse("topk_weights", "are sent with topk_idx only")
+    if n_ranks > MAX_TOP_K:
+        refuse("dispatch", f"is for at most {MAX_TOP_K} ranks, not {n_ranks}")
+    if n_tokens > _MOST_TOKENS:
+        refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
+    return top_k
+
+
+def agree(
+    comm: Communicator, sizes: tuple[int, int, int], layout: Layout, top_k: int
+) -> tuple[int, int, list[int]]:
+    """Exchanges counts; returns the most tokens of a rank, the rows that this rank
+    receives, and those of each local expert."""
+    n_ranks = comm.n_ranks
+    n_tokens, row_bytes, n_scales = sizes
+    _, mask, per_expert = layout
+    # The mask says what is sent, so rows are counted by it alone.
+    mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
+    n_experts = per_expert.numel()
+    what = (
+        f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
+        f"top_k={top_k}, num_experts={n_experts}"
+    )
+    notes = comm.exchange(what, [n_tokens, *mine])
+    n_local = n_experts // n_ranks
+    first = 1 + n_ranks + comm.rank * n_local
+    counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
+    most = max(note[0] for note in notes)
+    return most, sum(note[1 + comm.rank] for note in notes), counts
