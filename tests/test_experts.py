@@ -120,7 +120,7 @@ set_virtual_device_count(1)
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
-from max_ep.experts import grouped_swiglu
+from max_ep.experts import grouped_swiglu, routed_swiglu
 
 gpu, bf16 = DeviceRef.GPU(0), DType.bfloat16
 types = [
@@ -129,14 +129,19 @@ types = [
     TensorType(bf16, [8, 512, 256], gpu),
     TensorType(DType.uint32, [9], gpu),
     TensorType(DType.int32, [8], gpu),
+    TensorType(DType.int32, ["n_tokens", 4], gpu),
+    TensorType(DType.float32, ["n_tokens", 4], gpu),
 ]
 with Graph("experts", input_types=types) as graph:
-    graph.output(grouped_swiglu(*(value.tensor for value in graph.inputs)))
+    x, gate_up, down, *groups, ids, weights = (v.tensor for v in graph.inputs)
+    layer = routed_swiglu(x, ids, weights, gate_up, down)
+    graph.output(grouped_swiglu(x, gate_up, down, *groups), layer)
 InferenceSession(devices=[Accelerator(0)], export_mefs=sys.argv[1]).load(graph)
 print("compiled", flush=True)
 os._exit(0)
 """
-"""Compiles SwiGLU experts. Virtual devices are for a whole process."""
+"""Compiles SwiGLU experts of rows, and of tokens. Virtual devices are for a whole
+process."""
 
 
 @pytest.mark.skipif("MAX_EP_ALL_CASES" not in os.environ, reason="slow")
@@ -147,7 +152,7 @@ def test_ops_compile_for_hopper(tmp_path):
     assert "compiled" in done.stdout, done.stderr[-2000:]
     (model,) = tmp_path.glob("*.mef")
     kernels = re.findall(rb"\.text\.(max_ep_experts_hopper\w+)", model.read_bytes())
-    assert len(set(kernels)) == 2
+    assert len(set(kernels)) == 3
 
 
 BF16, F32 = DType.bfloat16, DType.float32
