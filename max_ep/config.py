@@ -251,8 +251,8 @@ class EPConfig:
 
     @property
     def masks(self) -> bool:
-        """Whether ranks mask a peer that is late."""
-        return self.on_timeout == "mask"
+        """Whether ranks mask a peer that is late; one rank has no peer."""
+        return self.on_timeout == "mask" and self.n_ranks > 1
 
     @property
     def is_by_rank(self) -> bool:
@@ -345,7 +345,7 @@ class EPConfig:
             self.top_k,
             *self.axes,
             self.router_top_k,
-            self.on_timeout,
+            "mask" if self.masks else "raise",
             self.token_format.row_scale_bytes,
             self.partial_block,
         )

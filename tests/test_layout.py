@@ -4,6 +4,8 @@
 `mojo/places.mojo` walks through the picture in `layout.mojo`, place by place.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import BY_RANK_CASES, CASES, LARGE_CASES, SUMS_CASES, Case
@@ -169,6 +171,8 @@ def test_counters_hold_every_pair(n_ranks):
     assert masks.counters_words == decided + 2 * (n_pairs + 2 * case.n_ranks) + n_last
     assert masks.combine_recv_bytes == case.n_ranks * plain.combine_recv_bytes
     assert masks.dispatch_counts_bytes == plain.dispatch_counts_bytes + 8 * case.n_ranks
+    alone = replace(case, n_ranks=1, n_experts=case.n_local_experts)
+    assert alone.config(on_timeout="mask").sizes() == alone.config().sizes()
     for n_experts, n_words in words_of.items():
         n_pairs = up(n_experts, n_ranks)
         assert header + 2 * (n_pairs + 1) <= n_words, (n_experts, n_ranks)

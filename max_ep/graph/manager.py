@@ -502,7 +502,7 @@ class EPBatchManager:
             masked rank; ``live_share`` ``[n_tokens]`` float32: the part of the token's
             weights that its other choices have. A result divided by it is renormalized.
         """
-        if not self.config.masks:
+        if self.config.on_timeout != "mask":
             raise ValueError("ep_degraded needs EPConfig.on_timeout='mask'")
         device = self._check_choices(topk_ids, device_id)
         shape = [None, self.config.top_k]
