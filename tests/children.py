@@ -2,6 +2,7 @@
 """Runs programs in processes of their own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,11 @@ def printed(*command: Any, **how: Any) -> str:
         f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     )
     return done.stdout
+
+
+def names_of(group: str) -> list[str]:
+    """Lists files and sockets of a group, which others can find."""
+    with open("/proc/net/unix") as sockets:
+        found = {line.split()[-1] for line in sockets}
+    pattern = re.compile(rf"(@max_ep/\d+/|max_ep-){re.escape(group)}")
+    return sorted(filter(pattern.match, found.union(os.listdir("/dev/shm"))))

@@ -18,6 +18,7 @@ from typing import Any
 
 import gathering
 import numpy as np
+from children import names_of
 from harness import assert_same_bits, to_numpy
 from max.engine import InferenceSession
 from processes import (
@@ -31,7 +32,6 @@ from processes import (
     check_dispatched,
     config_of,
     dispatcher_of,
-    names_of,
 )
 
 from max_ep import EPConfig

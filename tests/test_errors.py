@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import F32, Inputs, expected_dispatch, make_inputs
-from children import WHERE_WE_IMPORT, printed
+from children import WHERE_WE_IMPORT, names_of, printed
 from errors import raises, refused
 from harness import to_buffer, to_numpy
 from in_turn import Group
 from max.driver import Buffer
-from processes import PHASED, Engine, check_dispatched, names_of
+from processes import PHASED, Engine, check_dispatched
 from test_refusals import AS_SUMS, OF_F32, OF_FP8, TWO
 
 from max_ep import EPCommInitializer

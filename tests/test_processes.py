@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import scenarios
-from children import ran
+from children import names_of, ran
 from errors import raises, refused
 from in_turn import Group
-from processes import N_RANKS, PHASED, Engine, names_of
+from processes import N_RANKS, PHASED, Engine
 from scenarios import KILLED_AT, KILLED_RANK, SCENARIOS, Outcome
 
 from max_ep import LaunchError, launch
