@@ -8,8 +8,7 @@ make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 """
 
 import functools
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +16,6 @@ from max.dtype import DType
 
 from max_ep import EPConfig
 from max_ep.formats import BY_NAME, TokenFormat
-from max_ep.limits import MAX_TOP_K
 from max_ep.quantize import quantize_nvfp4_dynamic
 from max_ep.reference import (
     DispatchResult,
@@ -121,29 +119,20 @@ class Case:
 
     def config(self, **changes: object) -> EPConfig:
         """Makes the `EPConfig`, in one process unless changed."""
-        make_quant_config = self.token_format.make_quant_config
-        fields = dict(
+        same = "hidden_size top_k n_experts max_tokens_per_rank output_layout"
+        same += " scale_layout fused_shared_expert protocol combine_mode partial_dtype"
+        same += " use_allreduce max_output_rows"
+        quantized = self.token_format.make_quant_config
+        back = self.partial and BY_NAME[self.partial].make_quant_config()
+        fields = {name: getattr(self, name) for name in same.split()} | dict(
             dispatch_dtype=self.token_format.dtype,
             combine_dtype=self.combine,
-            hidden_size=self.hidden_size,
-            top_k=self.top_k,
-            n_experts=self.n_experts,
-            max_tokens_per_rank=self.max_tokens_per_rank,
             n_gpus_per_node=self.n_ranks,
             n_nodes=1,
             target="cpu",
-            dispatch_quant_config=make_quant_config() if make_quant_config else None,
+            dispatch_quant_config=quantized and quantized(),
             fp8_power_of_two_scales=self.has_rounded_scales,
-            output_layout=self.output_layout,
-            scale_layout=self.scale_layout,
-            fused_shared_expert=self.fused_shared_expert,
-            protocol=self.protocol,
-            combine_mode=self.combine_mode,
-            partial_dtype=self.partial_dtype,
-            combine_quant_config=self.partial
-            and BY_NAME[self.partial].make_quant_config(),
-            use_allreduce=self.use_allreduce,
-            max_output_rows=self.max_output_rows,
+            combine_quant_config=back,
             tokens_are_quantized=self.forwards,
             nvfp4_dyn_global_scales=self.row_scales,
         )
@@ -262,53 +251,13 @@ _QUANTIZED_SUMS = [
 ]
 SUMS_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
 
-SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
+# 3 ranks with 2, 2 and 1 experts. "full": 3 * 7 rows of each of 3 experts.
+CAPPED = Case("capped", 3, 5, 3, 80, 7, max_output_rows=17)
+TIGHT = replace(CAPPED, name="tight", max_output_rows=1, fused_shared_expert=True)
+CAPPED_CASES = in_protocols([CAPPED]) | {"tight": TIGHT}
+"""Dispatch into fewer rows than some routings need."""
 
-
-def features(case: Case) -> set[tuple]:
-    """Lists what a case has that its protocol, or its combine, must get right."""
-    n_last = case.n_experts - (case.n_ranks - 1) * case.n_local_experts
-    of_dispatch = dict(
-        ranks=case.n_ranks if case.n_ranks in (1, 5) else "some",
-        last_rank="full" if n_last == case.n_local_experts else n_last > 0,
-        top_k=case.top_k if case.top_k in (1, MAX_TOP_K) else "some",
-        scales=case.scales,
-        layout=(case.output_layout, case.fused_shared_expert, case.is_quantized),
-        scale_layout=case.scale_layout if case.is_quantized else None,
-        # Whether a launch is spread over workers.
-        spread=case.max_tokens_per_rank > 32 and case.output_layout,
-        allreduce=case.use_allreduce,
-    )
-    of_combine = dict(
-        layout=(case.output_layout, case.fused_shared_expert),
-        dtype=(case.combine, case.sends_rows_back, case.partial_dtype),
-        partial=case.partial,
-    )
-    # The numbers of a block-scaled format do not depend on the protocol.
-    is_block_scaled = case.wire in ("mxfp8", "nvfp4", "mxfp4")
-    wire_of = "all" if is_block_scaled else case.protocol
-    return {
-        (wire_of, "wire", case.wire, case.tokens, case.forwards, case.row_scales),
-        *((case.protocol, *of) for of in of_dispatch.items()),
-        *((case.combine_mode, case.protocol, *of) for of in of_combine.items()),
-    }
-
-
-def covering(cases: dict[str, Case], others: Iterable[Case]) -> dict[str, Case]:
-    """Picks cases that have, with others, each feature once: compiling a case for CPU
-    ranks takes ten seconds. All with `MAX_EP_ALL_CASES`."""
-    if "MAX_EP_ALL_CASES" in os.environ:
-        return cases
-    seen = set().union(*map(features, others))
-    picked: dict[str, Case] = {}
-
-    def new_in(name: str) -> int:
-        return len(features(cases[name]) - seen)
-
-    while new_in(name := max(cases, key=new_in)):
-        picked[name] = cases[name]
-        seen |= features(cases[name])
-    return picked
+SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | CAPPED_CASES
 
 
 # Large enough that a launch is spread over workers and writes past the caches.
@@ -348,6 +297,8 @@ class Expected:
 
     dispatch: list[DispatchResult] | list[PaddedResult]
     combine: list[np.ndarray]
+    dropped: list[tuple[np.ndarray, np.ndarray]] | None = None
+    """With a cap on rows: how many are dropped of each token, of each local expert."""
 
 
 def _rng(*names: object) -> np.random.Generator:
@@ -464,7 +415,7 @@ def widen(bits: np.ndarray) -> np.ndarray:
 def expected(case: Case, given: Inputs) -> Expected:
     if case.use_allreduce:
         return _each_rank_alone(case, given)
-    results = _packed_dispatch(case, given)
+    results = _dispatch(case, given)
     dispatched = _in_layout(case, results)
     if given.expert_rows is None:
         rows = [r.rows for r in results]
@@ -487,7 +438,25 @@ def expected(case: Case, given: Inputs) -> Expected:
         sums = combine_sums(rows, results, given.weights, round_partial, round_sum)
     else:
         sums = combine(rows, results, given.weights, round_sum)
-    return Expected(dispatched, [narrow(x, case.combine) for x in sums])
+    is_capped = case.max_output_rows is not None
+    dropped = _dropped(case, given, results) if is_capped else None
+    return Expected(dispatched, [narrow(x, case.combine) for x in sums], dropped)
+
+
+def _dropped(
+    case: Case, given: Inputs, kept: list[DispatchResult]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Counts what is chosen and does not come."""
+    of_tokens = [(ids >= 0).sum(axis=1) for ids in given.ids]
+    for result in kept:
+        for src_rank, (token, k) in zip(result.src_ranks, result.src_info):
+            of_tokens[src_rank][token] -= k >= 0
+    all_rows = _dispatch(replace(case, max_output_rows=None), given)
+    of_experts = [
+        np.diff(many.row_offsets.astype(int)) - np.diff(few.row_offsets.astype(int))
+        for many, few in zip(all_rows, kept)
+    ]
+    return list(zip(of_tokens, (n[-case.n_local_experts :] for n in of_experts)))
 
 
 def _each_rank_alone(case: Case, given: Inputs) -> Expected:
@@ -515,7 +484,7 @@ def _each_rank_alone(case: Case, given: Inputs) -> Expected:
 def expected_dispatch(
     case: Case, given: Inputs
 ) -> list[DispatchResult] | list[PaddedResult]:
-    return _in_layout(case, _packed_dispatch(case, given))
+    return _in_layout(case, _dispatch(case, given))
 
 
 def _in_layout(
@@ -526,47 +495,33 @@ def _in_layout(
     return [pad(result, case.n_ranks, case.capacity) for result in results]
 
 
-def _packed_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
-    results = _all_rows(case, given)
+def _dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
+    quantize = case.token_format.quantize
+    if case.has_rounded_scales:
+        quantize = functools.partial(quantize, power_of_two_scales=True)
+    tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
+    # The oracle knows no input scales: then it routes only.
+    how = dict(quantize=quantize, shared_expert=case.fused_shared_expert)
+    has_scales = given.input_scales is not None
+    results = dispatch(tokens, given.ids, case.n_experts, **({} if has_scales else how))
+    for rank, result in enumerate(results):
+        if has_scales:
+            # Every row is scaled by the expert it stands for, then encoded.
+            first = rank * case.n_local_experts
+            per_expert = np.diff(result.row_offsets.astype(np.int64))
+            expert_of = first + np.repeat(np.arange(case.n_local_experts), per_expert)
+            scale_of = given.input_scales[expert_of % len(given.input_scales)]
+            result.rows = widen(result.rows) * scale_of[:, np.newaxis]
+            if quantize:
+                result.rows, scales = quantize(result.rows)
+                result.scales = scales.T.copy()
+            else:
+                result.rows = narrow(result.rows, case.tokens)
+        if case.row_scales:
+            of_tokens = [quantize_nvfp4_dynamic(x)[2] for x in tokens]
+            where = zip(result.src_ranks, result.src_info[:, 0])
+            scales = np.array([of_tokens[r][t] for r, t in where], np.float32)
+            result.row_scales = float32_to_bfloat16(scales)
     if case.max_output_rows is None:
         return results
     return [drop_rows(r, case.n_ranks, case.max_output_rows) for r in results]
-
-
-def _all_rows(case: Case, given: Inputs) -> list[DispatchResult]:
-    quantize = case.token_format.quantize
-    if quantize:
-        if case.has_rounded_scales:
-            quantize = functools.partial(quantize, power_of_two_scales=True)
-    tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
-    if given.input_scales is None:
-        results = dispatch(
-            tokens,
-            given.ids,
-            case.n_experts,
-            quantize=quantize,
-            shared_expert=case.fused_shared_expert,
-        )
-        if case.row_scales:
-            of_tokens = [quantize_nvfp4_dynamic(x)[2] for x in tokens]
-            for result in results:
-                where = zip(result.src_ranks, result.src_info[:, 0])
-                scales = np.array([of_tokens[r][t] for r, t in where], np.float32)
-                result.row_scales = float32_to_bfloat16(scales)
-        return results
-
-    # The oracle knows no input scales: route first, then scale and encode
-    # every row by the expert it stands for.
-    results = dispatch(tokens, given.ids, case.n_experts)
-    for rank, result in enumerate(results):
-        first = rank * case.n_local_experts
-        per_expert = np.diff(result.row_offsets.astype(np.int64))
-        expert_of = first + np.repeat(np.arange(case.n_local_experts), per_expert)
-        scale_of = given.input_scales[expert_of % len(given.input_scales)]
-        x = widen(result.rows) * scale_of[:, np.newaxis]
-        if quantize:
-            result.rows, scales = quantize(x)
-            result.scales = scales.T.copy()
-        else:
-            result.rows = narrow(x, case.tokens)
-    return results

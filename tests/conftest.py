@@ -3,7 +3,6 @@
 
 import functools
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from children import compiled_mojo
 
 ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 """Those of the whole test run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "gpu(n): needs n GPUs; skipped where there are fewer"
-    )
     if hasattr(config, "workerinput") and ALL_CORES:
         take_share_of_cores(**config.workerinput)
 
@@ -92,32 +89,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_layout_query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiles `layout_query.mojo` once, if it is asked and there is a linker. Users'
-    programs have it compiled for each new configuration, as those have that tests
-    start; tests ask about hundreds."""
+    """Compiles `layout_query.mojo` once, if it is asked. Users' programs have it
+    compiled for each new configuration, as those have that tests start; tests ask about
+    hundreds."""
     layout = sys.modules.get("max_ep.memory.layout")
     if layout is None:  # tests of this run that ask import it
         yield
         return
     run_mojo = layout.run_mojo
-    program = tmp_path_factory.mktemp("layout_query") / "layout_query"
-
-    @functools.cache
-    def is_built() -> bool:
-        try:
-            run_mojo("build", "-I", ".", "layout_query.mojo", "-o", str(program))
-        except RuntimeError:  # no linker
-            return False
-        return True
+    program = compiled_mojo("layout_query.mojo", tmp_path_factory.mktemp("layout"))
 
     def answer(*args: str) -> str:
-        *how, source = args[:4]
-        assert (how, source) == (["run", "-I", "."], "layout_query.mojo")
-        if not is_built():
-            return run_mojo(*args)
-        question = [str(program), *args[4:]]
-        done = subprocess.run(question, check=True, capture_output=True, text=True)
-        return done.stdout
+        assert args[:4] == ("run", "-I", ".", "layout_query.mojo")
+        return program(*args[4:])
 
     layout.run_mojo = answer
     yield
@@ -203,10 +187,16 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
 
 
 @pytest.fixture(scope="session")
-def engine(graphs: str) -> Any:
-    from processes import Engine
+def groups(graphs: str) -> Iterator[dict]:
+    """The same ranks in one process, in turn; a group of each protocol."""
+    from in_turn import Group
+    from processes import PHASED, Engine
 
-    return Engine(graphs)
+    engine = Engine(graphs)
+    made = {name: Group(engine, case) for name, case in PHASED.items()}
+    yield made
+    for group in made.values():
+        group.comm.close()
 
 
 @pytest.fixture(scope="session")

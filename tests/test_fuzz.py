@@ -39,7 +39,7 @@ def drawn_cases() -> dict[str, Case]:
         try:
             case.config()
         except ValueError:
-            continue  # test_refusals.py looks at these
+            continue  # test_config.py looks at these
         cases[case.name] = case
     return cases
 

@@ -19,12 +19,14 @@ import pytest
 from cases import (
     BF16,
     BY_RANK_CASES,
+    CAPPED,
     CASES,
     F32,
     LAYOUT_CASES,
     PROTOCOLS,
     ROUTINGS,
     SUMS_CASES,
+    TIGHT,
     Case,
     Inputs,
     expected,
@@ -94,6 +96,23 @@ _QUANTIZED_SUMS = [
 ]
 ALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | in_protocols(_FEW_RANKS)
 ALL_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
+
+
+def capped(cases: list[Case]) -> dict[str, Case]:
+    """In the protocols that may drop rows."""
+    found = in_protocols(cases)
+    return {name: case for name, case in found.items() if case.protocol == "by_rank"}
+
+
+_CAPPED = [
+    CAPPED,
+    TIGHT,
+    replace(CAPPED, name="capped_two", n_ranks=2),
+    replace(TIGHT, name="tight_two", n_ranks=2),
+    # Pairs of two counting warps; more tokens than can be inline.
+    Case("capped_many", 2, 300, 3, 80, 300, max_output_rows=301),
+]
+ALL_CASES |= capped(_CAPPED)
 
 
 def two_on_each(case: Case) -> EPConfig:
@@ -274,6 +293,7 @@ REPLAYED = in_protocols(
         Case("four", 4, 10, 3, 512, 7),
     ]
 )
+REPLAYED |= capped([Case("two_capped", 2, 5, 3, 512, 7, max_output_rows=9)])
 
 
 # Each phase: which delay it has, and which of its arguments is the rank.
@@ -335,9 +355,7 @@ def test_1000_replays_with_delays(gpu_session, name, form):
     types += [BufferType(DType.int32, [N_DELAYS], config.device(r)) for r in ranks]
     types += manager.input_types()
     with Graph(
-        f"replays_{name}_{form}",
-        input_types=types,
-        custom_extensions=[DELAYS_PACKAGE],
+        f"replays_{name}_{form}", input_types=types, custom_extensions=[DELAYS_PACKAGE]
     ) as graph:
         values = graph.inputs
         delays = [v.buffer for v in values[n_given : n_given + case.n_ranks]]

@@ -175,4 +175,4 @@ def test_processes_agree(suffix):
     """A process each, which may share a GPU."""
     from gpu_agree import run
 
-    run("gpu", cases_of(3, 7)[f"masks{suffix}"])
+    run(cases_of(3, 7)[f"masks{suffix}"])

@@ -8,19 +8,18 @@ broken on purpose, so they are what gives "holds" its worth.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
 import pytest
+from children import ALL_CASES, slow
 from model import agreement, faults, worlds
 from model.exploration import Machine, Result
 from model.launches import World
 from model.memory import UNPUBLISHED, Step
 from model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_of
 
-ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
 WORLDS = worlds.all_worlds()
 # How far a mutated world is explored before the next one is tried.
 MUTATED_STATES = 300
@@ -61,7 +60,7 @@ def test_protocol_holds(world):
     assert result.n_ends > 0
 
 
-@pytest.mark.skipif(not ALL_CASES, reason="minutes; make test-all has it")
+@slow
 @pytest.mark.parametrize("world", worlds.large(), ids=id_of)
 def test_protocol_holds_in_a_large_world(world):
     result = Machine(world).explore(max_states=100_000, gives_up=True)

@@ -303,8 +303,7 @@ def test_the_dead_leave_nothing(group, hung, is_zombie):
 
 def test_living_owner_is_not_replaced(group, hung):
     with pytest.raises(
-        RuntimeError,
-        match=f"node 1 of group .* already taken by process {hung.pid};",
+        RuntimeError, match=f"node 1 of group .* already taken by process {hung.pid};"
     ):
         make(group, 1)
     # And it goes on as if nothing had been.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explores what can happen when a program runs on the machine of `machine.py`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
