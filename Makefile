@@ -58,7 +58,7 @@ faults: .venv/.installed-dev
 # in its neighbour; replays need the pool. Read its last lines: it may end with 0 although
 # the tests did not.
 sanitize: .venv/.installed-dev
-	MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE=0 \
+	CUDA_VISIBLE_DEVICES=0 MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE=0 \
 	MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_ONLY=false \
 	compute-sanitizer --tool=$(CHECK) --target-processes=all --launch-timeout=0 \
 		--error-exitcode=99 $(SANITIZE_$(CHECK)) \
