@@ -55,14 +55,14 @@ faults: .venv/.installed-dev
 		$(BIN)/python -m pytest tests/test_faults.py -k seed
 
 # Without MAX's memory pool, so that a tensor is an allocation and an overrun cannot hide
-# in its neighbour; replays need the pool. Read its last lines: it may end with 0 although
-# the tests did not.
+# in its neighbour; replays, in another file, need the pool. Read its last lines: it may
+# end with 0 although the tests did not.
 sanitize: .venv/.installed-dev
 	CUDA_VISIBLE_DEVICES=0 MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE=0 \
 	MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_ONLY=false \
 	compute-sanitizer --tool=$(CHECK) --target-processes=all --launch-timeout=0 \
 		--error-exitcode=99 $(SANITIZE_$(CHECK)) \
-		$(BIN)/python -m pytest -m gpu tests/test_gpu.py -k "not replays"
+		$(BIN)/python -m pytest -m gpu tests/test_gpu.py
 
 bench: .venv/.installed
 	$(BIN)/python -m bench.cpu_round_trip

@@ -212,6 +212,12 @@ def in_protocols(cases: list[Case]) -> dict[str, Case]:
     }
 
 
+def capped(cases: list[Case]) -> dict[str, Case]:
+    """In the protocols that may drop rows."""
+    found = in_protocols(cases)
+    return {name: case for name, case in found.items() if case.protocol == "by_rank"}
+
+
 BY_RANK_CASES = {
     f"{name}_by_rank": replace(case, name=f"{name}_by_rank", protocol="by_rank")
     for name, case in (CASES | LAYOUT_CASES).items()

@@ -38,7 +38,10 @@ LONGEST = (
 finds.
 """
 
-TOGETHER = [["test_codegen", "test_codegen_by_rank"], ["test_processes", "test_errors"]]
+TOGETHER = [
+    ["test_codegen", "test_codegen_by_rank", "test_codegen_resources"],
+    ["test_processes", "test_errors"],
+]
 """Files that one process runs, for they read the same kernels, or run the same
 graphs."""
 
