@@ -28,8 +28,6 @@ from cases import (
     Case,
     Inputs,
     capped,
-    expected,
-    expected_dispatch,
     in_protocols,
     make_inputs,
 )
@@ -46,6 +44,7 @@ from harness import (
     to_numpy,
     weights_of,
 )
+from oracle import expected, expected_dispatch
 
 from max_ep import (
     EPCommInitializer,
