@@ -5,8 +5,6 @@
 has one row a line. docs/performance.json is such a file.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json

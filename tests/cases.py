@@ -7,9 +7,6 @@ hold. Everything is a function of names and a fixed seed, so any process can
 make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 """
 
-import functools
-import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,20 +14,10 @@ from max.dtype import DType
 
 from max_ep import EPConfig
 from max_ep.formats import BY_NAME, TokenFormat
-from max_ep.limits import MAX_TOP_K
-from max_ep.quantize import quantize_nvfp4_dynamic
 from max_ep.reference import (
-    DispatchResult,
-    PaddedResult,
     bfloat16_to_float32,
-    combine,
-    combine_sums,
-    dispatch,
-    drop_rows,
     float32_to_bfloat16,
     n_local_experts,
-    pad,
-    unpad,
 )
 
 BF16, F32 = DType.bfloat16, DType.float32
@@ -121,29 +108,20 @@ class Case:
 
     def config(self, **changes: object) -> EPConfig:
         """Makes the `EPConfig`, in one process unless changed."""
-        make_quant_config = self.token_format.make_quant_config
-        fields = dict(
+        same = "hidden_size top_k n_experts max_tokens_per_rank output_layout"
+        same += " scale_layout fused_shared_expert protocol combine_mode partial_dtype"
+        same += " use_allreduce max_output_rows"
+        quantized = self.token_format.make_quant_config
+        back = self.partial and BY_NAME[self.partial].make_quant_config()
+        fields = {name: getattr(self, name) for name in same.split()} | dict(
             dispatch_dtype=self.token_format.dtype,
             combine_dtype=self.combine,
-            hidden_size=self.hidden_size,
-            top_k=self.top_k,
-            n_experts=self.n_experts,
-            max_tokens_per_rank=self.max_tokens_per_rank,
             n_gpus_per_node=self.n_ranks,
             n_nodes=1,
             target="cpu",
-            dispatch_quant_config=make_quant_config() if make_quant_config else None,
+            dispatch_quant_config=quantized and quantized(),
             fp8_power_of_two_scales=self.has_rounded_scales,
-            output_layout=self.output_layout,
-            scale_layout=self.scale_layout,
-            fused_shared_expert=self.fused_shared_expert,
-            protocol=self.protocol,
-            combine_mode=self.combine_mode,
-            partial_dtype=self.partial_dtype,
-            combine_quant_config=self.partial
-            and BY_NAME[self.partial].make_quant_config(),
-            use_allreduce=self.use_allreduce,
-            max_output_rows=self.max_output_rows,
+            combine_quant_config=back,
             tokens_are_quantized=self.forwards,
             nvfp4_dyn_global_scales=self.row_scales,
         )
@@ -223,6 +201,12 @@ def in_protocols(cases: list[Case]) -> dict[str, Case]:
     }
 
 
+def capped(cases: list[Case]) -> dict[str, Case]:
+    """In the protocols that may drop rows."""
+    found = in_protocols(cases)
+    return {name: case for name, case in found.items() if case.protocol == "by_rank"}
+
+
 BY_RANK_CASES = {
     f"{name}_by_rank": replace(case, name=f"{name}_by_rank", protocol="by_rank")
     for name, case in (CASES | LAYOUT_CASES).items()
@@ -262,53 +246,13 @@ _QUANTIZED_SUMS = [
 ]
 SUMS_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
 
-SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
+# 3 ranks with 2, 2 and 1 experts. "full": 3 * 7 rows of each of 3 experts.
+CAPPED = Case("capped", 3, 5, 3, 80, 7, max_output_rows=17)
+TIGHT = replace(CAPPED, name="tight", max_output_rows=1, fused_shared_expert=True)
+CAPPED_CASES = in_protocols([CAPPED]) | {"tight": TIGHT}
+"""Dispatch into fewer rows than some routings need."""
 
-
-def features(case: Case) -> set[tuple]:
-    """Lists what a case has that its protocol, or its combine, must get right."""
-    n_last = case.n_experts - (case.n_ranks - 1) * case.n_local_experts
-    of_dispatch = dict(
-        ranks=case.n_ranks if case.n_ranks in (1, 5) else "some",
-        last_rank="full" if n_last == case.n_local_experts else n_last > 0,
-        top_k=case.top_k if case.top_k in (1, MAX_TOP_K) else "some",
-        scales=case.scales,
-        layout=(case.output_layout, case.fused_shared_expert, case.is_quantized),
-        scale_layout=case.scale_layout if case.is_quantized else None,
-        # Whether a launch is spread over workers.
-        spread=case.max_tokens_per_rank > 32 and case.output_layout,
-        allreduce=case.use_allreduce,
-    )
-    of_combine = dict(
-        layout=(case.output_layout, case.fused_shared_expert),
-        dtype=(case.combine, case.sends_rows_back, case.partial_dtype),
-        partial=case.partial,
-    )
-    # The numbers of a block-scaled format do not depend on the protocol.
-    is_block_scaled = case.wire in ("mxfp8", "nvfp4", "mxfp4")
-    wire_of = "all" if is_block_scaled else case.protocol
-    return {
-        (wire_of, "wire", case.wire, case.tokens, case.forwards, case.row_scales),
-        *((case.protocol, *of) for of in of_dispatch.items()),
-        *((case.combine_mode, case.protocol, *of) for of in of_combine.items()),
-    }
-
-
-def covering(cases: dict[str, Case], others: Iterable[Case]) -> dict[str, Case]:
-    """Picks cases that have, with others, each feature once: compiling a case for CPU
-    ranks takes ten seconds. All with `MAX_EP_ALL_CASES`."""
-    if "MAX_EP_ALL_CASES" in os.environ:
-        return cases
-    seen = set().union(*map(features, others))
-    picked: dict[str, Case] = {}
-
-    def new_in(name: str) -> int:
-        return len(features(cases[name]) - seen)
-
-    while new_in(name := max(cases, key=new_in)):
-        picked[name] = cases[name]
-        seen |= features(cases[name])
-    return picked
+SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | CAPPED_CASES
 
 
 # Large enough that a launch is spread over workers and writes past the caches.
@@ -340,14 +284,6 @@ class Inputs:
     input_scales: np.ndarray | None  # The same on every rank; None if the case has none
     expert_rows: list[np.ndarray] | None
     """`[*rows_shape, hidden_size]`, or None: the dispatched rows go back."""
-
-
-@dataclass
-class Expected:
-    """What the oracle says, all as bits of the tensors' element types."""
-
-    dispatch: list[DispatchResult] | list[PaddedResult]
-    combine: list[np.ndarray]
 
 
 def _rng(*names: object) -> np.random.Generator:
@@ -459,114 +395,3 @@ def narrow(x: np.ndarray, dtype: DType) -> np.ndarray:
 
 def widen(bits: np.ndarray) -> np.ndarray:
     return bfloat16_to_float32(bits) if bits.dtype == np.uint16 else bits
-
-
-def expected(case: Case, given: Inputs) -> Expected:
-    if case.use_allreduce:
-        return _each_rank_alone(case, given)
-    results = _packed_dispatch(case, given)
-    dispatched = _in_layout(case, results)
-    if given.expert_rows is None:
-        rows = [r.rows for r in results]
-    elif case.is_padded:
-        counts = [p.recv_counts for p in dispatched]
-        rows = [unpad(x, n) for x, n in zip(given.expert_rows, counts)]
-    else:
-        rows = [x[: len(r.rows)] for x, r in zip(given.expert_rows, results)]
-    rows = [widen(x) for x in rows]
-
-    def rounds_to(dtype: DType) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda x: widen(narrow(x, dtype))
-
-    round_sum = rounds_to(case.combine)
-    if case.combines_sums:
-        round_partial = rounds_to(case.partial_dtype or case.combine)
-        if case.partial is not None:
-            form = BY_NAME[case.partial]
-            round_partial = lambda x: form.widen(*form.quantize(x))  # noqa: E731
-        sums = combine_sums(rows, results, given.weights, round_partial, round_sum)
-    else:
-        sums = combine(rows, results, given.weights, round_sum)
-    return Expected(dispatched, [narrow(x, case.combine) for x in sums])
-
-
-def _each_rank_alone(case: Case, given: Inputs) -> Expected:
-    """Asks the oracle about each rank, with the experts that are there."""
-    n_local = case.n_local_experts
-    alone = replace(case, n_ranks=1, n_experts=n_local, use_allreduce=False)
-    both = Expected([], [])
-    for rank in range(case.n_ranks):
-        first = rank * n_local
-        ids, here = given.ids[rank] - first, slice(rank, rank + 1)
-        scales, rows = given.input_scales, given.expert_rows
-        of_rank = Inputs(
-            given.tokens[here],
-            [np.where((ids >= 0) & (ids < n_local), ids, -1)],
-            given.weights[here],
-            None if scales is None else scales[first : first + n_local],
-            None if rows is None else rows[here],
-        )
-        want = expected(alone, of_rank)
-        both.dispatch += want.dispatch
-        both.combine += want.combine
-    return both
-
-
-def expected_dispatch(
-    case: Case, given: Inputs
-) -> list[DispatchResult] | list[PaddedResult]:
-    return _in_layout(case, _packed_dispatch(case, given))
-
-
-def _in_layout(
-    case: Case, results: list[DispatchResult]
-) -> list[DispatchResult] | list[PaddedResult]:
-    if not case.is_padded:
-        return results
-    return [pad(result, case.n_ranks, case.capacity) for result in results]
-
-
-def _packed_dispatch(case: Case, given: Inputs) -> list[DispatchResult]:
-    results = _all_rows(case, given)
-    if case.max_output_rows is None:
-        return results
-    return [drop_rows(r, case.n_ranks, case.max_output_rows) for r in results]
-
-
-def _all_rows(case: Case, given: Inputs) -> list[DispatchResult]:
-    quantize = case.token_format.quantize
-    if quantize:
-        if case.has_rounded_scales:
-            quantize = functools.partial(quantize, power_of_two_scales=True)
-    tokens = [widen(t) for t in given.tokens] if quantize else given.tokens
-    if given.input_scales is None:
-        results = dispatch(
-            tokens,
-            given.ids,
-            case.n_experts,
-            quantize=quantize,
-            shared_expert=case.fused_shared_expert,
-        )
-        if case.row_scales:
-            of_tokens = [quantize_nvfp4_dynamic(x)[2] for x in tokens]
-            for result in results:
-                where = zip(result.src_ranks, result.src_info[:, 0])
-                scales = np.array([of_tokens[r][t] for r, t in where], np.float32)
-                result.row_scales = float32_to_bfloat16(scales)
-        return results
-
-    # The oracle knows no input scales: route first, then scale and encode
-    # every row by the expert it stands for.
-    results = dispatch(tokens, given.ids, case.n_experts)
-    for rank, result in enumerate(results):
-        first = rank * case.n_local_experts
-        per_expert = np.diff(result.row_offsets.astype(np.int64))
-        expert_of = first + np.repeat(np.arange(case.n_local_experts), per_expert)
-        scale_of = given.input_scales[expert_of % len(given.input_scales)]
-        x = widen(result.rows) * scale_of[:, np.newaxis]
-        if quantize:
-            result.rows, scales = quantize(x)
-            result.scales = scales.T.copy()
-        else:
-            result.rows = narrow(x, case.tokens)
-    return results

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs programs in processes of their own."""
 
+import functools
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
+"""Whether what is slow is run, too."""
+slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -36,3 +45,34 @@ def printed(*command: Any, **how: Any) -> str:
         f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     )
     return done.stdout
+
+
+def compiled_mojo(source: str, folder: Path) -> Callable[..., str]:
+    """Compiles a program of the Mojo package when it is first run; interprets it if
+    there is no linker."""
+    from max_ep.extension import run_mojo
+
+    program = folder / "program"
+
+    @functools.cache
+    def is_built() -> bool:
+        try:
+            run_mojo("build", "-I", ".", source, "-o", str(program))
+        except RuntimeError:
+            return False
+        return True
+
+    def run(*words: str) -> str:
+        if is_built():
+            return printed(program, *words)
+        return run_mojo("run", "-I", ".", source, *words)
+
+    return run
+
+
+def names_of(group: str) -> list[str]:
+    """Lists files and sockets of a group, which others can find."""
+    with open("/proc/net/unix") as sockets:
+        found = {line.split()[-1] for line in sockets}
+    pattern = re.compile(rf"(@max_ep/\d+/|max_ep-){re.escape(group)}")
+    return sorted(filter(pattern.match, found.union(os.listdir("/dev/shm"))))

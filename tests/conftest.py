@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: one MAX session, their order, and the marker `gpu(n)`."""
 
-import functools
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from children import compiled_mojo
 
 ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 """Those of the whole test run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "gpu(n): needs n GPUs; skipped where there are fewer"
-    )
     if hasattr(config, "workerinput") and ALL_CORES:
         take_share_of_cores(**config.workerinput)
 
@@ -43,36 +38,32 @@ LONGEST = (
 finds.
 """
 
-TOGETHER = [["test_codegen", "test_codegen_by_rank"], ["test_processes", "test_errors"]]
+TOGETHER = [
+    ["test_codegen", "test_codegen_by_rank", "test_codegen_resources"],
+    ["test_processes", "test_errors"],
+]
 """Files that one process runs, for they read the same kernels, or run the same
 graphs."""
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives a file, or its group of files, to one of several processes."""
-    from xdist.scheduler import LoadFileScheduling
-
-    @functools.cache
-    def group_of(file: str) -> str:
-        if "\ndef add_graphs(" in (config.rootpath / file).read_text():
-            return "one module"  # its graphs are compiled with those of others
-        return next((g[0] for g in TOGETHER if Path(file).stem in g), file)
-
-    class ByGroup(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group_of(super()._split_scope(nodeid))
-
-    return ByGroup(config, log)
+def group_of(item: pytest.Item) -> str:
+    """Names the file of a test, or all that one process runs with it."""
+    if hasattr(item.module, "add_graphs"):
+        return "one module"  # its graphs are compiled with those of others
+    stem = item.path.stem
+    return next((group[0] for group in TOGETHER if stem in group), stem)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Puts the longest files first; skips tests that want more GPUs than there are."""
-    items.sort(
-        key=lambda item: (
-            LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
-        )
-    )
+    ranks = {stem: i for i, stem in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(LONGEST)))
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
     marked = [(item, item.get_closest_marker("gpu")) for item in items]
     marked = [(item, marker) for item, marker in marked if marker]
     if not marked:
@@ -92,31 +83,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_layout_query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiles `layout_query.mojo` once, if it is asked and there is a linker. Users'
-    programs have it compiled for each new configuration, as those have that tests
-    start; tests ask about hundreds."""
+    """Compiles `layout_query.mojo` once, if it is asked. Users' programs have it
+    compiled for each new configuration, as those have that tests start; tests ask about
+    hundreds."""
     extension = sys.modules.get("max_ep.extension")
     if extension is None:  # tests of this run that ask import it
         yield
         return
     run_mojo = extension.run_mojo
-    program = tmp_path_factory.mktemp("layout_query") / "layout_query"
-
-    @functools.cache
-    def is_built() -> bool:
-        try:
-            run_mojo("build", "-I", ".", "layout_query.mojo", "-o", str(program))
-        except RuntimeError:  # no linker
-            return False
-        return True
+    program = compiled_mojo("layout_query.mojo", tmp_path_factory.mktemp("layout"))
 
     def answer(*args: str) -> str:
         is_asked = args[:4] == ("run", "-I", ".", "layout_query.mojo")
-        if not is_asked or not is_built():
-            return run_mojo(*args)
-        question = [str(program), *args[4:]]
-        done = subprocess.run(question, check=True, capture_output=True, text=True)
-        return done.stdout
+        return program(*args[4:]) if is_asked else run_mojo(*args)
 
     extension.run_mojo = answer
     yield
@@ -202,10 +181,16 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
 
 
 @pytest.fixture(scope="session")
-def engine(graphs: str) -> Any:
-    from processes import Engine
+def groups(graphs: str) -> Iterator[dict]:
+    """The same ranks in one process, in turn; a group of each protocol."""
+    from in_turn import Group
+    from processes import PHASED, Engine
 
-    return Engine(graphs)
+    engine = Engine(graphs)
+    made = {name: Group(engine, case) for name, case in PHASED.items()}
+    yield made
+    for group in made.values():
+        group.comm.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ The engines are not installed: each class stands for one of theirs and makes its
 with its arguments. Experts double their rows.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,19 @@ def cast_back(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return wide.flatten(-2).bfloat16()
 
 
+def layout_of(buffer: Any, ids: Any, **how: Any) -> tuple[dict[str, Any], Any]:
+    """What a normal dispatch is given of a layout, and its event."""
+    names = ("num_tokens_per_rank", "num_tokens_per_rdma_rank")
+    names += ("num_tokens_per_expert", "is_token_in_rank")
+    *layout, event = buffer.get_dispatch_layout(topk_idx=ids, num_experts=E, **how)
+    return dict(zip(names, layout)), event
+
+
+def doubled(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What experts make of rows of a normal dispatch."""
+    return (rows.float() * 2 * weights.sum(1, keepdim=True)).bfloat16()
+
+
 def nvl_hint(group: Any) -> int:
     config = deep_ep.Buffer.get_dispatch_config(group.size())
     return config.get_nvl_buffer_size_hint(2 * H, group.size())
@@ -49,13 +60,8 @@ class LikeVllm:
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(**sizes)
         how = dict(low_latency_mode=True, num_qps_per_rank=E // n, allow_mnnvl=False)
         how |= dict(allow_nvlink_for_low_latency_mode=True, enable_shrink=False)
-        self.buffer = deep_ep.Buffer(
-            group=group,
-            num_nvl_bytes=0,
-            num_rdma_bytes=hint,
-            explicitly_destroy=True,
-            **how,
-        )
+        how |= dict(num_nvl_bytes=0, num_rdma_bytes=hint, explicitly_destroy=True)
+        self.buffer = deep_ep.Buffer(group=group, **how)
 
     def run(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Two micro-batches in flight."""
@@ -124,14 +130,7 @@ class LikeVllmPrefill:
         later = dict(previous_event=None, allocate_on_comm_stream=False)
         sent = []
         for x, ids, weights in batches:
-            per_rank, per_rdma_rank, per_expert, in_rank, _ = (
-                buffer.get_dispatch_layout(
-                    topk_idx=ids, num_experts=E, async_finish=False, **later
-                )
-            )
-            layout = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank)
-            layout |= dict(num_tokens_per_rdma_rank=per_rdma_rank)
-            layout |= dict(num_tokens_per_expert=per_expert)
+            layout, _ = layout_of(buffer, ids, async_finish=False, **later)
             how = dict(expert_alignment=1, config=buffer.get_dispatch_config(n))
             how |= dict(topk_idx=ids, topk_weights=weights, async_finish=True)
             sent.append(buffer.dispatch(x=x, handle=None, **layout, **how, **later))
@@ -139,57 +138,12 @@ class LikeVllmPrefill:
         for rows, row_ids, row_weights, counts, handle, event in sent:
             event.current_stream_wait()
             assert sum(counts) == int((row_ids >= 0).sum())
-            rows = rows.float() * 2
-            back = buffer.combine(
-                x=(rows * row_weights.sum(1, keepdim=True)).bfloat16(),
-                handle=handle,
-                topk_weights=None,
-                config=buffer.get_combine_config(n),
-                async_finish=True,
-                **later,
-            )
-            back[2].current_stream_wait()
-            outs.append(back[0])
+            how = dict(topk_weights=None, config=buffer.get_combine_config(n))
+            how |= dict(x=doubled(rows, row_weights), async_finish=True)
+            y, _, event = buffer.combine(handle=handle, **how, **later)
+            event.current_stream_wait()
+            outs.append(y)
         return outs
-
-
-class LikeSglangAuto:
-    """SGLang's mode `auto`: one buffer, prefill by normal calls, then decode."""
-
-    def __init__(self, group: Any) -> None:
-        self.decode = LikeSglang(group, True)
-        self.buffer = self.decode.buffer
-
-    def run(self, batches: list[Batch]) -> list[torch.Tensor]:
-        x, ids, weights = batches[0]
-        before = self.buffer.capture()
-        later = dict(async_finish=True, allocate_on_comm_stream=True)
-        per_rank, per_rdma_rank, per_expert, in_rank, before = (
-            self.buffer.get_dispatch_layout(ids, E, previous_event=before, **later)
-        )
-        rows, row_ids, row_weights, counts, handle, event = self.buffer.dispatch(
-            x,
-            topk_idx=ids,
-            topk_weights=weights,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_rdma_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            previous_event=before,
-            expert_alignment=128,
-            config=None,
-            **later,
-        )
-        event.current_stream_wait()
-        assert all(n % 128 == 0 for n in counts)
-        made = rows.float() * 2 * row_weights.sum(1, keepdim=True)
-        event = self.buffer.capture()
-        y, _, event = self.buffer.combine(
-            made.bfloat16(), handle, previous_event=event, config=None, **later
-        )
-        event.current_stream_wait()
-        self.buffer.clean_low_latency_buffer(CAP, H, E)
-        return [y, *self.decode.run(batches[1:])]
 
 
 def later() -> dict[str, Any]:
@@ -204,18 +158,10 @@ class FusedDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, ids: Any, weights: Any, buffer: Any):
-        per_rank, per_rdma_rank, per_expert, in_rank, event = (
-            buffer.get_dispatch_layout(ids, E, **later())
-        )
+        layout, event = layout_of(buffer, ids, **later())
+        how = dict(later(), topk_idx=ids, topk_weights=weights, previous_event=event)
         rows, row_ids, row_weights, counts, ctx.handle, event = buffer.dispatch(
-            x,
-            topk_idx=ids,
-            topk_weights=weights,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_rdma_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            **dict(later(), previous_event=event),
+            x, **layout, **how
         )
         event.current_stream_wait()
         ctx.buffer = buffer
@@ -263,9 +209,8 @@ class LikeMegatron:
         for one in given:
             rows, ids, weights, counts, handle = FusedDispatch.apply(*one, self.buffer)
             assert len(counts) == E // self.buffer.group_size
-            own = weights.masked_fill(ids < 0, 0).sum(1, keepdim=True)
-            made = rows.float() * 2 * own
-            outs.append(FusedCombine.apply(made.bfloat16(), handle, self.buffer))
+            made = doubled(rows, weights.masked_fill(ids < 0, 0))
+            outs.append(FusedCombine.apply(made, handle, self.buffer))
         for y, (x, ids, weights) in zip(outs, given):
             y.float().sum().backward()
             alike = dict(rtol=2**-5, atol=2**-5)
@@ -286,7 +231,6 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         LikeSglang(group, True),
         LikeSglang(group, False),
         LikeVllmPrefill(group),
-        LikeSglangAuto(group),
         LikeMegatron(group),
     ):
         device = program.buffer._comm.device

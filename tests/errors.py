@@ -14,6 +14,11 @@ def refused(table: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("arguments, words", rows)
 
 
+def arguments_of(text: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments that stand in a table."""
+    return eval(f"dict({text})", known)
+
+
 @contextlib.contextmanager
 def raises(error: Any, words: str) -> Iterator[Any]:
     """Expects an error whose text has all the words; `; ` stands between them."""

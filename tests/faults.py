@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from cases import Case, in_protocols, narrow, widen
+from children import ALL_CASES
 from harness import assert_same_bits, to_buffer, to_numpy
 from max.engine import InferenceSession, Model
 from max.graph import Module
@@ -55,7 +56,7 @@ N_RANKS = int(os.environ.get("MAX_EP_FAULT_RANKS", 4))
 MASKING = in_protocols([replace(SMALL, name="masking", n_ranks=N_RANKS)])
 if "MAX_EP_FAULTS" not in os.environ:
     MASKING["masking_sums"] = replace(MASKING["masking_sums"], partial="mxfp8")
-if not {"MAX_EP_ALL_CASES", "MAX_EP_FAULTS"} & set(os.environ):
+if not ALL_CASES and "MAX_EP_FAULTS" not in os.environ:
     del MASKING["masking"]  # by expert: slow to compile
 
 
@@ -249,8 +250,6 @@ class Group:
         self.out = {name: set(ALL) for name in MASKING}
         """Ranks whose process has not joined a group."""
         self.generation = 0
-        self.delays: list[float] = []
-        """By how much calls were longer than the time-out."""
         # The time-out is for those that are late, not for slow starters.
         for _, pipe in self._spares[:N_RANKS]:
             assert pipe.poll(START_S)
@@ -278,10 +277,6 @@ class Group:
         self.pipes[rank].send(rank)
         for out in self.out.values():
             out.add(rank)
-
-    def expect(self, rank: int, answer: Any) -> None:
-        got = self.answer(rank)
-        assert got == answer, f"rank {rank}: {got}"
 
     def answer(self, rank: int, timeout_s: float = 60) -> Any:
         assert self.pipes[rank].poll(timeout_s), f"rank {rank} does not answer"
@@ -332,7 +327,6 @@ class Group:
 
     def took(self, rank: int, seconds: float) -> None:
         """Checks how long a call took."""
-        self.delays.append(seconds - TIMEOUT_S)
         assert seconds < TIMEOUT_S + SLACK_S, (rank, seconds)
 
     def survive(self, name: str, *faults: Fault) -> None:
@@ -411,7 +405,7 @@ class Group:
                         del stopped_at[rank]
                 elif rank in joining and self.pipes[rank].poll():
                     with contextlib.suppress(EOFError):  # was just killed
-                        self.expect(rank, HERE)
+                        assert (got := self.answer(rank)) == HERE, (rank, got)
                         joining.discard(rank)
                         self.out[name].discard(rank)
                 if rank in self.out[name] - joining:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gathers: the graph that tests run, and what must come out of it, to the bit."""
 
-from __future__ import annotations
-
 import numpy as np
 from cases import BF16, F32, Inputs, narrow, widen
 from harness import assert_same_bits, to_buffer

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three processes with a rank each. One is killed: the others agree on it, and take a
-new one in. One is expelled, and rejoins. On GPUs those that stay replay one graph."""
+new one in. One is expelled, and rejoins. Those that stay replay one graph."""
 
 import multiprocessing
 import os
@@ -9,10 +9,11 @@ import traceback
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from cases import Case, expected, make_inputs
+from cases import Case, make_inputs
 from harness import assert_round_trip, building, flatten, round_trip, take_outputs
-from max.driver import CPU, Accelerator, Buffer, accelerator_count
+from max.driver import Accelerator, Buffer, accelerator_count
 from max.engine import InferenceSession
+from oracle import expected
 from test_gpu_masks import without
 
 from max_ep import EPCommInitializer
@@ -23,15 +24,13 @@ from max_ep.memory.setup_graph import setup_model
 N_RANKS, TIMEOUT_S = 3, 4.0
 
 
-def member(
-    rank: int, target: str, group: str, case: Case, replays: bool, pipe: Connection
-) -> None:
+def member(rank: int, group: str, case: Case, replays: bool, pipe: Connection) -> None:
     """Does what it is asked, and answers."""
-    if target == "gpu" and accelerator_count() >= N_RANKS:
+    if accelerator_count() >= N_RANKS:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     os.environ[GROUP_VARIABLE] = group  # as `launch` does: they are on one host
-    session = InferenceSession(devices=[Accelerator() if target == "gpu" else CPU()])
-    one_each = dict(n_nodes=N_RANKS, n_gpus_per_node=1, node_id=rank, target=target)
+    session = InferenceSession(devices=[Accelerator()])
+    one_each = dict(n_nodes=N_RANKS, n_gpus_per_node=1, node_id=rank, target="gpu")
     config = case.config(**one_each, timeout_s=TIMEOUT_S, on_timeout="mask")
     one = replace(case, n_ranks=1)
     with building(f"agree_{case.name}", one, config) as (manager, ranks, graph):
@@ -43,12 +42,6 @@ def member(
     def join(_: None) -> list[int]:
         comm.ep_init(session, setup)
         return comm.active_ranks()
-
-    def reconcile(_: None) -> list[int]:
-        return comm.reconcile()
-
-    def rejoin(_: None) -> list[int]:
-        return comm.rejoin()
 
     def run(inputs: list[Buffer]) -> list[Buffer]:
         if not replays:
@@ -84,7 +77,8 @@ def member(
         assert_round_trip(f"rank {rank}", take_outputs(one, iter(outputs)), want)
         return comm.active_ranks()
 
-    calls = dict(join=join, reconcile=reconcile, mask=mask, step=step, rejoin=rejoin)
+    calls = dict(join=join, mask=mask, step=step)
+    calls |= dict(reconcile=lambda _: comm.reconcile(), rejoin=lambda _: comm.rejoin())
     pipe.send("loaded")
     while (request := pipe.recv()) is not None:
         name, argument = request
@@ -95,14 +89,14 @@ def member(
     comm.close()
 
 
-def run(target: str, case: Case) -> None:
+def run(case: Case) -> None:
     """One is killed and comes again; another is masked by hand, and rejoins."""
     context = multiprocessing.get_context("spawn")
     group, pipes, processes = f"agree-{os.getpid()}", {}, {}
 
     def start(rank: int, replays: bool) -> None:
         pipes[rank], theirs = context.Pipe()
-        given = rank, target, group, case, replays, theirs
+        given = rank, group, case, replays, theirs
         processes[rank] = context.Process(target=member, args=given, daemon=True)
         processes[rank].start()
 
@@ -126,7 +120,7 @@ def run(target: str, case: Case) -> None:
     everybody = list(range(N_RANKS))
     try:
         for rank in everybody:
-            start(rank, target == "gpu")
+            start(rank, replays=True)
         assert [pipes[rank].recv() for rank in everybody] == N_RANKS * ["loaded"]
         for call in ("join", "step", "reconcile"):
             got = ask(everybody, call)
@@ -136,7 +130,7 @@ def run(target: str, case: Case) -> None:
         for call in ("step", "reconcile", "step"):
             got = ask([0, 1], call, 2)
             assert got == 2 * [[0, 1]], got
-        start(2, False)
+        start(2, replays=False)
         assert pipes[2].recv() == "loaded"
         take_in(2, "join")
         assert ask([0], "mask", 1) == [[0, 2]]

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
-from cases import BF16, Case, Expected, Inputs, widen
+from cases import BF16, Case, Inputs, widen
 from max import driver
 from max.driver import Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue
+from oracle import Expected
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.quantize import scales_of_tiles
@@ -60,27 +61,22 @@ class RankInputs:
 
 
 def input_types(
-    case: Case,
-    prefix: str = "",
-    config: EPConfig | None = None,
-    numbers_differ: bool = False,
+    case: Case, prefix: str = "", config: EPConfig | None = None
 ) -> list[TensorType]:
-    """Declares the inputs of all ranks of a case, in the order of `flatten`. With
-    `numbers_differ`, tokens, ids and weights may have different numbers of rows."""
+    """Declares the inputs of all ranks of a case, in the order of `flatten`."""
     types = []
     for rank in range(case.n_ranks):
         n = f"{prefix or case.name}_t{rank}"
         place = CPU if config is None else config.device(rank)
-        rows = [f"{n}_{what}" if numbers_differ else n for what in range(3)]
         tokens = [(case.tokens, case.hidden_size)]
         if case.forwards:
             used = config or case.config()
             tokens = [(used.output_dtype, used.row_columns)]
             tokens += [(used.scales_dtype, used.n_scales)]
         types += [
-            *(TensorType(dtype, [rows[0], n], place) for dtype, n in tokens),
-            TensorType(DType.int32, [rows[1], case.top_k], place),
-            TensorType(DType.float32, [rows[2], case.top_k], place),
+            *(TensorType(dtype, [n, columns], place) for dtype, columns in tokens),
+            TensorType(DType.int32, [n, case.top_k], place),
+            TensorType(DType.float32, [n, case.top_k], place),
         ]
         if case.scales is not None:
             n_scales = 1 if case.scales == "one" else case.n_experts
@@ -151,9 +147,22 @@ def round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
     for i, x in enumerate(ranks):
         manager.ep_combine_async(x.rows_of(dispatched[i]), i)
     # `_src_info` is how the manager hands src_info from wait to combine.
-    return [
+    built = [
         [*d, manager._src_info[i], manager.ep_combine_wait(weights[i][1], i)]
         for i, d in enumerate(dispatched)
+    ]
+    return with_dropped(manager, ranks, built)
+
+
+def with_dropped(
+    manager: EPBatchManager, ranks: Sequence[RankInputs], built: Built
+) -> Built:
+    """Adds how many rows are dropped, if there is a cap on them."""
+    if manager.config.max_output_rows is None:
+        return built
+    return [
+        [*of_rank, *manager.ep_dropped(x.ids, i)]
+        for i, (of_rank, x) in enumerate(zip(built, ranks))
     ]
 
 
@@ -169,7 +178,8 @@ def fused_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Bu
         for i, x in enumerate(ranks)
     ]
     infos = [manager._src_info[i] for i in range(len(ranks))]
-    return [[*d, info, y] for d, info, y in zip(dispatched, infos, sums)]
+    built = [[*d, info, y] for d, info, y in zip(dispatched, infos, sums)]
+    return with_dropped(manager, ranks, built)
 
 
 def all_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
@@ -206,6 +216,7 @@ def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[SimpleNamespace]
         *["scales"] * case.is_quantized,
         *["row_scales"] * case.row_scales,
         *(PADDED if case.is_padded else PACKED),
+        *["dropped", "dropped_of_experts"] * (case.max_output_rows is not None),
     ]
     layout = case.config().scale_layout
     if layout == "tiles":
@@ -231,16 +242,12 @@ def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[SimpleNamespace]
 
 @contextlib.contextmanager
 def building(
-    name: str,
-    case: Case,
-    config: EPConfig | None = None,
-    module: Module | None = None,
-    numbers_differ: bool = False,
+    name: str, case: Case, config: EPConfig | None = None, module: Module | None = None
 ) -> Iterator[tuple[EPBatchManager, list[RankInputs], Graph]]:
     """Begins a graph of one case: a manager that has its buffers, and all inputs."""
     config = config or case.config()
     manager = EPBatchManager(config)
-    types = input_types(case, "", config, numbers_differ)
+    types = input_types(case, "", config)
     declared = [*types, *manager.input_types()]
     with Graph(name, input_types=declared, module=module) as graph:
         manager.fetch_buffers(graph.inputs[len(types) :])
@@ -266,13 +273,12 @@ class Groups:
         build: Callable = round_trip,
         build_all: Callable | None = None,
         module: Module | None = None,
-        numbers_differ: bool = False,
     ) -> None:
         self.name, self.cases = name, cases
         managers = {n: EPBatchManager(config(c)) for n, c in cases.items()}
         types = []
         for n, case in cases.items():
-            types += input_types(case, n, managers[n].config, numbers_differ)
+            types += input_types(case, n, managers[n].config)
             types += managers[n].input_types()
         with Graph(name, input_types=types, module=module) as graph:
             values, ranks = iter(graph.inputs), {}
@@ -328,20 +334,8 @@ def as_bits(array: np.ndarray) -> np.ndarray:
 
 
 def assert_same_bits(where: str, got: np.ndarray, want: np.ndarray) -> None:
-    """Compares bit for bit and says where the first difference is."""
-    assert got.dtype == want.dtype, f"{where}: {got.dtype}, want {want.dtype}"
-    assert got.shape == want.shape, f"{where}: {got.shape}, want {want.shape}"
-    differs = np.argwhere(as_bits(got) != as_bits(want))
-    if len(differs) == 0:
-        return
-    first = tuple(int(i) for i in differs[0])
-    raise AssertionError(
-        f"{where}: {len(differs)} of {got.size} elements differ, first at row "
-        f"{first[0]}"
-        + (f", column {first[1]}" if len(first) > 1 else "")
-        + f": got {got[first]} (bits {as_bits(got)[first]:#x}), want "
-        f"{want[first]} (bits {as_bits(want)[first]:#x})"
-    )
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), where
+    np.testing.assert_array_equal(as_bits(got), as_bits(want), where)
 
 
 def assert_padded(where: str, got: SimpleNamespace, want: PaddedResult) -> None:
@@ -383,3 +377,7 @@ def assert_round_trip(where: str, got: Sequence, want: Expected) -> None:
     assert_dispatched(where, got, want.dispatch)
     for rank, (g, w) in enumerate(zip(got, want.combine, strict=True)):
         assert_same_bits(f"{where}, rank {rank}: combine", g.result, w)
+        if want.dropped is not None:
+            got_dropped = g.dropped, g.dropped_of_experts
+            for have, need in zip(got_dropped, want.dropped[rank]):
+                np.testing.assert_array_equal(have, need, f"{where}, rank {rank}")

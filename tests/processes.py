@@ -4,8 +4,6 @@
 `max_ep.launch` spawns its processes, so what they run is imported: `scenarios.py`.
 """
 
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +15,6 @@ import numpy as np
 from cases import (
     Case,
     Inputs,
-    expected,
-    expected_dispatch,
     in_protocols,
     make_inputs,
     narrow,
@@ -39,6 +35,7 @@ from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue
+from oracle import expected, expected_dispatch
 
 from max_ep import (
     AllGatherTokenDispatcher,
@@ -157,14 +154,6 @@ def check_dispatched(where: str, got: list[Buffer], want: DispatchResult) -> Non
     names = "rows row_offsets expert_ids src_info".split()
     arrays = dict(zip(names, map(to_numpy, got)))
     assert_dispatched(where, [SimpleNamespace(**arrays)], [want])
-
-
-def names_of(group: str) -> list[str]:
-    """Lists files and sockets of a group, which others can find."""
-    with open("/proc/net/unix") as sockets:
-        found = {line.split()[-1] for line in sockets}
-    pattern = re.compile(rf"(@max_ep/\d+/|max_ep-){re.escape(group)}")
-    return sorted(filter(pattern.match, found.union(os.listdir("/dev/shm"))))
 
 
 # ----------------------------------------------------------------------- graphs

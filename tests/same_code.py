@@ -15,8 +15,6 @@ A variant is
                symbols, registers and labels
     machine    (NVIDIA, where the program also writes a .cubin) its assembly differs,
                but what the assembler makes of it is equal to the byte
-    arguments  the same except for the table of its arguments: their number and sizes,
-               not the bytes at which instructions find them
     different  none of these
     only-base, only-new
 
@@ -51,9 +49,7 @@ DROPPED = re.compile(
     r"\s*(\.loc|\.file|\.ident|\.section\s+\.debug|\.section\s+\.comment)\b"
 )
 # Sections of a cubin that decide what runs.
-DECIDES = tuple(b".text. .nv.constant .nv.shared .nv.info .nv.global .rel".split())
-# Attributes of .nv.info that say where a kernel's arguments are, and how many bytes.
-ARGUMENTS = {0x0A, 0x17, 0x19}
+DECIDES = tuple(b".text. .nv.constant .nv.shared .nv.global .rel".split())
 
 
 def fail(text: str) -> None:
@@ -97,21 +93,6 @@ def canonical(text: str) -> str:
     return _numbered(REGISTER, text, "%")
 
 
-def _attributes(info: bytes) -> tuple[list[bytes], list[bytes]]:
-    """Returns what .nv.info says of arguments, and the rest, without symbols."""
-    arguments, others = [], []
-    at = 0
-    while at + 4 <= len(info):
-        form, attribute, size = struct.unpack_from("<BBH", info, at)
-        end = at + 4 + (size if form == 4 else 0)
-        is_of_symbol = attribute in (0x11, 0x12, 0x23, 0x2F)
-        body = info[at + (8 if is_of_symbol else 0) : end]
-        whose = arguments if attribute in ARGUMENTS else others
-        whose.append(bytes([attribute]) + body)
-        at = end
-    return sorted(arguments), sorted(others)
-
-
 def sections(elf: bytes) -> Iterator[tuple[bytes, int, bytes]]:
     """Returns the name, info and body of each section of an ELF file."""
     (offset,) = struct.unpack_from("<Q", elf, 0x28)
@@ -125,27 +106,16 @@ def sections(elf: bytes) -> Iterator[tuple[bytes, int, bytes]]:
         yield elf[at + name : elf.index(b"\0", at + name)], info, body
 
 
-def machine_code(path: Path) -> tuple[object, object]:
-    """Returns a kernel's machine code without names: what runs, and its arguments."""
+def machine_code(path: Path) -> list[tuple[bytes, int, bytes]]:
+    """Returns what runs of a kernel, without its name."""
     entries = ENTRY.findall(path.read_text())
     entry = re.compile(b"|".join(re.escape(e.encode()) for e in entries))
-    runs: list[object] = []
-    arguments: list[object] = []
-    for name, info, body in sections(path.with_suffix(".cubin").read_bytes()):
-        if not name.startswith(DECIDES):
-            continue
-        name = entry.sub(b"K", name)
-        if name.startswith(b".nv.constant0"):
-            # Only the arguments: filled in when the kernel is launched.
-            arguments.append(len(body))
-        elif name.startswith(b".nv.info"):
-            of_arguments, others = _attributes(body)
-            arguments.append(of_arguments)
-            runs.append((name, others))
-        else:
-            # The registers of a thread are in a byte of a text section's header.
-            runs.append((name, info >> 24, body))
-    return sorted(runs, key=str), arguments
+    # The registers of a thread are in a byte of a text section's header.
+    return sorted(
+        (entry.sub(b"K", name), info >> 24, body)
+        for name, info, body in sections(path.with_suffix(".cubin").read_bytes())
+        if name.startswith(DECIDES)
+    )
 
 
 MOJO = str(Path(sys.executable).with_name("mojo"))
@@ -211,12 +181,9 @@ def compare(base: Path, new: Path, n_lines: int) -> tuple[str, str]:
     texts = [normal(path.read_text()) for path in (base, new)]
     if texts[0] == texts[1] or canonical(texts[0]) == canonical(texts[1]):
         return "same", ""
-    verdict = "different"
-    if all(path.with_suffix(".cubin").exists() for path in (base, new)):
-        (runs, arguments), (new_runs, new_arguments) = map(machine_code, (base, new))
-        if runs == new_runs:
-            verdict = "machine" if arguments == new_arguments else "arguments"
-    return verdict, show(*texts, n_lines)
+    has_code = all(path.with_suffix(".cubin").exists() for path in (base, new))
+    is_same = has_code and machine_code(base) == machine_code(new)
+    return "machine" if is_same else "different", show(*texts, n_lines)
 
 
 def main() -> int:

@@ -23,17 +23,15 @@ from max.engine import InferenceSession
 from max.graph import Graph
 
 from max_ep import EPCommInitializer
+from max_ep.serve_command import CUSTOM_ARCHITECTURES, device_flags
 
+GPU = ["--target", "cuda:sm_90a"]
 FLAGS = {
-    "one_gpu": "--target cuda:sm_90a --devices gpu:0 --quantization-encoding bfloat16",
-    "two_gpus": "--target cuda:sm_90a --devices gpu:0,1 --quantization-encoding "
-    "bfloat16 --data-parallel-degree 2 --ep-size 2",
-    "two_ranks_of_the_cpu": "--devices cpu --quantization-encoding float32 --ep-size 2",
+    "one_gpu": [*GPU, *device_flags(1, 0)],
+    "two_gpus": [*GPU, *device_flags(2, 0)],
+    "two_ranks_of_the_cpu": device_flags(0, 2),
 }
-LIMITS = (
-    "--max-length 256 --max-batch-size 4 --max-batch-input-tokens 256 "
-    "--custom-architectures max_ep.serve"
-)
+LIMITS = "--max-length 256 --max-batch-size 4 --max-batch-input-tokens 256".split()
 
 
 def count_ops(graph: Graph) -> NoReturn:
@@ -57,7 +55,7 @@ if __name__ == "__main__":
 
     InferenceSession.compile = InferenceSession.load = take_graph
     EPCommInitializer.ep_init = lambda *_: None
-    sys.argv = ["max", "warm-cache", "--model-path", model, *FLAGS[where].split()]
-    sys.argv += LIMITS.split()
+    sys.argv = ["max", "warm-cache", "--model-path", model, *FLAGS[where]]
+    sys.argv += [*LIMITS, *CUSTOM_ARCHITECTURES]
     sys.argv += ["--export-mefs", str(Path(folder))]
     main()

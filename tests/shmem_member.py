@@ -30,20 +30,19 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(i) for i in [*_MINE, *_OTHERS]
 os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
 os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
 
-from cases import (  # noqa: E402  # noqa: E402
+from cases import (  # noqa: E402
     CASES,
     LAYOUT_CASES,
     ROUTINGS,
     Case,
-    Expected,
     Inputs,
-    expected,
     make_inputs,
 )
 from harness import Groups, assert_round_trip, fused_round_trip, round_trip  # noqa: E402
 from max.driver import CPU, Accelerator  # noqa: E402
 from max.dtype import DType  # noqa: E402
 from max.engine import InferenceSession  # noqa: E402
+from oracle import Expected, expected  # noqa: E402
 
 from max_ep import EPConfig  # noqa: E402
 

@@ -2,20 +2,20 @@
 """What goes wrong when a group is set up, or a graph runs, is said, and harms once."""
 
 import ctypes
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import F32, Inputs, expected_dispatch, make_inputs
-from children import WHERE_WE_IMPORT, printed
+from cases import F32, Inputs, make_inputs
+from children import names_of
 from errors import raises, refused
 from harness import to_buffer, to_numpy
 from in_turn import Group
 from max.driver import Buffer
-from processes import PHASED, Engine, check_dispatched, names_of
-from test_refusals import AS_SUMS, OF_F32, OF_FP8, TWO
+from oracle import expected_dispatch
+from processes import PHASED, check_dispatched
+from test_config import AS_SUMS, OF_F32, OF_FP8, TWO
 
 from max_ep import EPCommInitializer
 
@@ -107,14 +107,6 @@ def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch):
 # ------------------------------------------------------------------- at run time
 # Four ranks with 4, 4, 4 and 2 experts, top_k 4, 32 tokens each; all choose experts 0
 # to 3. They run one after another, phase by phase.
-
-
-@pytest.fixture(scope="module")
-def groups(engine: Engine) -> Iterator[dict[str, Group]]:
-    made = {name: Group(engine, case) for name, case in PHASED.items()}
-    yield made
-    for group in made.values():
-        group.comm.close()
 
 
 @pytest.fixture
@@ -217,25 +209,14 @@ def test_run_after_close(groups, given):
     group.check_next_run()
 
 
-_OTHER_CONFIG = """
-import sys
-from test_errors import *
-group = Group(Engine(sys.argv[1]), PHASED["small"])
-with EPCommInitializer(group.case.config(hidden_size=40)) as comm:
-    comm.ep_init(group.engine.session)
-    group.buffers = comm.model_inputs()
-    try:
-        group.send(make_inputs(group.case, "full"))
-    except ValueError as error:
-        print("refused:", error)
-"""
-
-
-def test_memory_of_another_config(graphs):
+def test_memory_of_another_config(group, given):
     """`model_inputs` of smaller buffers are refused, not overrun."""
-    how = dict(PYTHONPATH=WHERE_WE_IMPORT)
-    said = printed(sys.executable, "-c", _OTHER_CONFIG, graphs, **how)
-    assert "refused:" in said and "belongs to another EPConfig" in said, said
+    with EPCommInitializer(group.case.config(hidden_size=40)) as comm:
+        comm.ep_init(group.engine.session)
+        group.buffers = comm.model_inputs()
+        with raises(ValueError, "belongs to another EPConfig"):
+            group.send(given)
+        group.buffers = None
 
 
 @refused("""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import names_of
 from faults import (
     ALL,
     JOIN,
@@ -29,7 +30,7 @@ from faults import (
     compile_graphs,
     lost_ranks,
 )
-from processes import config_of, names_of
+from processes import config_of
 
 from max_ep import EPCommInitializer
 from max_ep.memory.meeting import Owner

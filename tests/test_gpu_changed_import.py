@@ -7,17 +7,17 @@ sums for which float32 is exact. What max_ep delivers is the oracle's, bit for b
 random tokens too.
 """
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import BF16, F32, Case, Inputs, expected, expected_dispatch
-from children import ROOT, WHERE_WE_IMPORT, printed
+from cases import BF16, F32, Case, Inputs
+from children import ALL_CASES, ROOT, WHERE_WE_IMPORT, printed
 from harness import assert_same_bits
 from max.driver import accelerator_count
+from oracle import expected, expected_dispatch
 
 from graphs.changed_import import (
     EXACT_RUNS,
@@ -130,7 +130,7 @@ def test_only_the_import_changes(tmp_path, name):
 
 
 # On CPU ranks the round trips have the split forms, too, and it compiles as long.
-HAS_SPLIT = accelerator_count() > 0 or "MAX_EP_ALL_CASES" in os.environ
+HAS_SPLIT = accelerator_count() > 0 or ALL_CASES
 
 
 @pytest.mark.parametrize(

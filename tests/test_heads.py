@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pass in front of attention: norms, positions, and the paged KV cache."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
+from cases import narrow, widen
+from harness import to_buffer, to_numpy
 from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
@@ -85,27 +85,17 @@ def test_heads_are_normalized_rotated_and_cached(kind):
     want = wanted(qkv, new, rotary, pages, weights)
     ends = np.cumsum([0, *NEW]).astype(np.uint32)
 
-    def put(x, dtype=dtype):
-        buffer = Buffer.from_numpy(np.ascontiguousarray(x))
-        if dtype == DType.bfloat16:
-            bits = (x.view(np.uint32) >> 16).astype(np.uint16)
-            buffer = Buffer.from_numpy(bits).view(dtype, x.shape)
-        return buffer.to(there)
-
-    def got(buffer):
-        if dtype == DType.float32:
-            return buffer.to_numpy()
-        bits = buffer.to(CPU()).view(DType.uint16, buffer.shape).to_numpy()
-        return (bits.astype(np.uint32) << 16).view(np.float32)
+    def put(x):
+        return to_buffer(narrow(x, dtype) if x.dtype == np.float32 else x, there)
 
     cache = put(old)
     (q,) = model.execute(
         cache,
         put(qkv),
-        put(ends, u32),
+        put(ends),
         put(rotary),
-        put(np.array(LENGTHS, np.uint32), u32),
-        put(pages, u32),
+        put(np.array(LENGTHS, np.uint32)),
+        put(pages),
         *map(put, weights),
         Buffer.from_numpy(np.array([-1])),
         Buffer.from_numpy(np.array([1], np.uint32)),
@@ -113,5 +103,5 @@ def test_heads_are_normalized_rotated_and_cached(kind):
     close = dict(rtol=1e-5, atol=1e-5)
     if kind == "gpu":
         close = dict(rtol=2**-7, atol=1e-2)
-    np.testing.assert_allclose(got(q), want, **close)
-    np.testing.assert_allclose(got(cache), new, **close)
+    np.testing.assert_allclose(widen(to_numpy(q)), want, **close)
+    np.testing.assert_allclose(widen(to_numpy(cache)), new, **close)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire protocols as a model: all orders of small worlds, and random ways.
+"""The wire protocols as a model: all orders of small worlds.
 
 See `docs/model.md`. Tests of mutations fail if the model no longer notices what is
 broken on purpose, so they are what gives "holds" its worth.
@@ -8,24 +8,21 @@ broken on purpose, so they are what gives "holds" its worth.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
 import pytest
+from children import ALL_CASES, slow
 from model import agreement, faults, worlds
 from model.exploration import Machine, Result
 from model.launches import World
 from model.memory import UNPUBLISHED, Step
 from model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_of
 
-ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
 WORLDS = worlds.all_worlds()
 # How far a mutated world is explored before the next one is tried.
 MUTATED_STATES = 300
-N_WALKS = int(os.environ.get("MAX_EP_WALKS", "24"))
-"""Random worlds, each with one random way."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +60,7 @@ def test_protocol_holds(world):
     assert result.n_ends > 0
 
 
-@pytest.mark.skipif(not ALL_CASES, reason="minutes; make test-all has it")
+@slow
 @pytest.mark.parametrize("world", worlds.large(), ids=id_of)
 def test_protocol_holds_in_a_large_world(world):
     result = Machine(world).explore(max_states=100_000, gives_up=True)
@@ -135,13 +132,6 @@ def test_choices_alone_find_what_every_order_finds(world):
         few = Machine(mutated).explore().failure
         all_ = Machine(mutated).explore(every_order=True).failure
         assert (few is None) == (all_ is None), mutation.name
-
-
-@pytest.mark.parametrize("seed", range(N_WALKS))
-def test_random_worlds(seed):
-    """Up to four ranks, three tokens, two blocks, any legal order of ops: one way."""
-    result = Machine(worlds.random_world(seed)).walk(1, seed)
-    assert result.failure is None, result.short()
 
 
 def test_a_trace_can_be_read():

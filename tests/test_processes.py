@@ -9,14 +9,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import scenarios
-from children import ran
+from children import names_of, ran
 from errors import raises, refused
 from in_turn import Group
-from processes import N_RANKS, PHASED, Engine, names_of
+from processes import N_RANKS, PHASED
 from scenarios import KILLED_AT, KILLED_RANK, SCENARIOS, Outcome
 
 from max_ep import LaunchError, launch
@@ -54,26 +54,6 @@ def test_scenario(four, name):
     """Every row and every sum is the oracle's, bit for bit. `MAX_EP_SOAK=10000`: so
     many generations of each of `soak_*`."""
     assert_well([outcomes[name] for outcomes in four])
-
-
-@pytest.mark.parametrize("name", [n for n in SCENARIOS if "_only_" in n])
-def test_fast_rank_waits_for_slow_reader(four, name):
-    """Nobody has sent a generation before the slow rank looked at the last."""
-    assert_well([outcomes[name] for outcomes in four])
-    looked = four[scenarios.SLOW_RANK][name].value["looked"]
-    for rank in range(N_RANKS):
-        sent = four[rank][name].value["sent"]
-        early = [g for g in range(1, len(sent)) if sent[g] < looked[g - 1]]
-        assert not early, f"rank {rank} overwrote unread rows in {early}"
-
-
-def test_stopped_process_stopped(four):
-    """The scenario is not empty: three times, everybody waited for the rank."""
-    assert_well([outcomes["stopped"] for outcomes in four])
-    for rank in range(N_RANKS):
-        seconds = four[rank]["stopped"].value
-        n_waits = sum(s > scenarios.STOPPED_S / 2 for s in seconds)
-        assert n_waits >= 3, f"rank {rank}: {seconds}"
 
 
 @pytest.mark.parametrize("where", ["", " from outside"])
@@ -207,18 +187,10 @@ def test_time_limit_kills(tmp_path):
 # ------------------------------------------------------- replays, in one process
 
 
-@pytest.fixture(scope="module", params=PHASED)
-def in_turn(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Group]:
-    """The ranks in one process, of each protocol."""
-    group = Group(engine, PHASED[request.param])
-    yield group
-    group.comm.close()
-
-
-@pytest.fixture
-def group(in_turn: Group) -> Group:
-    in_turn.comm.reset()
-    return in_turn
+@pytest.fixture(params=PHASED)
+def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
+    groups[request.param].comm.reset()
+    return groups[request.param]
 
 
 @pytest.mark.parametrize(

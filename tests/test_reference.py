@@ -12,6 +12,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import harness
 import numpy as np
 import pytest
 import torch
@@ -22,10 +23,12 @@ from max_ep.reference import (
     combine,
     combine_sums,
     dispatch,
+    drop_rows,
     float8_e4m3fn_to_float32,
     float32_to_bfloat16,
     float32_to_float8_e4m3fn,
     fma,
+    kept_rows,
     moe,
     pad,
     quantize_blockwise_fp8,
@@ -46,13 +49,9 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
     """Compares bit for bit, so that -0.0 is not 0.0; any NaN equals any NaN."""
-    assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    bits, wanted = (np.ascontiguousarray(x).view(f"u{x.itemsize}") for x in (got, want))
-    is_same = bits == wanted
-    if got.dtype.kind == "f":
-        is_same |= np.isnan(got) & np.isnan(want)
-    where = tuple(map(tuple, np.argwhere(~is_same)[:1]))
-    assert not where, f"first at {where[0]}: got {got[where[0]]}, not {want[where[0]]}"
+    if got.dtype.kind == want.dtype.kind == "f":
+        got, want = (np.where(np.isnan(x), x.dtype.type("nan"), x) for x in (got, want))
+    harness.assert_same_bits("", got, want)
 
 
 # --- Element types ---------------------------------------------------------
@@ -353,6 +352,24 @@ def test_the_sum_is_rounded_before_the_shared_row_is_added(sum_up):
     rows, weights = [f32(1, 256, 1)[:, None]], [f32(1, 1)[None, :]]
     assert sum_up(rows, results, weights)[0].tolist() == [[258]]
     assert sum_up(rows, results, weights, round_sum=rounded)[0].tolist() == [[257]]
+
+
+def test_the_largest_pairs_lose_first():
+    """A level for all pairs; what is left over goes to the first ones."""
+    counts = np.array([[9, 1, 4], [0, 4, 2]])
+    assert (kept_rows(counts, 20) == counts).all()
+    assert kept_rows(counts, 15).tolist() == [[4, 1, 4], [0, 4, 2]]
+    assert kept_rows(counts, 14).tolist() == [[4, 1, 4], [0, 3, 2]]
+    assert kept_rows(counts, 11).tolist() == [[3, 1, 3], [0, 2, 2]]
+    assert kept_rows(counts, 2).tolist() == [[1, 1, 0], [0, 0, 0]]
+
+
+def test_a_pair_keeps_its_first_tokens():
+    tokens = [np.arange(4, dtype=np.float32)[:, np.newaxis]]
+    (result,) = dispatch(tokens, [np.array([[0, 1]] * 3 + [[1, -1]])], 2)
+    kept = drop_rows(result, 1, 5)
+    assert kept.src_info.tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1]]
+    assert kept.row_offsets.tolist() == [0, 3, 5]
 
 
 # --- Combine and whole layers ----------------------------------------------

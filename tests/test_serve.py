@@ -5,8 +5,6 @@ On CPU four ranks share it; on GPUs a rank is a GPU. The served model has random
 weights, so its answers have no meaning, but every bit of it is compared.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -15,19 +13,15 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from children import HERE, WHERE_WE_IMPORT, ran
+from children import ALL_CASES, HERE, WHERE_WE_IMPORT, ran, slow
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 from max.graph.weights import load_weights
-from max.nn.moe import MoEGate
-from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 from safetensors.torch import save_file
 from serving import (
     NOISES,
@@ -49,37 +43,16 @@ from graphs.serve.checkpoint import (
 from graphs.serve.run import LIMITS
 from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.balance import Placement, plan
-from max_ep.moe_shape import MoeShape
-from max_ep.serve import deepseek_v3, forward, model, planner, qwen3_moe
+from max_ep.serve import forward, model, qwen3_moe
 from max_ep.serve.settings import (
     PLACEMENT_VARIABLE,
-    activation_bytes,
-    place_experts,
-    serving_config,
 )
 from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
 READY_S = 900
 
-ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
-slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
-
 COMPILED = os.environ.get("MAX_EP_COMPILED")
 """A folder with graphs by ``max warm-cache``, such as ``small_2``: size and GPUs."""
-
-
-class Served:
-    """A server, and what it serves."""
-
-    def __init__(
-        self, server: Server, model: Path, reference: Path, dtype: str, size: str
-    ) -> None:
-        self.server, self.model, self.dtype = server, model, dtype
-        # MAX's server returns none on GPUs, nor of a model with thinking tokens.
-        self.has_logprobs = dtype == "float32" and size in SIZES
-        self.tolerance = TOLERANCES[dtype]
-        noises = NOISES if size in DEEPSEEK_SIZES else ()
-        self.reference = Reference(reference, dtype == "bfloat16", noises=noises)
 
 
 def placement_of(size: str, n_ranks: int) -> Placement:
@@ -93,8 +66,6 @@ def placement_of(size: str, n_ranks: int) -> Placement:
     counts = np.outer(1 + np.arange(n_layers), 1000 / np.arange(1, n + 1))
     return plan(counts, n_ranks, n // 4, top_k=top_k)
 
-
-PLACEMENT = placement_of("tiny", 4)
 
 FP8 = "fp8"
 """Among the flags of a server: its checkpoint is in blockwise FP8."""
@@ -153,7 +124,16 @@ def served(request, tmp_path_factory):
     server = Server(folder / "model", flags, folder / "server.log", variables)
     try:
         server.wait_until_ready(READY_S, print)
-        yield Served(server, folder / "model", reference, dtype, size)
+        noises = NOISES if size in DEEPSEEK_SIZES else ()
+        yield SimpleNamespace(
+            server=server,
+            model=folder / "model",
+            dtype=dtype,
+            # MAX's server returns none on GPUs, nor of a model with thinking tokens.
+            has_logprobs=dtype == "float32" and size in SIZES,
+            tolerance=TOLERANCES[dtype],
+            reference=Reference(reference, dtype == "bfloat16", noises=noises),
+        )
     finally:
         server.stop()
         print(server.log_end(200))
@@ -298,9 +278,9 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
         # One of the two layers has experts, and each GPU dispatches and combines.
         ("two_gpus", "deepseek_tiny", TWO_LAYERS | dict(balance_ids=2)),
         # Two layers on two GPUs, with replicas of busy experts.
-        pytest.param("two_gpus", "tiny", PLACED, marks=slow),
+        ("two_gpus", "tiny", PLACED),
         # The router is an op of ours.
-        ("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2)),
+        pytest.param("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2), marks=slow),
         ("one_gpu", "tiny_wide", IN_PLACE | dict(softmax_top_k=2)),
         ("one_gpu", "tiny_wide_fp8", TWO_LAYERS | dict(softmax_top_k=2)),
         # The routers' biases are bfloat16 in the checkpoint, float32 in the graph.
@@ -342,238 +322,22 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
         assert (op in ops) == ("gpu" in where)
 
 
-def test_several_gpus_go_through_our_layers():
-    """Where MAX's decoders have their way through MoE layers, ours is put."""
-    for kind in (deepseek_v3.DeepseekV3Model, qwen3_moe.Qwen3MoeModel):
-        names = [name for module in kind.max_modules for name in vars(module)]
-        assert {"EPBatchManager", "forward_moe_sharded_layers"} <= set(names)
-
-
-def _forward_graph(gate: Any, manager: Any, **more: Any) -> str:
-    """Builds a layer of MAX's for several GPUs, on one CPU."""
-    types = [TensorType(DType.float32, ["n_tokens", 64], DeviceRef.CPU())]
-    shard = SimpleNamespace(
-        gate=gate,
-        _ep_batch_manager=manager,
-        ep_batch_manager=manager,
-        num_experts_per_token=4,
-        **more,
-    )
-    with Graph("layer", input_types=types) as graph:
-        graph.output(*forward.forward_layers([shard], [graph.inputs[0].tensor]))
-    return str(graph)
-
-
-def _manager(fused_shared_expert: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(
-        config=SimpleNamespace(fused_shared_expert=fused_shared_expert)
-    )
-
-
-def test_qwen3_routes_in_one_op_and_others_by_themselves(monkeypatch):
-    """Also where MAX's decoder for several GPUs runs our layers."""
-
-    def weighted(_manager: object, xs: list, _ids: list, weights: list, *_: object):
-        return [x * weight[:, :1] for x, weight in zip(xs, weights)]
-
-    monkeypatch.setattr(forward, "through_experts", weighted)
-    sizes = dict(hidden_dim=64, num_experts=16, num_experts_per_token=4)
-    for kind, n_ops in ((Qwen3MoEGate, 1), (MoEGate, 0)):
-        gate = kind([DeviceRef.CPU()], **sizes, dtype=DType.float32)
-        graph = _forward_graph(gate, _manager(), has_shared_experts=False)
-        assert graph.count("max_ep.softmax_top_k") == n_ops
-        assert graph.count("mo.top_k") == 1 - n_ops
-
-
 def test_shared_experts_outside_of_dispatch_are_added(monkeypatch):
+    """Where MAX's decoder for several GPUs runs our layers."""
     monkeypatch.setattr(forward, "through_experts", lambda _manager, xs, *_: list(xs))
-    shared = dict(has_shared_experts=True, shared_experts=lambda x: x * 3)
-    n_added = [
-        _forward_graph(lambda x: (x, x), _manager(fused), **shared).count(".add(")
-        for fused in (False, True)
-    ]
-    assert n_added[0] == n_added[1] + 1
-
-
-@pytest.mark.parametrize(
-    "name, n_devices, words",
-    [
-        ("DeepseekV3ForCausalLM", 1, "one GPU, but on several GPUs; .*without max_ep"),
-        ("MiniMaxM2ForCausalLM", 2, "several GPUs, but on the CPU and one GPU;"),
-    ],
-)
-def test_devices_that_an_architecture_is_not_for(name, n_devices, words):
-    """Before weights are read: the memory plan comes first."""
-    devices = [SimpleNamespace(device_type="gpu")] * n_devices
-    where = SimpleNamespace(model=SimpleNamespace(device_specs=devices))
-    with pytest.raises(ValueError, match=f"{name} is not served on {words}"):
-        _planner().estimate_activation_memory(
-            where, SimpleNamespace(architectures=[name])
+    types = [TensorType(DType.float32, ["n_tokens", 64], DeviceRef.CPU())]
+    shard = SimpleNamespace(gate=lambda x: (x, x), num_experts_per_token=4)
+    shard.has_shared_experts, shard.shared_experts = True, lambda x: x * 3
+    n_added = []
+    for fused in (False, True):
+        config = SimpleNamespace(fused_shared_expert=fused)
+        shard.ep_batch_manager = shard._ep_batch_manager = SimpleNamespace(
+            config=config
         )
-
-
-class _Copied(SimpleNamespace):
-    """Has pydantic's way to copy."""
-
-    def model_copy(self, update: dict) -> _Copied:
-        return _Copied(**(vars(self) | update))
-
-
-def test_deepseek_needs_attention_and_experts(monkeypatch):
-    """MAX plans its attention without expert parallelism, which is ours to plan."""
-    asked = []
-
-    def attention(self: object, pipeline_config: _Copied, huggingface: str) -> int:
-        asked.append((pipeline_config.runtime.ep_size, huggingface))
-        return 40
-
-    two = _Copied(
-        model=SimpleNamespace(device_specs=[None] * 2), runtime=_Copied(ep_size=2)
-    )
-    asked_for = "estimate_activation_memory"
-    monkeypatch.setattr(deepseek_v3.DeepseekV3MemoryPlanner, asked_for, attention)
-    monkeypatch.setattr(deepseek_v3.ExpertParallelPlanner, asked_for, lambda *_: 2)
-    planner = deepseek_v3.DeepseekV3Planner.__new__(deepseek_v3.DeepseekV3Planner)
-    assert planner.estimate_activation_memory(two, "config.json") == 42
-    assert asked == [(1, "config.json")]
-    assert two.runtime.ep_size == 2
-
-
-HUGGINGFACE = SimpleNamespace(
-    architectures=["Qwen3MoeForCausalLM"],
-    hidden_size=64,
-    num_experts=16,
-    moe_intermediate_size=32,
-    num_experts_per_tok=4,
-)
-
-
-def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
-    """What MAX makes of the flags of four ranks of the CPU, as far as we ask."""
-    cpu = SimpleNamespace(device_type="cpu")
-    model = SimpleNamespace(device_specs=[cpu], data_parallel_degree=1, max_length=100)
-    runtime = SimpleNamespace(ep_size=4, max_batch_input_tokens=n_tokens)
-    runtime.enable_chunked_prefill = cuts_prompts
-    return SimpleNamespace(model=model, runtime=runtime)
-
-
-def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
-    """Each place has the weights of its logical expert, in each layer with experts."""
-    PLACEMENT.save(tmp_path / "plan.npz")
-    monkeypatch.setenv(PLACEMENT_VARIABLE, str(tmp_path / "plan.npz"))
-    shape = MoeShape.of(HUGGINGFACE)
-    config = serving_config(_flags(256, True), shape, DType.float32)
-    assert (config.n_experts, config.num_logical_experts) == (20, 16)
-    dense = {"embed.weight": "e", "layers.0.mlp.down_proj.weight": "d"}
-    weights = {
-        f"layers.{layer}.mlp.experts.{e}.{name}.weight": (layer, e, name)
-        for layer in (1, 10)
-        for e in range(16)
-        for name in ("up_proj", "down_proj")
-    }
-    assert place_experts(dense | weights, config) == dense | {
-        f"layers.{layer}.mlp.experts.{p}.{name}.weight": (layer, int(e), name)
-        for layer, row in zip((1, 10), PLACEMENT.phy2log)
-        for p, e in enumerate(row)
-        for name in ("up_proj", "down_proj")
-    }
-    with pytest.raises(ValueError, match="has 2 layers, and 0 of the model"):
-        place_experts(dense, config)
-    flags = _flags(256, True)
-    flags.runtime.eplb_redundant_experts_per_gpu = 1
-    with pytest.raises(ValueError, match="--eplb-redundant.*MAX_EP_PLACEMENT"):
-        serving_config(flags, shape, DType.float32)
-    Placement(PLACEMENT.phy2log, 2).save(tmp_path / "plan.npz")
-    with pytest.raises(ValueError, match="16 experts on 2 ranks.*served are 16 on 4"):
-        serving_config(_flags(256, True), shape, DType.float32)
-
-
-def _planner() -> planner.ExpertParallelPlanner:
-    plan = planner.ExpertParallelPlanner.__new__(planner.ExpertParallelPlanner)
-    plan._config = SimpleNamespace(dtype=DType.float32)
-    return plan
-
-
-def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt():
-    """Fails if memory is planned for one of several ranks, or for a batch alone."""
-    shape = MoeShape.of(HUGGINGFACE)
-    whole, chunked = (
-        serving_config(_flags(*tokens), shape, DType.float32)
-        for tokens in ((64, False), (164, True))
-    )
-    assert whole == chunked
-    of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, shape)
-    planned = _planner().estimate_activation_memory(_flags(64, False), HUGGINGFACE)
-    assert planned == 4 * of_a_rank
-
-
-BF16_ROWS = 2 * 2 * 128  # as they come, and as they go
-FP8_ROWS = 128 + 4 + 64 + 2 + 2 * 128  # with scales; gate and up in FP8, too
-
-
-@pytest.mark.parametrize(
-    "target, moe_dim, is_fp8, n_bytes",
-    [
-        ("gpu", 64, False, BF16_ROWS + 2 * 64),
-        ("gpu", 96, False, BF16_ROWS + 2 * 288),
-        ("cpu", 64, False, BF16_ROWS + 2 * 192),
-        ("gpu", 64, True, FP8_ROWS),
-    ],
-)
-def test_the_plan_has_gate_and_up_where_they_are_stored(
-    target, moe_dim, is_fp8, n_bytes
-):
-    """On GPUs one kernel multiplies them, if it takes their sizes."""
-    how = dict(dispatch_dtype=DType.bfloat16, combine_dtype=DType.bfloat16)
-    config = SimpleNamespace(
-        target=target, n_output_rows=10, is_quantized=is_fp8, **how
-    )
-    shape = MoeShape(hidden_size=128, n_experts=16, top_k=4, moe_dim=moe_dim)
-    assert activation_bytes(config, shape) == 10 * n_bytes
-
-
-def test_gpus_that_do_not_divide_the_experts():
-    """There ``--ep-size`` follows from the GPUs: others must be served on."""
-    flags = _flags(64, True)
-    flags.model.device_specs = [SimpleNamespace(device_type="gpu")] * 3
-    flags.model.data_parallel_degree = flags.runtime.ep_size = 3
-    with pytest.raises(ValueError, match="serve on a number of GPUs that divides 16"):
-        serving_config(flags, MoeShape.of(HUGGINGFACE), DType.float32)
-
-
-def test_what_makes_batches_large_is_named(monkeypatch):
-    """Without chunked prefill a prompt may come on top of a full batch."""
-    free = SimpleNamespace(stats={"free_memory": 1})
-    monkeypatch.setattr(planner, "CPU", lambda: free)
-    plan = _planner()
-    with pytest.raises(ValueError, match="lower --max-batch-input-tokens$"):
-        plan.estimate_activation_memory(_flags(64, True), HUGGINGFACE)
-    with pytest.raises(ValueError, match="--max-length.*chunked prefill on$"):
-        plan.estimate_activation_memory(_flags(64, False), HUGGINGFACE)
-
-
-def test_variables(monkeypatch):
-    """Empty is unset; what they cannot be is said with their names."""
-
-    def config() -> Any:
-        shape = MoeShape.of(HUGGINGFACE)
-        return serving_config(_flags(64, True), shape, DType.float32)
-
-    for name in ("MAX_EP_PROTOCOL", "MAX_EP_TIMEOUT_S"):
-        monkeypatch.setenv(name, "")
-    assert (config().protocol, config().timeout_s) == ("by_rank", 30)
-    assert config().combine_mode == "sums"
-    monkeypatch.setenv("MAX_EP_PROTOCOL", "by_expert")
-    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "2.5")
-    assert (config().protocol, config().timeout_s) == ("by_expert", 2.5)
-    assert config().combine_mode == "rows"
-    for seconds in ("30s", "0", "-1", "nan", "inf", "1e6"):
-        monkeypatch.setenv("MAX_EP_TIMEOUT_S", seconds)
-        with pytest.raises(ValueError, match="MAX_EP_TIMEOUT_S=.* must be seconds"):
-            config()
-    monkeypatch.setenv("MAX_EP_PROTOCOL", "carrier_pigeon")
-    with pytest.raises(ValueError, match="'carrier_pigeon' is no protocol; set it to"):
-        config()
+        with Graph("layer", input_types=types) as graph:
+            graph.output(*forward.forward_layers([shard], [graph.inputs[0].tensor]))
+        n_added.append(str(graph).count(".add("))
+    assert n_added[0] == n_added[1] + 1
 
 
 def test_a_server_that_does_not_use_max_ep_says_so(caplog):

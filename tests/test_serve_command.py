@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`max-ep serve`: what it finds, chooses and refuses. `make serve` runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

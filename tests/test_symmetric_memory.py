@@ -5,6 +5,7 @@ No MAX here, so a peer is a bare Python process that starts in a moment. Where
 it does not matter that peers are processes, they are threads.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from children import names_of
 from errors import raises, refused
 
 from max_ep.memory import symmetric_memory
@@ -27,6 +29,7 @@ from max_ep.memory.symmetric_memory import LocalMemory, SharedMemory
 REGION_BYTES = 3 * 4096 + 256
 """Not a whole number of pages."""
 
+STATUS_BYTES = 256
 TIMEOUT_S = 10.0
 
 _PRELUDE = """
@@ -38,31 +41,6 @@ def say(*words):
 """
 
 
-class Peer:
-    """A process that runs some code; it prints lines, and reads lines."""
-
-    def __init__(self, group: str, code: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _PRELUDE + textwrap.dedent(code), group],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def hear(self) -> str:
-        return self.process.stdout.readline().strip()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.end()
-
-    def end(self) -> int:
-        code = self.process.wait(30)
-        self.process.stdin.close()
-        self.process.stdout.close()
-        return code
-
-
 @pytest.fixture
 def group() -> Iterator[str]:
     """A name; nothing of that name may be left when a test is done."""
@@ -72,53 +50,62 @@ def group() -> Iterator[str]:
 
 
 @pytest.fixture
-def start(group: str) -> Iterator[Callable[[str], Peer]]:
-    peers: list[Peer] = []
+def start(group: str) -> Iterator[Callable[[str], subprocess.Popen]]:
+    """Starts a process that runs some code; it prints lines, and reads lines."""
+    with contextlib.ExitStack() as stack:
 
-    def start_peer(code: str) -> Peer:
-        peers.append(Peer(group, code))
-        return peers[-1]
+        def start_peer(code: str) -> subprocess.Popen:
+            code = _PRELUDE + textwrap.dedent(code)
+            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            peer = subprocess.Popen([sys.executable, "-c", code, group], **pipes)
+            stack.enter_context(peer)
+            stack.callback(peer.kill)
+            return peer
 
-    yield start_peer
-    for peer in peers:
-        if peer.process.poll() is None:
-            peer.kill()
+        yield start_peer
 
 
-def names_of(group: str) -> list[str]:
-    """Lists the nodes of a group that can be met."""
-    with open("/proc/net/unix") as sockets:
-        words = [line.split()[-1] for line in sockets]
-    prefix = f"@max_ep/0/{group}-"
-    return sorted({w.removeprefix(prefix) for w in words if w.startswith(prefix)})
+def hear(peer: subprocess.Popen) -> str:
+    return peer.stdout.readline().strip()
 
 
 def make(group, node_id, n_nodes=2, n_local_ranks=1, fingerprint="hidden_size=8"):
-    return SharedMemory(
-        group, node_id, n_nodes, n_local_ranks, REGION_BYTES, fingerprint
-    )
+    sizes = n_nodes, n_local_ranks, REGION_BYTES
+    return SharedMemory(group, node_id, *sizes, fingerprint, STATUS_BYTES)
 
 
 def connect_all(memories, timeout_s=TIMEOUT_S):
+    """Connects all at once; returns the table of each."""
     with ThreadPoolExecutor(len(memories)) as pool:
         return list(pool.map(lambda memory: memory.connect(timeout_s), memories))
 
 
-def test_memory_shows_who_died_and_who_closed(group, start):
-    """Whose process it is, and whether it has closed; status and region as it left
-    them. After `close` all is refused, not read."""
+def errors_of(memories, timeout_s) -> list[BaseException]:
+    """Connects all at once; returns what each raises."""
+    with ThreadPoolExecutor(len(memories)) as pool:
+        waits = [pool.submit(memory.connect, timeout_s) for memory in memories]
+    return [wait.exception() for wait in waits]
+
+
+def close_all(memories) -> None:
+    for memory in memories:
+        memory.close()
+
+
+def test_memory_shows_who_died(group, start):
+    """Status and region as it left them. After `close` all is refused, not read."""
     peer = start(
         f"""
-        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "x", 100)
+        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8", 256)
         memory.connect({TIMEOUT_S})
         memory.status[:4] = b"peer"
         say("mapped")
         sys.stdin.readline()
         """
     )
-    mine = SharedMemory(group, 0, 2, 1, REGION_BYTES, "x", 100)
+    mine = make(group, 0)
     table = mine.connect(TIMEOUT_S)
-    assert peer.hear() == "mapped" and names_of(group) == []
+    assert hear(peer) == "mapped" and names_of(group) == []
 
     def seen(node: int) -> tuple:
         owner = mine.owners[node]
@@ -126,39 +113,17 @@ def test_memory_shows_who_died_and_who_closed(group, start):
         return state, mine.is_closed(node), mine.read_status(node, 0, 0, 4)
 
     assert [seen(0), seen(1)] == [("", False, bytes(4)), ("", False, b"peer")]
-    peer.process.send_signal(signal.SIGSTOP)
+    peer.send_signal(signal.SIGSTOP)
     while seen(1)[0] != "is stopped":
         time.sleep(0.01)
     peer.kill()
+    peer.wait()
     assert seen(1) == ("is dead", False, b"peer")
     write(table[1] + 8, b"region")
     assert mine.read_region(1, 0, 8, 6) == b"region"
     mine.close()
     with pytest.raises(ValueError, match="closed"):
         mine.read_status(1, 0, 0, 4)
-
-
-def test_each_rank_has_its_status(group):
-    """What the ranks write to parts of equal size is read from their parts."""
-    memory = SharedMemory(group, 0, 1, 3, REGION_BYTES, "", 256)
-    memory.connect(0.0)
-    assert len(memory.status) == 3 * 256
-    for i in range(3):
-        memory.status[i * 256 : i * 256 + 4] = bytes([i + 1]) * 4
-        write(memory.local_addresses()[i], bytes([i + 7]) * 4)
-    for i in range(3):
-        assert memory.read_status(0, i, 0, 4) == bytes([i + 1]) * 4
-        assert memory.read_region(0, i, 0, 4) == bytes([i + 7]) * 4
-    memory.close()
-
-
-def test_who_has_closed_is_seen(group):
-    memories = [make(group, node) for node in range(2)]
-    connect_all(memories)
-    assert not memories[0].is_closed(1)
-    memories[1].close()
-    assert memories[0].is_closed(1)
-    memories[0].close()
 
 
 def read(address: int, n: int = 8) -> bytes:
@@ -200,49 +165,43 @@ def test_local_memory_is_zero_and_writable_to_its_ends():
 
 
 def test_every_rank_has_one_address_for_the_same_bytes(group):
-    """Three nodes of two ranks: what one writes, all read, and nothing else."""
-    memories = [make(group, node, 3, 2) for node in range(3)]
+    """Many nodes of two ranks: what one writes, all read, and nothing else."""
+    n = 40
+    memories = [make(group, node, n, 2) for node in range(n)]
     own = [memory.local_addresses() for memory in memories]
     tables = connect_all(memories)
     for node, table in enumerate(tables):
-        assert len(table) == 6
+        assert len(table) == 2 * n
         assert table[2 * node : 2 * node + 2] == own[node]
         assert all(address % 256 == 0 for address in table)
     for address in tables[0]:
         assert read(address, REGION_BYTES) == bytes(REGION_BYTES)
-    for rank in range(6):
-        writer = (rank // 2 + 1) % 3  # not the owner
+    for rank in range(2 * n):
+        writer = (rank // 2 + 1) % n  # not the owner
         write(tables[writer][rank], bytes([rank + 1]) * REGION_BYTES)
-    for table in tables:
+        status = memories[rank // 2].status
+        begin = rank % 2 * STATUS_BYTES
+        status[begin : begin + 4] = bytes([rank + 101]) * 4
+    for memory, table in zip(memories, tables):
         for rank, address in enumerate(table):
             assert read(address, REGION_BYTES) == bytes([rank + 1]) * REGION_BYTES
-    for memory in memories:
-        memory.close()
-
-
-def test_many_meet(group):
-    """All at once; each pair, and each finds the right memory."""
-    memories = [make(group, node, 40) for node in range(40)]
-    for node, memory in enumerate(memories):
-        write(memory.local_addresses()[0], node.to_bytes(8, "little"))
-    for table in connect_all(memories):
-        assert [int.from_bytes(read(a), "little") for a in table] == list(range(40))
-    for memory in memories:
-        memory.close()
+            assert memory.read_region(*divmod(rank, 2), 0, 4) == bytes([rank + 1]) * 4
+            assert memory.read_status(*divmod(rank, 2), 0, 4) == bytes([rank + 101]) * 4
+    close_all(memories)
 
 
 def test_what_is_given_back(group):
     """No names once connected; peers keep what one of them has given back."""
     name = f"max_ep-{group}"
     memories = [make(group, node) for node in range(2)]
-    assert names_of(group) == ["0", "1"]
+    assert names_of(group) == [f"@max_ep/0/{group}-{node}" for node in range(2)]
     tables = connect_all(memories)
     assert names_of(group) == []
     write(tables[0][0], b"still ok")
-    assert n_mappings(name) == 4
+    assert n_mappings(name) == 6 and not memories[1].is_closed(0)
     for _ in range(2):
         memories[0].close()
-        assert n_mappings(name) == 2
+        assert n_mappings(name) == 3 and memories[1].is_closed(0)
     assert read(tables[1][0]) == b"still ok"
     memories[1].close()
     assert n_mappings(name) == 0
@@ -253,44 +212,32 @@ def test_memory_is_taken_when_made(group):
     memory = SharedMemory(group, 0, 2, 1, 64 << 20, "")
     assert os.fstat(memory._descriptor).st_blocks * 512 >= 64 << 20
     memory.close()
-    memory.close()
-
-
-class _SlowMemory(SharedMemory):
-    """Of a process that loses its core before it answers, and when all have."""
-
-    def connect(self, timeout_s: float) -> list[int]:
-        meet = self._meeting.meet
-
-        def slowly(*arguments):
-            time.sleep(0.02)
-            found = meet(*arguments)
-            time.sleep(0.05)
-            return found
-
-        self._meeting.meet = slowly
-        return super().connect(timeout_s)
 
 
 @pytest.mark.parametrize("slow_node", [0, 1, 2])
 def test_again_and_again_under_one_name(group, slow_node):
-    """A fast node must not take a slow one's memory of the round before."""
+    """A fast node must not take the memory of the round before, of a node that loses
+    its core before it answers, and when all have."""
     n_nodes, n_rounds = 3, 4
 
-    def run(node_id: int) -> str | None:
-        kind = _SlowMemory if node_id == slow_node else SharedMemory
-        round_ = 0
-        try:
-            for round_ in range(n_rounds):  # noqa: B007
-                memory = kind(group, node_id, n_nodes, 1, REGION_BYTES, "")
-                memory.connect(1.0)
-                memory.close()
-        except Exception as error:
-            return f"node {node_id}, round {round_}: {error}"
-        return None
+    def run(node_id: int) -> None:
+        for _ in range(n_rounds):
+            memory = make(group, node_id, n_nodes)
+            meet = memory._meeting.meet
+
+            def slowly(*arguments, meet=meet):
+                time.sleep(0.02)
+                found = meet(*arguments)
+                time.sleep(0.05)
+                return found
+
+            if node_id == slow_node:
+                memory._meeting.meet = slowly
+            memory.connect(1.0)
+            memory.close()
 
     with ThreadPoolExecutor(n_nodes) as pool:
-        assert list(pool.map(run, range(n_nodes))) == [None] * n_nodes
+        list(pool.map(run, range(n_nodes)))
 
 
 def test_a_process_that_joins_is_mapped(group):
@@ -328,7 +275,7 @@ def test_a_process_that_joins_is_mapped(group):
 # --------------------------------------------------------------- who has the name
 
 _HANG = f"""
-memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8")
+memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8", 256)
 say("there")
 sys.stdin.readline()
 memory.connect({TIMEOUT_S})
@@ -337,42 +284,37 @@ say("connected")
 
 
 @pytest.fixture
-def hung(start) -> Peer:
+def hung(start) -> subprocess.Popen:
     """Node 1, which is there, and answers once it has read a line."""
     peer = start(_HANG)
-    assert peer.hear() == "there"
+    assert hear(peer) == "there"
     return peer
 
 
 @pytest.mark.parametrize("is_zombie", [False, True])
 def test_the_dead_leave_nothing(group, hung, is_zombie):
     """Nor does a killed process whose parent has not looked yet."""
-    assert names_of(group) == ["1"]  # or this test would show nothing
-    if is_zombie:
-        os.kill(hung.process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, hung.process.pid, os.WEXITED | os.WNOWAIT)
-    else:
-        hung.kill()
+    assert names_of(group)  # or this test would show nothing
+    hung.kill()
+    os.waitid(os.P_PID, hung.pid, os.WEXITED | (os.WNOWAIT if is_zombie else 0))
     memories = [make(group, node) for node in range(2)]
     tables = connect_all(memories)
     write(tables[0][1], b"to node1")
     assert read(memories[1].local_addresses()[0]) == b"to node1"
-    for memory in memories:
-        memory.close()
+    close_all(memories)
 
 
 def test_living_owner_is_not_replaced(group, hung):
     with pytest.raises(
-        RuntimeError,
-        match=f"node 1 of group .* already taken by process {hung.process.pid};",
+        RuntimeError, match=f"node 1 of group .* already taken by process {hung.pid};"
     ):
         make(group, 1)
     # And it goes on as if nothing had been.
     memory = make(group, 0)
-    hung.process.stdin.write("\n")
-    hung.process.stdin.flush()
+    hung.stdin.write("\n")
+    hung.stdin.flush()
     memory.connect(TIMEOUT_S)
-    assert hung.hear() == "connected"
+    assert hear(hung) == "connected"
     memory.close()
 
 
@@ -418,16 +360,12 @@ def test_what_another_program_says_is_ignored(group, text):
 def test_peer_that_does_not_come_is_named(group):
     memories = [make(group, node, 3) for node in (0, 2)]
     begin = time.monotonic()
-    with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(memory.connect, 0.5) for memory in memories]
+    errors = errors_of(memories, 0.5)
     assert 0.4 < time.monotonic() - begin < 2
-    for node_id, wait in zip((0, 2), waits):
-        with pytest.raises(
-            TimeoutError,
-            match=rf"node {node_id} waited 0.5 s for nodes \[1\] of group {group!r} "
-            "to start: nobody is there. Start all 3 processes",
-        ):
-            wait.result()
+    for node_id, error in zip((0, 2), errors):
+        assert isinstance(error, TimeoutError)
+        said = f"node {node_id} waited 0.5 s for nodes [1] of group {group!r} to start:"
+        assert f"{said} nobody is there. Start all 3 processes" in str(error)
     assert names_of(group) == []
 
 
@@ -435,43 +373,24 @@ def test_peer_that_hangs_is_named(group, hung):
     """Also if it is stopped. Who waits for it answers others meanwhile: all blame it,
     and what has come from them is closed."""
     handles = set(os.listdir("/proc/self/fd"))
-    memories = [make(group, node, 3) for node in (0, 2)]
-    with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(memory.connect, 0.3) for memory in memories]
-    for wait in waits:
-        with pytest.raises(
-            TimeoutError, match=r"for nodes \[1\] .*\[1\] do not answer"
-        ):
-            wait.result()
+    for error in errors_of([make(group, node, 3) for node in (0, 2)], 0.3):
+        assert isinstance(error, TimeoutError)
+        assert "for nodes [1] " in str(error) and "[1] do not answer" in str(error)
     assert set(os.listdir("/proc/self/fd")) == handles
 
 
 def test_another_configuration_is_refused(group):
-    memories = [make(group, 0), make(group, 1, fingerprint="hidden_size=16")]
-    with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(memory.connect, 1.0) for memory in memories]
-    errors = [wait.exception() for wait in waits]
-    assert all(errors), errors
-    said = [str(error) for error in errors if isinstance(error, ValueError)]
-    assert said, errors
-    for text in said:
-        assert "another configuration" in text
-    # Who looks first sees both; the other may hear of it.
-    assert any("hidden_size=8" in t and "hidden_size=16" in t for t in said)
-    assert names_of(group) == []
-
-
-def test_all_that_are_there_hear_of_another_configuration(group):
-    """Not only the two that meet: the others would wait for those until time is up."""
+    """All that are there hear of it, not only the two that meet: the others would wait
+    for those until time is up."""
     memories = [make(group, node, 4) for node in (0, 2, 3)]
     memories.append(make(group, 1, 4, fingerprint="hidden_size=16"))
     begin = time.monotonic()
-    with ThreadPoolExecutor(4) as pool:
-        waits = [pool.submit(memory.connect, TIMEOUT_S) for memory in memories]
-        errors = [str(wait.exception()) for wait in waits]
+    errors = [str(error) for error in errors_of(memories, TIMEOUT_S)]
     assert time.monotonic() - begin < TIMEOUT_S / 2
-    for error in errors:
-        assert "another configuration: hidden_size=" in error, errors
+    assert all("another configuration: hidden_size=" in x for x in errors), errors
+    # Who looks first sees both; the others may hear of it.
+    assert any("hidden_size=8" in x and "hidden_size=16" in x for x in errors), errors
+    assert names_of(group) == []
 
 
 def test_a_group_meets_in_each_epoch(group):

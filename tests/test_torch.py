@@ -5,9 +5,6 @@ What a launch of processes does is in `torch_member.py`. On GPUs: `pytest -m gpu
 torch`, where ranks that are more than GPUs share them.
 """
 
-from __future__ import annotations
-
-import os
 import re
 import sys
 from pathlib import Path
@@ -17,14 +14,12 @@ import pytest
 import torch_member
 import torch_misuse
 import torch_shrink
-from children import ROOT, ran
+from children import ALL_CASES, ROOT, ran, slow
 from torch_member import PHASES
 
 from max_ep import LaunchError, cli, launch
 
 pytestmark = pytest.mark.usefixtures("all_cores")
-ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
-slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
 
 MORE_RANKS = [2, *(pytest.param(n, marks=slow) for n in (1, 4, 8))]
 

@@ -121,19 +121,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
         yield
         Stream.current = before
 
-    monkeypatch.setattr(
-        torch._C,
-        "_cuda_getCurrentRawStream",
-        lambda index: Stream.current.cuda_stream,
-        raising=False,
-    )
+    raw = "_cuda_getCurrentRawStream"
+    cuda_stream = lambda index: Stream.current.cuda_stream  # noqa: E731
+    monkeypatch.setattr(torch._C, raw, cuda_stream, raising=False)
+    is_captured = lambda: Stream.current.is_captured  # noqa: E731
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
     monkeypatch.setattr(torch.cuda, "stream", use)
-    monkeypatch.setattr(
-        torch.cuda,
-        "is_current_stream_capturing",
-        lambda: Stream.current.is_captured,
-    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_captured)
     made = Streams(torch.device("cpu", 0))
     made.is_gpu, made.comm = True, Stream("comm", 9)
     Stream.log, Stream.current = [], Stream("A", 0)

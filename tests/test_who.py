@@ -220,11 +220,7 @@ def waits_of(*missing: list[int]) -> Waits:
         ([[], [], []], [], "No rank waits for another."),
         # 0 waits for 1, which waits for 2: both are late because of 2.
         ([[1], [2], []], [2], "Rank 2 keeps others waiting: it is in dispatch_wait 4"),
-        (
-            [[2, 3], [2, 3], [], []],
-            [2, 3],
-            "Rank 2 keeps others waiting (and 3 too)",
-        ),
+        ([[2, 3], [2, 3], [], []], [2, 3], "Rank 2 keeps others waiting (and 3 too)"),
         ([[1], [0], [0, 1]], [], "Ranks 0-2 wait for each other"),
     ],
 )

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What processes of `test_torch.py` do, on CPU or GPU tensors."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

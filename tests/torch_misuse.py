@@ -2,8 +2,6 @@
 """What processes of `test_torch.py` do wrong: each call raises clearly or works, and
 the next one works."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

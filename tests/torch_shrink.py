@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepEP's shrink scenario: ranks fail, the others see them in the mask and go on."""
 
-from __future__ import annotations
-
 import time
 
 import torch
@@ -32,10 +30,7 @@ def member(rank: int, store: str, timeout_s: float) -> list[float]:
     """A rank that fails returns. Others return how long steps took."""
     open_group(rank, N_RANKS, store)
     buffer = Buffer(
-        dist.group.WORLD,
-        low_latency_mode=True,
-        enable_shrink=True,
-        timeout_s=timeout_s,
+        dist.group.WORLD, low_latency_mode=True, enable_shrink=True, timeout_s=timeout_s
     )
     device = buffer._comm.device
     generator = torch.Generator().manual_seed(rank)

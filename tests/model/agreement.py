@@ -6,8 +6,6 @@ that join, meets the others, or works. Between any two of these it may be killed
 stopped for ever, or be so slow that others no longer wait for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from .faults import Wrong, explore

@@ -12,8 +12,6 @@ and who was killed or expelled is taken in again.
 The one token of a rank chooses another owner in each step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

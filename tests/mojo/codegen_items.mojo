@@ -4,7 +4,7 @@
 Run by tests/same_code.py alone.
 """
 from emitting import emit
-from groups import BF16, BY_RANK, dispatch_group, HIDDEN, that_masks
+from groups import BF16, ByRank, HIDDEN
 from max_ep.degraded import FindDegraded
 from max_ep.for_each import work_kernel
 from max_ep.formats.forwarded import JoinWords, QuantizeTokens
@@ -13,7 +13,7 @@ from max_ep.formats.mxfp8 import MXFP8
 
 def main() raises:
     """Compiles what is done with each item."""
-    comptime group = that_masks(dispatch_group[BF16](BY_RANK))
+    comptime group = ByRank[BF16, oversubscribed=True, masks=True].group
     emit[work_kernel[FindDegraded[group]]]("degraded")
     emit[work_kernel[JoinWords[MXFP8, HIDDEN]]]("join")
     emit[work_kernel[QuantizeTokens[DType.bfloat16, HIDDEN]]]("quantize")

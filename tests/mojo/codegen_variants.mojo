@@ -5,31 +5,41 @@ Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
 """
 from emitting import emit_combine, emit_dispatch, emit_phase
 from groups import (
+    AllGather,
     BF16,
-    BY_EXPERT,
-    BY_RANK,
-    combine_group,
-    dispatch_group,
+    ByExpert,
+    ByRank,
     F32,
     FEW,
     FP8,
-    HIDDEN,
     MANY,
-    on_hosts,
     ROWS,
+    RowsBack,
     SUMS,
-    that_masks,
+    SumsBack,
     TOP_K,
 )
-from max_ep.combine_rows.phase import CombineRows
-from max_ep.combine_sums.phase import CombineSums
-from max_ep.dispatch_by_expert.phase import DispatchByExpert
-from max_ep.dispatch_by_rank.phase import DispatchByRank
-from max_ep.formats.plain import BF16TokenFormat, WithMetadataTokenFormat
-from max_ep.layout import Addressing, Returns
+from max_ep.formats.plain import BF16TokenFormat
+from max_ep.layout import Returns
 from max_ep.token_format import TokenFormat
 
 comptime SHORT = BF16TokenFormat[2048, TOP_K]
+comptime B16 = DType.bfloat16
+
+
+def by_expert[
+    Format: TokenFormat,
+    n_ranks: Int,
+    max_tokens: Int,
+    padded: Bool = False,
+    shared: Bool = False,
+    n_hosts: Int = 1,
+](name: String) raises:
+    emit_dispatch[ByExpert[Format, max_tokens, padded, shared, n_ranks, n_hosts]](name)
+    comptime back = RowsBack[
+        B16, Returns.ANY, max_tokens, shared, n_ranks=n_ranks, n_hosts=n_hosts
+    ]
+    emit_combine[back](name)
 
 
 def by_rank[
@@ -41,103 +51,12 @@ def by_rank[
     shared: Bool = False,
 ](name: String) raises:
     """Compiles all kernels by rank for one set of options, rows' way back too."""
-    comptime group = dispatch_group[Format](
-        BY_RANK,
-        returns,
-        max_tokens,
-        n_ranks=n_ranks,
-        is_padded=padded,
-        fused_shared_expert=shared,
-    )
-    emit_dispatch[DispatchByRank[group, Format, DType.bfloat16]](name)
+    comptime there = ByRank[
+        Format, returns, max_tokens, padded, shared, True, n_ranks=n_ranks
+    ]
+    emit_dispatch[there](name)
     comptime if returns == ROWS:
-        comptime back = combine_group[DType.bfloat16](
-            ROWS, max_tokens, n_ranks=n_ranks, fused_shared_expert=shared
-        )
-        emit_combine[CombineRows[back, DType.bfloat16]](name)
-
-
-def sums[
-    n_ranks: Int,
-    max_tokens: Int,
-    partial: DType = DType.bfloat16,
-    shared: Bool = False,
-    oversubscribed: Bool = False,
-    block: Int = 0,
-](name: String) raises:
-    """Compiles all kernels that combine to sums."""
-    comptime group = combine_group[partial](
-        SUMS,
-        max_tokens,
-        n_ranks=n_ranks,
-        fused_shared_expert=shared,
-        shares_gpu=oversubscribed,
-        partial_block=block,
-    )
-    emit_combine[CombineSums[group, DType.bfloat16, partial]](name)
-
-
-def by_expert[
-    Format: TokenFormat,
-    n_ranks: Int,
-    max_tokens: Int,
-    padded: Bool = False,
-    shared: Bool = False,
-    n_hosts: Int = 1,
-](name: String) raises:
-    """Compiles all kernels by expert."""
-    comptime there = on_hosts(
-        n_hosts,
-        dispatch_group[Format](
-            BY_EXPERT,
-            ROWS,
-            max_tokens,
-            n_ranks=n_ranks,
-            is_padded=padded,
-            fused_shared_expert=shared,
-        ),
-    )
-    emit_dispatch[DispatchByExpert[there, Format, DType.bfloat16]](name)
-    comptime back = on_hosts(
-        n_hosts,
-        combine_group[DType.bfloat16](
-            Returns.ANY, max_tokens, n_ranks=n_ranks, fused_shared_expert=shared
-        ),
-    )
-    emit_combine[CombineRows[back, DType.bfloat16]](name)
-
-
-def all_gather[max_tokens: Int](name: String) raises:
-    """Compiles the dispatch that gives every rank all tokens and choices."""
-    comptime Format = WithMetadataTokenFormat[DType.bfloat16, HIDDEN, 4, TOP_K]
-    comptime group = dispatch_group[Format](
-        Addressing.TO_ALL, SUMS, max_tokens, n_ranks=4, n_experts=4
-    )
-    comptime P = DispatchByRank[group, Format, DType.bfloat16]
-    emit_phase[P, "all_gather"](name)
-
-
-def from_torch() raises:
-    """Compiles what only `max_ep_c` has: int64 ids, rows that may change."""
-    comptime group = dispatch_group[BF16](BY_RANK, is_padded=True, wide_ids=True)
-    emit_dispatch[DispatchByRank[group, BF16, DType.bfloat16]]("torch")
-    comptime back = combine_group[DType.bfloat16](ROWS)
-    emit_combine[CombineRows[back, DType.bfloat16, True]]("torch")
-
-
-def masking() raises:
-    """Compiles what ranks run that mask a peer that is late."""
-    comptime sums = that_masks(dispatch_group[BF16](BY_RANK, SUMS))
-    emit_dispatch[DispatchByRank[sums, BF16, DType.bfloat16]]("masks_sums")
-    comptime rows = that_masks(dispatch_group[FP8](BY_RANK, ROWS, MANY))
-    emit_dispatch[DispatchByRank[rows, FP8, DType.bfloat16]]("masks_rows")
-    comptime sums_back = that_masks(combine_group[DType.bfloat16](SUMS))
-    emit_combine[CombineSums[sums_back, DType.bfloat16, DType.bfloat16]]("masks")
-    comptime rows_back = that_masks(combine_group[DType.bfloat16](ROWS, MANY))
-    emit_combine[CombineRows[rows_back, DType.bfloat16]]("masks")
-    emit_phase[CombineRows[rows_back, DType.bfloat16, True], "combine_wait"](
-        "masks_keeps"
-    )
+        emit_combine[RowsBack[B16, ROWS, max_tokens, shared, n_ranks=n_ranks]](name)
 
 
 def main() raises:
@@ -154,12 +73,26 @@ def main() raises:
     by_rank[F32, ROWS, 4, FEW]("rank_4_rows_f32")
     by_rank[SHORT, SUMS, 4, FEW, True, True]("rank_4_sums_short_padded_shared")
     by_rank[FP8, ROWS, 8, FEW, True, True]("rank_8_rows_fp8_padded_shared")
-    sums[1, MANY, shared=True, oversubscribed=True]("sums_1_shared_oversubscribed")
-    sums[2, MANY]("sums_2")
-    sums[4, FEW, DType.float32, shared=True]("sums_4_f32_shared")
-    sums[2, MANY, DType.float8_e4m3fn, block=128]("sums_2_fp8")
-    sums[4, FEW, DType.float8_e4m3fn, shared=True, block=32]("sums_4_mxfp8_shared")
-    all_gather[FEW]("few")
-    all_gather[MANY]("many")
-    from_torch()
-    masking()
+    emit_combine[SumsBack[B16, MANY, True, True, n_ranks=1]](
+        "sums_1_shared_oversubscribed"
+    )
+    emit_combine[SumsBack[B16, MANY, n_ranks=2]]("sums_2")
+    emit_combine[SumsBack[DType.float32, shared=True, n_ranks=4]]("sums_4_f32_shared")
+    comptime F8 = DType.float8_e4m3fn
+    emit_combine[SumsBack[F8, MANY, block=128, n_ranks=2]]("sums_2_fp8")
+    emit_combine[SumsBack[F8, shared=True, block=32, n_ranks=4]]("sums_4_mxfp8_shared")
+    emit_phase[AllGather[4, FEW, True], "all_gather"]("few")
+    emit_phase[AllGather[4, MANY, True], "all_gather"]("many")
+    # What only `max_ep_c` has: int64 ids, rows that may change.
+    comptime torch = ByRank[BF16, padded=True, oversubscribed=True, wide_ids=True]
+    emit_dispatch[torch]("torch")
+    emit_combine[RowsBack[returns=ROWS, keeps_rows=True]]("torch")
+    # What ranks run that mask a peer that is late.
+    emit_dispatch[ByRank[BF16, SUMS, oversubscribed=True, masks=True]]("masks_sums")
+    comptime rows = ByRank[FP8, ROWS, MANY, oversubscribed=True, masks=True]
+    emit_dispatch[rows]("masks_rows")
+    emit_combine[SumsBack[B16, oversubscribed=True, masks=True]]("masks")
+    emit_combine[RowsBack[B16, ROWS, MANY, masks=True]]("masks")
+    emit_phase[RowsBack[B16, ROWS, MANY, keeps_rows=True, masks=True], "combine_wait"](
+        "masks_keeps"
+    )

@@ -4,17 +4,14 @@
 Run by tests/test_stats.py.
 """
 from emitting import emit
-from groups import BY_EXPERT, combine_group, ROWS, SUMS
-from max_ep.layout import Group, Returns
+from groups import RowsBack, SumsBack
 from max_ep.watch import watch_kernel
-
-
-def group_of(returns: Returns) -> Group:
-    return combine_group[DType.bfloat16](returns, n_ranks=4)
 
 
 def main() raises:
     """Compiles the kernel for each direction."""
-    emit[watch_kernel[group_of(Returns.ANY), False]]("dispatch")
-    emit[watch_kernel[group_of(Returns.ANY), True]]("combine")
-    emit[watch_kernel[group_of(SUMS), True]]("combine_sums")
+    comptime rows = RowsBack[n_ranks=4].group
+    comptime sums = SumsBack[DType.bfloat16, oversubscribed=True, n_ranks=4].group
+    emit[watch_kernel[rows, False]]("dispatch")
+    emit[watch_kernel[rows, True]]("combine")
+    emit[watch_kernel[sums, True]]("combine_sums")

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups and formats of the kernel variants that the programs `codegen*.mojo` compile.
-
-A large model, on eight GPUs unless said otherwise.
+"""The kernel variants that the programs `codegen*.mojo` compile: of a large model, on
+eight GPUs unless said otherwise.
 """
+from max_ep.combine_rows.phase import CombineRows
+from max_ep.combine_sums.phase import CombineSums
+from max_ep.dispatch_by_expert.phase import DispatchByExpert
+from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.block_scaled import BlockScaledTokenFormat
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.mxfp4 import MXFP4
 from max_ep.formats.mxfp8 import MXFP8
 from max_ep.formats.nvfp4 import NVFP4
-from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
+from max_ep.formats.plain import (
+    BF16TokenFormat,
+    Float32TokenFormat,
+    WithMetadataTokenFormat,
+)
 from max_ep.formats.scale_layouts import InTiles, RowByRow
 from max_ep.layout import Addressing, combine_msg_bytes, Group, Returns
 from max_ep.token_format import TokenFormat
@@ -29,28 +36,51 @@ comptime MXFP8_TILES = BlockScaledTokenFormat[MXFP8, InTiles, HIDDEN, TOP_K]
 comptime MXFP4_ROWS = BlockScaledTokenFormat[MXFP4, RowByRow, HIDDEN, TOP_K]
 comptime NVFP4_ROWS = BlockScaledTokenFormat[NVFP4, RowByRow, HIDDEN, TOP_K]
 comptime NVFP4_TILES = BlockScaledTokenFormat[NVFP4, InTiles, HIDDEN, TOP_K]
-comptime BY_EXPERT = Addressing.BY_EXPERT
-comptime BY_RANK = Addressing.BY_RANK
 comptime ROWS = Returns.ROWS
 comptime SUMS = Returns.SUMS
 
+comptime ByExpert[
+    Format: TokenFormat,
+    max_tokens: Int = FEW,
+    padded: Bool = False,
+    shared: Bool = False,
+    n_ranks: Int = N_RANKS,
+    n_hosts: Int = 1,
+] = DispatchByExpert[
+    Group(
+        n_experts=N_EXPERTS,
+        n_ranks=n_ranks,
+        max_tokens_per_rank=max_tokens,
+        top_k=Format.top_k,
+        hidden_size=Format.hidden_size,
+        dispatch_msg_bytes=Format.msg_bytes,
+        addressing=Addressing.BY_EXPERT,
+        returns=ROWS,
+        is_padded=padded,
+        fused_shared_expert=shared,
+        n_ranks_per_node=n_ranks // n_hosts,
+        use_shmem=n_hosts > 1,
+    ),
+    Format,
+    DType.bfloat16,
+]
+"""A dispatch by expert; SHMEM connects several hosts."""
 
-def dispatch_group[
-    Format: TokenFormat
-](
-    addressing: Addressing,
+comptime ByRank[
+    Format: TokenFormat,
     returns: Returns = ROWS,
     max_tokens: Int = FEW,
-    *,
-    n_ranks: Int = N_RANKS,
+    padded: Bool = False,
+    shared: Bool = False,
+    oversubscribed: Bool = False,
     n_experts: Int = N_EXPERTS,
-    is_padded: Bool = False,
-    fused_shared_expert: Bool = False,
-    shares_gpu: Bool = True,
+    n_ranks: Int = N_RANKS,
+    addressing: Addressing = Addressing.BY_RANK,
     wide_ids: Bool = False,
-) -> Group:
-    """Describes the group of a dispatch."""
-    return Group(
+    masks: Bool = False,
+    drops: Bool = False,
+] = DispatchByRank[
+    Group(
         n_experts=n_experts,
         n_ranks=n_ranks,
         max_tokens_per_rank=max_tokens,
@@ -59,58 +89,87 @@ def dispatch_group[
         dispatch_msg_bytes=Format.msg_bytes,
         addressing=addressing,
         returns=returns,
-        is_padded=is_padded,
-        fused_shared_expert=fused_shared_expert,
-        shares_gpu=shares_gpu,
+        is_padded=padded,
+        fused_shared_expert=shared,
+        shares_gpu=oversubscribed,
         wide_ids=wide_ids,
-    )
+        masks=masks,
+        drops_rows=drops,
+    ),
+    Format,
+    DType.bfloat16,
+]
+"""A dispatch by rank."""
 
+comptime AllGather[
+    n_ranks: Int, max_tokens: Int, oversubscribed: Bool = False
+] = ByRank[
+    WithMetadataTokenFormat[DType.bfloat16, HIDDEN, n_ranks, TOP_K],
+    SUMS,
+    max_tokens,
+    oversubscribed=oversubscribed,
+    n_experts=n_ranks,
+    n_ranks=n_ranks,
+    addressing=Addressing.TO_ALL,
+]
+"""Each rank is an expert."""
 
-def combine_group[
-    sent_dtype: DType
-](
+comptime RowsBack[
+    dtype: DType = DType.bfloat16,
     returns: Returns = Returns.ANY,
     max_tokens: Int = FEW,
-    *,
-    n_ranks: Int = N_RANKS,
+    shared: Bool = False,
+    keeps_rows: Bool = False,
     top_k: Int = TOP_K,
-    fused_shared_expert: Bool = False,
-    shares_gpu: Bool = True,
-    partial_block: Int = 0,
-) -> Group:
-    """Describes the group of a combine: by rank, or of any addressing."""
-    return Group(
+    n_ranks: Int = N_RANKS,
+    n_hosts: Int = 1,
+    masks: Bool = False,
+] = CombineRows[
+    Group(
         n_experts=N_EXPERTS,
         n_ranks=n_ranks,
         max_tokens_per_rank=max_tokens,
         top_k=top_k,
         hidden_size=HIDDEN,
-        combine_msg_bytes=combine_msg_bytes[sent_dtype](HIDDEN, partial_block),
-        addressing=Addressing.ANY if returns == Returns.ANY else BY_RANK,
+        combine_msg_bytes=combine_msg_bytes[dtype](HIDDEN),
+        addressing=(Addressing.ANY if returns == Returns.ANY else Addressing.BY_RANK),
         returns=returns,
-        fused_shared_expert=fused_shared_expert,
-        shares_gpu=shares_gpu,
-        partial_block=partial_block,
-    )
+        fused_shared_expert=shared,
+        n_ranks_per_node=n_ranks // n_hosts,
+        use_shmem=n_hosts > 1,
+        masks=masks,
+    ),
+    dtype,
+    keeps_rows,
+]
+"""A combine of rows: by rank, or of any addressing."""
 
-
-def on_hosts(n_hosts: Int, group: Group) -> Group:
-    """Spreads a group over hosts, which SHMEM connects if they are several."""
-    var spread = group
-    spread.n_ranks_per_node = group.n_ranks // n_hosts
-    spread.use_shmem = n_hosts > 1
-    return spread
-
-
-def that_drops(group: Group) -> Group:
-    """Makes the ranks of a group drop rows that do not fit."""
-    var dropping = group
-    dropping.drops_rows = True
-    return dropping
-
-
-def that_masks(group: Group) -> Group:
-    """Makes the ranks of a group mask a peer that is late."""
-    var masking = group
-    masking.masks = True
-    return masking
+comptime SumsBack[
+    partial: DType,
+    max_tokens: Int = FEW,
+    shared: Bool = False,
+    oversubscribed: Bool = False,
+    block: Int = 0,
+    n_ranks: Int = N_RANKS,
+    masks: Bool = False,
+    drops: Bool = False,
+] = CombineSums[
+    Group(
+        n_experts=N_EXPERTS,
+        n_ranks=n_ranks,
+        max_tokens_per_rank=max_tokens,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        combine_msg_bytes=combine_msg_bytes[partial](HIDDEN, block),
+        addressing=Addressing.BY_RANK,
+        returns=SUMS,
+        fused_shared_expert=shared,
+        shares_gpu=oversubscribed,
+        partial_block=block,
+        masks=masks,
+        drops_rows=drops,
+    ),
+    DType.bfloat16,
+    partial,
+]
+"""A combine of sums, quantized in blocks if there is a size of them."""

@@ -4,6 +4,7 @@
 Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu import WARP_SIZE
+from max_ep import EPLocalSyncCounters
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule
 from max_ep.device.schedule import InlineSplit, Schedule
 from max_ep.dispatch_by_expert.send import SendSchedule
@@ -22,7 +23,6 @@ from max_ep.dispatch_by_rank.publish import nth_peer
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
     N_INDEX_WARPS,
-    n_send_warps,
     N_WARPS_MIN,
     receive_schedule,
 )
@@ -156,24 +156,6 @@ def check_peers_and_pairs() raises:
         assert_equal(n, 1)
 
 
-def check_what_was_measured() raises:
-    """How much is sent at once, as it was fastest on two H200s."""
-    comptime two = GROUP_OF[2]
-    comptime four = GROUP_OF[4]
-    comptime assert two.n_ranks == 2 and four.n_ranks == 4
-    # Hidden 7168 in bfloat16, and in FP8.
-    comptime LONG, SHORT = 28, 14
-    assert_equal(chunks_at_once_shift[two, LONG](1024, 3), 1)
-    assert_equal(chunks_at_once_shift[two, LONG](1025, 3), 2)
-    assert_equal(chunks_at_once_shift[two, SHORT](1024, 3), 2)
-    assert_equal(chunks_at_once_shift[two, LONG](4096, 8), 1)
-    assert_equal(chunks_at_once_shift[two, LONG](4096, 16), 0)
-    assert_equal(chunks_at_once_shift[four, LONG](4096, 3), 0)
-    assert_equal(n_send_warps[two, False](False, 16), 8)
-    assert_equal(n_send_warps[two, False](True, 16), 15)
-    assert_equal(n_send_warps[four, False](False, 16), 15)
-
-
 def check_words() raises:
     """What is put into a word comes out of it, and touches nothing else."""
     for generation in [UInt32(1), UInt32(7), UInt32.MAX]:
@@ -195,6 +177,20 @@ def check_words() raises:
             var word = id_word(generation, expert)
             assert_equal(generation_of(word), generation)
             assert_equal(id_of_word(word), expert)
+
+
+def check_two_dispatches_are_kept() raises:
+    """What is kept of one generation and the next stands apart, also as they wrap."""
+    comptime group = Group(n_experts=1, n_ranks=2, max_tokens_per_rank=3, top_k=2)
+    var counters = EPLocalSyncCounters[1]({unsafe_from_address = 4096})
+    for first in [UInt32(1), UInt32(2), UInt32.MAX]:
+        var second = next_generation(first)
+        assert_true(counters.n_tokens_of(first) != counters.n_tokens_of(second))
+        var of_first = Int(counters.choices(first, group))
+        var of_second = Int(counters.choices(second, group))
+        var slots = Int(counters.slots(group))
+        for distance in [of_first - of_second, of_first - slots, of_second - slots]:
+            assert_true(abs(distance) >= 4 * group.n_choices())
 
 
 def check_generations() raises:
@@ -236,13 +232,13 @@ def main() raises:
     check_peers_and_pairs()
     check_words()
     check_generations()
+    check_two_dispatches_are_kept()
     check_chunks_at_once()
     check_schedules()
     check_choices_by_expert()
     check_split[28]()
     check_split[15]()
     check_split[5]()
-    check_what_was_measured()
     check_scales_of_lanes[128]()
     check_scales_of_lanes[32]()
     print("OK")

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the kernels of `kernels.mojo` on a GPU that two ranks share.
 
-All ranks send, then all receive, in one stream, so nobody waits. One generation is
-sent by the kernels, one by the launchers, both with MAX's lists alone; the factors of
-tokens are read from memory that a closure captures. Prints OK, or
-raises. Run by tests/test_mojo.py.
+All ranks send, then all receive, in one stream, so nobody waits. The kernels are
+called with MAX's lists alone; the factors of tokens are read from memory that a closure
+captures. Prints OK, or raises. Run by tests/test_mojo.py.
 """
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceBuffer, DeviceContext
-from max_ep import (
-    ep_combine_async_kernel_api,
-    ep_dispatch_async_kernel_api,
-    EPLocalSyncCounters,
-    Float32TokenFormat,
-)
+from max_ep import EPLocalSyncCounters, Float32TokenFormat
 from max_ep.device.phase import InputScales
 from max_ep.flags import FlagPointer
 from max_ep.formats.plain import PlainRows
@@ -184,32 +178,20 @@ def token(rank: Int, t: Int, i: Int) -> Float32:
     return Float32(100 * rank + 10 * t + i % 7)
 
 
-def addresses(ranks: List[Rank], which: Int) -> Vector[DType.uint64]:
-    """Says where the same buffer of all ranks is."""
-    var result = vector[DType.uint64](N_RANKS)
-    for i in range(N_RANKS):
-        result.ptr[unsafe_offset=i] = ranks[i].buffers.ptr[unsafe_offset=which]
-    return result
-
-
 def buffers[
     T: AnyType
 ](ranks: List[Rank], which: Int) -> Array[Pointer[T, MutUntrackedOrigin], N_RANKS]:
     """Finds the same buffer of all ranks."""
-    var found = addresses(ranks, which)
+    var first = ranks[0].buffers.ptr[unsafe_offset=which]
+    var second = ranks[1].buffers.ptr[unsafe_offset=which]
     return [
-        Pointer[T, MutUntrackedOrigin](unsafe_from_address=Int(found.ptr[])),
-        Pointer[T, MutUntrackedOrigin](
-            unsafe_from_address=Int(found.ptr[unsafe_offset=1])
-        ),
+        Pointer[T, MutUntrackedOrigin](unsafe_from_address=Int(first)),
+        Pointer[T, MutUntrackedOrigin](unsafe_from_address=Int(second)),
     ]
 
 
 def dispatch_all(
-    ranks: List[Rank],
-    scales: Pointer[Float32, MutUntrackedOrigin],
-    by_launcher: Bool,
-    ctx: DeviceContext,
+    ranks: List[Rank], scales: Pointer[Float32, MutUntrackedOrigin], ctx: DeviceContext
 ) raises:
     """Sends the tokens of all ranks."""
 
@@ -220,19 +202,6 @@ def dispatch_all(
 
     for i in range(N_RANKS):
         ref rank = ranks[i]
-        if by_launcher:
-            ep_dispatch_async_kernel_api[
-                Format, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu", scale_of
-            ](
-                words(rank.counters),
-                matrix(rank.tokens, rank.n_tokens, HIDDEN),
-                matrix(rank.ids, rank.n_tokens, TOP_K),
-                addresses(ranks, 0),
-                addresses(ranks, 1),
-                addresses(ranks, 2),
-                ctx,
-            )
-            continue
         ctx.enqueue_function[dispatch_async[scale_of]](
             matrix(rank.tokens, rank.n_tokens, HIDDEN),
             matrix(rank.ids, rank.n_tokens, TOP_K),
@@ -246,23 +215,10 @@ def dispatch_all(
         )
 
 
-def combine_all(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
+def combine_all(ranks: List[Rank], ctx: DeviceContext) raises:
     """Sends the rows of all ranks back; the experts return what they get."""
     for i in range(N_RANKS):
         ref rank = ranks[i]
-        if by_launcher:
-            ep_combine_async_kernel_api[
-                F32, HIDDEN, TOP_K, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu"
-            ](
-                words(rank.counters),
-                matrix(rank.rows, MAX_ROWS, HIDDEN),
-                matrix(rank.src_info, MAX_ROWS, 2),
-                addresses(ranks, 3),
-                addresses(ranks, 4),
-                addresses(ranks, 5),
-                ctx,
-            )
-            continue
         ctx.enqueue_function[combine_async](
             at[F32](rank.rows),
             Int32(MAX_ROWS),
@@ -324,12 +280,12 @@ def main() raises:
     with scales.map_to_host() as factors:
         for expert_id in range(N_EXPERTS):
             factors[expert_id] = Float32(1 << expert_id)
-    for by_launcher in [False, True]:
+    for _ in range(2):
         for i in range(N_RANKS):
             ranks[i].result.enqueue_fill(-1)
-        dispatch_all(ranks, at[F32](scales), by_launcher, ctx)
+        dispatch_all(ranks, at[F32](scales), ctx)
         receive_tokens(ranks, ctx)
-        combine_all(ranks, by_launcher, ctx)
+        combine_all(ranks, ctx)
         receive_rows(ranks, ctx)
         ctx.synchronize()
         for i in range(N_RANKS):

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before a model is served: memory that is planned, settings, and placements."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from max.dtype import DType
+
+from max_ep.balance import Placement, plan
+from max_ep.moe_shape import MoeShape
+from max_ep.serve import deepseek_v3, planner
+from max_ep.serve.settings import (
+    PLACEMENT_VARIABLE,
+    activation_bytes,
+    place_experts,
+    serving_config,
+)
+
+
+@pytest.mark.parametrize(
+    "name, n_devices, words",
+    [
+        ("DeepseekV3ForCausalLM", 1, "one GPU, but on several GPUs; .*without max_ep"),
+        ("MiniMaxM2ForCausalLM", 2, "several GPUs, but on the CPU and one GPU;"),
+    ],
+)
+def test_devices_that_an_architecture_is_not_for(name, n_devices, words):
+    """Before weights are read: the memory plan comes first."""
+    devices = [SimpleNamespace(device_type="gpu")] * n_devices
+    where = SimpleNamespace(model=SimpleNamespace(device_specs=devices))
+    with pytest.raises(ValueError, match=f"{name} is not served on {words}"):
+        _planner().estimate_activation_memory(
+            where, SimpleNamespace(architectures=[name])
+        )
+
+
+class _Copied(SimpleNamespace):
+    """Has pydantic's way to copy."""
+
+    def model_copy(self, update: dict) -> _Copied:
+        return _Copied(**(vars(self) | update))
+
+
+def test_deepseek_needs_attention_and_experts(monkeypatch):
+    """MAX plans its attention without expert parallelism, which is ours to plan."""
+    asked = []
+
+    def attention(self: object, pipeline_config: _Copied, huggingface: str) -> int:
+        asked.append((pipeline_config.runtime.ep_size, huggingface))
+        return 40
+
+    two = _Copied(
+        model=SimpleNamespace(device_specs=[None] * 2), runtime=_Copied(ep_size=2)
+    )
+    asked_for = "estimate_activation_memory"
+    monkeypatch.setattr(deepseek_v3.DeepseekV3MemoryPlanner, asked_for, attention)
+    monkeypatch.setattr(deepseek_v3.ExpertParallelPlanner, asked_for, lambda *_: 2)
+    planner = deepseek_v3.DeepseekV3Planner.__new__(deepseek_v3.DeepseekV3Planner)
+    assert planner.estimate_activation_memory(two, "config.json") == 42
+    assert asked == [(1, "config.json")]
+    assert two.runtime.ep_size == 2
+
+
+PLACEMENT = plan(np.outer([1, 2], 1000 / np.arange(1, 17)), 4, 4, top_k=4)
+"""Two layers of 16 experts on four ranks, with a replica each."""
+
+HUGGINGFACE = SimpleNamespace(
+    architectures=["Qwen3MoeForCausalLM"],
+    hidden_size=64,
+    num_experts=16,
+    moe_intermediate_size=32,
+    num_experts_per_tok=4,
+)
+
+
+def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
+    """What MAX makes of the flags of four ranks of the CPU, as far as we ask."""
+    cpu = SimpleNamespace(device_type="cpu")
+    model = SimpleNamespace(device_specs=[cpu], data_parallel_degree=1, max_length=100)
+    runtime = SimpleNamespace(ep_size=4, max_batch_input_tokens=n_tokens)
+    runtime.enable_chunked_prefill = cuts_prompts
+    return SimpleNamespace(model=model, runtime=runtime)
+
+
+def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
+    """Each place has the weights of its logical expert, in each layer with experts."""
+    PLACEMENT.save(tmp_path / "plan.npz")
+    monkeypatch.setenv(PLACEMENT_VARIABLE, str(tmp_path / "plan.npz"))
+    shape = MoeShape.of(HUGGINGFACE)
+    config = serving_config(_flags(256, True), shape, DType.float32)
+    assert (config.n_experts, config.num_logical_experts) == (20, 16)
+    dense = {"embed.weight": "e", "layers.0.mlp.down_proj.weight": "d"}
+    weights = {
+        f"layers.{layer}.mlp.experts.{e}.{name}.weight": (layer, e, name)
+        for layer in (1, 10)
+        for e in range(16)
+        for name in ("up_proj", "down_proj")
+    }
+    assert place_experts(dense | weights, config) == dense | {
+        f"layers.{layer}.mlp.experts.{p}.{name}.weight": (layer, int(e), name)
+        for layer, row in zip((1, 10), PLACEMENT.phy2log)
+        for p, e in enumerate(row)
+        for name in ("up_proj", "down_proj")
+    }
+    with pytest.raises(ValueError, match="has 2 layers, and 0 of the model"):
+        place_experts(dense, config)
+    flags = _flags(256, True)
+    flags.runtime.eplb_redundant_experts_per_gpu = 1
+    with pytest.raises(ValueError, match="--eplb-redundant.*MAX_EP_PLACEMENT"):
+        serving_config(flags, shape, DType.float32)
+    Placement(PLACEMENT.phy2log, 2).save(tmp_path / "plan.npz")
+    with pytest.raises(ValueError, match="16 experts on 2 ranks.*served are 16 on 4"):
+        serving_config(_flags(256, True), shape, DType.float32)
+
+
+def _planner() -> planner.ExpertParallelPlanner:
+    plan = planner.ExpertParallelPlanner.__new__(planner.ExpertParallelPlanner)
+    plan._config = SimpleNamespace(dtype=DType.float32)
+    return plan
+
+
+def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt():
+    """Fails if memory is planned for one of several ranks, or for a batch alone."""
+    shape = MoeShape.of(HUGGINGFACE)
+    whole, chunked = (
+        serving_config(_flags(*tokens), shape, DType.float32)
+        for tokens in ((64, False), (164, True))
+    )
+    assert whole == chunked
+    of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, shape)
+    planned = _planner().estimate_activation_memory(_flags(64, False), HUGGINGFACE)
+    assert planned == 4 * of_a_rank
+
+
+BF16_ROWS = 2 * 2 * 128  # as they come, and as they go
+FP8_ROWS = 128 + 4 + 64 + 2 + 2 * 128  # with scales; gate and up in FP8, too
+
+
+@pytest.mark.parametrize(
+    "target, moe_dim, is_fp8, n_bytes",
+    [
+        ("gpu", 64, False, BF16_ROWS + 2 * 64),
+        ("gpu", 96, False, BF16_ROWS + 2 * 288),
+        ("cpu", 64, False, BF16_ROWS + 2 * 192),
+        ("gpu", 64, True, FP8_ROWS),
+    ],
+)
+def test_the_plan_has_gate_and_up_where_they_are_stored(
+    target, moe_dim, is_fp8, n_bytes
+):
+    """On GPUs one kernel multiplies them, if it takes their sizes."""
+    how = dict(dispatch_dtype=DType.bfloat16, combine_dtype=DType.bfloat16)
+    config = SimpleNamespace(
+        target=target, n_output_rows=10, is_quantized=is_fp8, **how
+    )
+    shape = MoeShape(hidden_size=128, n_experts=16, top_k=4, moe_dim=moe_dim)
+    assert activation_bytes(config, shape) == 10 * n_bytes
+
+
+def test_gpus_that_do_not_divide_the_experts():
+    """There ``--ep-size`` follows from the GPUs: others must be served on."""
+    flags = _flags(64, True)
+    flags.model.device_specs = [SimpleNamespace(device_type="gpu")] * 3
+    flags.model.data_parallel_degree = flags.runtime.ep_size = 3
+    with pytest.raises(ValueError, match="serve on a number of GPUs that divides 16"):
+        serving_config(flags, MoeShape.of(HUGGINGFACE), DType.float32)
+
+
+def test_what_makes_batches_large_is_named(monkeypatch):
+    """Without chunked prefill a prompt may come on top of a full batch."""
+    free = SimpleNamespace(stats={"free_memory": 1})
+    monkeypatch.setattr(planner, "CPU", lambda: free)
+    plan = _planner()
+    with pytest.raises(ValueError, match="lower --max-batch-input-tokens$"):
+        plan.estimate_activation_memory(_flags(64, True), HUGGINGFACE)
+    with pytest.raises(ValueError, match="--max-length.*chunked prefill on$"):
+        plan.estimate_activation_memory(_flags(64, False), HUGGINGFACE)
+
+
+def test_variables(monkeypatch):
+    """Empty is unset; what they cannot be is said with their names."""
+
+    def config() -> Any:
+        shape = MoeShape.of(HUGGINGFACE)
+        return serving_config(_flags(64, True), shape, DType.float32)
+
+    for name in ("MAX_EP_PROTOCOL", "MAX_EP_TIMEOUT_S"):
+        monkeypatch.setenv(name, "")
+    assert (config().protocol, config().timeout_s) == ("by_rank", 30)
+    assert config().combine_mode == "sums"
+    monkeypatch.setenv("MAX_EP_PROTOCOL", "by_expert")
+    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "2.5")
+    assert (config().protocol, config().timeout_s) == ("by_expert", 2.5)
+    assert config().combine_mode == "rows"
+    for seconds in ("30s", "0", "-1", "nan", "inf", "1e6"):
+        monkeypatch.setenv("MAX_EP_TIMEOUT_S", seconds)
+        with pytest.raises(ValueError, match="MAX_EP_TIMEOUT_S=.* must be seconds"):
+            config()
+    monkeypatch.setenv("MAX_EP_PROTOCOL", "carrier_pigeon")
+    with pytest.raises(ValueError, match="'carrier_pigeon' is no protocol; set it to"):
+        config()
