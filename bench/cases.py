@@ -6,12 +6,17 @@ inputs, whichever library it drives. NumPy only: neither MAX nor torch is import
 here. Bfloat16 is kept as its bits (``uint16``).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np
 
 from max_ep import mxfp8_quant_config, reference
 from max_ep.formats import BY_NAME
+
+TAG_COLUMNS = 16
+"""Leading columns of a token whose signs spell its number in the group."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ def _rng(*names: object) -> np.random.Generator:
 
 
 def expert_ids(
-    shape: Shape, routing: str, n_ranks: int, n_tokens: int
+    shape: Shape, routing: str, n_ranks: int, n_tokens: int, seed: int = 0
 ) -> list[np.ndarray]:
     """Picks distinct experts a token: ``int32 [n_tokens, top_k]``, one a rank."""
     if routing not in ROUTINGS:
@@ -199,7 +204,7 @@ def expert_ids(
         weight = 1 / np.arange(1, shape.n_experts + 1)
 
     def of_rank(rank: int) -> np.ndarray:
-        rng = _rng(shape.name, routing, n_tokens, 0, rank, "ids")
+        rng = _rng(shape.name, routing, n_tokens, seed, rank, "ids")
         # The top_k of `weight` with Gumbel noise: drawn without replacement.
         score = np.log(weight) + rng.gumbel(size=(n_tokens, shape.n_experts))
         order = np.argsort(-score, axis=1)[:, : shape.top_k]
@@ -208,18 +213,46 @@ def expert_ids(
     return [of_rank(rank) for rank in range(n_ranks)]
 
 
-def tokens(shape: Shape, n_ranks: int, n_tokens: int) -> list[np.ndarray]:
-    """Makes tokens, ``uint16 [n_tokens, hidden_size]`` a rank: windows of one normal
-    sequence, which are quick to make, and no two alike."""
-    step, made = 8, []
+def tokens(
+    shape: Shape, n_ranks: int, n_tokens: int, seed: int = 0
+) -> list[np.ndarray]:
+    """Makes tokens that carry their number in the group.
+
+    The signs of the first ``TAG_COLUMNS`` elements (all of magnitude 1) are the
+    bits of ``rank * n_tokens + token``, so a row says whose it is even after FP8
+    rounding. The others are windows of one normal sequence: quick to make, and no
+    two tokens are alike. Bits are ``uint16 [n_tokens, hidden_size]`` a rank.
+    """
+    if n_ranks * n_tokens > 1 << TAG_COLUMNS:
+        raise ValueError(f"{n_ranks} x {n_tokens} tokens do not fit the tag")
+    one, sign = np.uint16(0x3F80), np.uint16(0x8000)
+    step = 8
+    made = []
     for rank in range(n_ranks):
-        rng = _rng(shape.name, n_tokens, 0, rank, "tokens")
+        rng = _rng(shape.name, n_tokens, seed, rank, "tokens")
         sequence = rng.standard_normal(shape.hidden_size + step * n_tokens, np.float32)
         windows = np.lib.stride_tricks.sliding_window_view(
             reference.float32_to_bfloat16(sequence), shape.hidden_size
         )
-        made.append(windows[: step * n_tokens : step].copy())
+        x = windows[: step * n_tokens : step].copy()
+        number = rank * n_tokens + np.arange(n_tokens)[:, np.newaxis]
+        bits = (number >> np.arange(TAG_COLUMNS) & 1).astype(np.uint16)
+        x[:, :TAG_COLUMNS] = one + sign * bits
+        made.append(x)
     return made
+
+
+def router_weights(
+    shape: Shape, n_ranks: int, n_tokens: int, seed: int = 0
+) -> list[np.ndarray]:
+    """Makes random weights that sum to 1: ``float32 [n_tokens, top_k]`` a rank."""
+
+    def of_rank(rank: int) -> np.ndarray:
+        rng = _rng(shape.name, n_tokens, seed, rank, "weights")
+        w = rng.random((n_tokens, shape.top_k), np.float32) + np.float32(0.1)
+        return w / w.sum(axis=1, keepdims=True)
+
+    return [of_rank(rank) for rank in range(n_ranks)]
 
 
 def scaled_bits(bits: np.ndarray, factor: float) -> np.ndarray:
@@ -280,6 +313,29 @@ def expert_row(shape: Shape, rank: int) -> np.ndarray:
     """
     column = np.arange(shape.hidden_size)
     return ((7 * column + 53 * rank) % 31 - 15).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the oracle puts rows; no payload, so it is quick at any size."""
+
+    token_numbers: list[np.ndarray]
+    """``int64 [n_rows]`` a rank: number in the group of each row's token."""
+    row_offsets: list[np.ndarray]
+    """``int64 [n_local_experts + 1]`` a rank."""
+
+
+def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
+    """Asks the oracle for the order of rows, with token numbers for tokens."""
+    first = np.cumsum([0, *(len(rank_ids) for rank_ids in ids)])
+    numbers = [
+        np.arange(a, b, dtype=np.int64)[:, np.newaxis] for a, b in zip(first, first[1:])
+    ]
+    results = reference.dispatch(numbers, ids, shape.n_experts)
+    return Routes(
+        [result.rows[:, 0] for result in results],
+        [result.row_offsets.astype(np.int64) for result in results],
+    )
 
 
 # ------------------------------------------------------------------------- bytes

@@ -8,6 +8,8 @@ weights a softmax, experts drawn uniformly. The error is that of a result agains
 the sum in float64, as root mean square, relative to that of the results.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import numpy as np

@@ -19,6 +19,8 @@ a hang costs the rest of its rows only. ``bench/report.py`` says in ``METHOD`` w
 is measured, ``bench/cases.py`` what peers and forms are.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.metadata
 import json
@@ -161,6 +163,14 @@ def _child(function: Callable, arguments: tuple) -> None:
     os._exit(0)
 
 
+def _compile(config: Config, forms: list[str], arch: str, folder: Path) -> None:
+    from .peer_graphs import compile_peer, use_virtual_devices
+
+    use_virtual_devices(arch, config.n_ranks)
+    for line in compile_peer(config, forms, folder / config.name):
+        print(f"  {line}")
+
+
 def _measure(todo: list[Case], options: Options) -> None:
     from .peer_graphs import peer_of
 
@@ -185,17 +195,22 @@ def _measure(todo: list[Case], options: Options) -> None:
 
 def _compile_all(configs: list[Config], options: argparse.Namespace) -> None:
     """Compiles each configuration in a process of its own, one at a time."""
-    from .peer_graphs import compile_peer
+    from .peer_graphs import is_compiled
 
     for config in configs:
         if config.peer in _FROM_TORCH:
             continue
         chosen = options.forms or FORMS[config.peer]
         forms = [form for form in FORMS[config.peer] if form in chosen]
+        if is_compiled(config, options.out, forms):
+            print(f"{config.name}: is there", flush=True)
+            continue
+        (options.out / config.name).mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
-        arguments = config, forms, options.compile_for, options.out / config.name
-        error = in_child(compile_peer, arguments, options.limit_s) or "compiled"
-        print(f"{config.name}: {time.monotonic() - begin:.0f} s, {error}", flush=True)
+        arguments = (config, forms, options.compile_for, options.out)
+        error = in_child(_compile, arguments, options.limit_s)
+        said = "" if is_compiled(config, options.out, forms) else f" FAILED {error}"
+        print(f"{config.name}: {time.monotonic() - begin:.0f} s{said}", flush=True)
 
 
 def _measure_all(groups: dict[Config, list[Case]], options: argparse.Namespace) -> None:

@@ -7,6 +7,8 @@ this module as ``--custom-architectures bench.max_on_hopper`` they do: all is MA
 expert parallelism too, but for what ``max_ep/serve/hopper.py`` replaces.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``AllGatherTokenDispatcher``: each layer multiplies by the number of ranks."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
 from max.driver import Buffer
 from max.engine import InferenceSession
-from max.graph import Graph
+from max.graph import Graph, TensorValue
 
 from max_ep import AllGatherTokenDispatcher
 from max_ep.memory.setup_graph import setup_graph
@@ -19,6 +21,8 @@ from .peer_graphs import Data, GraphPeer, token_types
 class Peer(GraphPeer):
     """One configuration of the dispatcher."""
 
+    has_check_graph = False
+
     def _dispatcher(self) -> AllGatherTokenDispatcher:
         config = self.config
         sizes = config.shape.hidden_size, config.shape.top_k
@@ -26,11 +30,12 @@ class Peer(GraphPeer):
             *sizes, config.max_tokens, config.n_ranks, target="gpu", timeout_s=5.0
         )
 
-    def graph(self, form: str) -> Graph:
+    def graph(self, form: str, *, is_check: bool) -> Graph:
         """Builds a chain.
 
         Inputs, each a list with one tensor a rank: tokens, ids, probabilities; the EP
-        inputs. Outputs: the last layer's sums.
+        inputs. Outputs, each a tensor a rank: the last layer's sums; the first layer's,
+        and the tokens, routing map and probabilities that it gathered.
         """
         config, n = self.config, self.config.n_ranks
         dispatcher = self._dispatcher()
@@ -40,10 +45,13 @@ class Peer(GraphPeer):
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
             dispatcher.fetch_buffers(graph.inputs[len(inputs) :])
             x, ids, probs = (values[i : i + n] for i in range(0, len(values), n))
+            first: list[TensorValue] = []
             for _ in range(config.n_layers):
-                tokens, _ = dispatcher.token_dispatch(x, probs, ids)
+                tokens, all_probs = dispatcher.token_dispatch(x, probs, ids)
                 x = dispatcher.token_combine(tokens)
-            graph.output(*x)
+                gathered = *tokens, *dispatcher.routing_map, *all_probs
+                first = first or [*x, *gathered]
+            graph.output(*x, *first)
         return graph
 
     def set_up(self, session: InferenceSession) -> Any:
@@ -66,14 +74,39 @@ class Peer(GraphPeer):
         factor = float(self.config.n_ranks) ** -(self.config.n_layers // 2)
         return _cases.scaled_bits(bits, factor)
 
+    def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+        """Compares the first layer."""
+        from .checks import check_same, stack_tokens
+
+        n = self.config.n_ranks
+        self._check_sums(case, data, outputs[n : 2 * n], n_layers=1)
+        tokens = stack_tokens([self._scaled(x) for x in data.x], "cpu")
+        ids, probs = np.concatenate(data.ids), np.concatenate(data.weights[0])
+        for i, (what, want, rest) in enumerate(
+            (("tokens", tokens, None), ("routing map", ids, -1), ("probs", probs, 0))
+        ):
+            for rank in range(n):
+                got = self.tensor(outputs[(2 + i) * n + rank], rank)
+                where, n_there = f"{case.name} rank {rank}: {what}", n * case.n_tokens
+                check_same(where, got[:n_there], want)
+                if rest is not None:
+                    unused = got[n_there:]
+                    check_same(where, unused, unused.new_full(unused.shape, rest))
+
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
-        """Compares the last sums."""
+        """Compares the first layer, and the last one's sums."""
+        self.check_layer(case, data, outputs)
+        sums = outputs[: self.config.n_ranks]
+        self._check_sums(case, data, sums, self.config.n_layers)
+
+    def _check_sums(
+        self, case: Case, data: Data, sums: list[Buffer], n_layers: int
+    ) -> None:
         from .checks import check_chain, from_bits
 
-        layers = self.config.n_layers
-        for rank, got in enumerate(outputs):
+        for rank, got in enumerate(sums):
             device = self.torch_device(rank)
             x = from_bits(self._scaled(data.x[rank]), device).double()
-            want = x * float(self.config.n_ranks) ** layers
-            where = f"{case.name} rank {rank}, {layers} layers"
+            where = f"{case.name} rank {rank}, {n_layers} layers"
+            want = x * float(self.config.n_ranks) ** n_layers
             check_chain(where, self.tensor(got, rank), want)

@@ -5,6 +5,8 @@ Experts are the identity. Quantized rows cannot be combined as they are: there e
 expert of a rank returns one given row, the same for all tokens.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 from types import ModuleType
@@ -22,7 +24,13 @@ from max_ep.memory.setup_graph import setup_graph
 
 from . import cases as _cases
 from .cases import LAYER_FACTORS, OURS, Case, Config
-from .peer_graphs import Data, GraphPeer, token_types, types
+from .peer_graphs import (
+    CHECKED_LAYERS,
+    Data,
+    GraphPeer,
+    token_types,
+    types,
+)
 
 WORK_SHAPE = [1024, 8192]
 """What other work is: one softmax over so many bfloat16, in each phase."""
@@ -67,14 +75,19 @@ def _given_types(config: Config) -> list[TensorType]:
 class Peer(GraphPeer):
     """One configuration of max_ep or of MAX's EP."""
 
-    def graph(self, form: str, module: Module | None = None) -> Graph:
+    def graph(
+        self, form: str, *, is_check: bool, module: Module | None = None
+    ) -> Graph:
         """Builds a chain.
 
         Inputs, each a list with one tensor a rank: see :meth:`make_inputs`; then the
         EP inputs. Outputs, each a tensor a rank: the last layer's sums, and other
-        work's result; of dispatch alone the last layer's rows of each expert.
+        work's result; of dispatch alone the last layer's rows of each expert. With
+        ``is_check`` for each rank what the first dispatch returned without the last
+        element: rows, scales if it quantizes, row offsets, expert ids.
         """
         config, n = self.config, self.config.n_ranks
+        n_layers = CHECKED_LAYERS if is_check else config.n_layers
         manager = library(config).EPBatchManager(ep_config(config))
         inputs = token_types(config, _N_FACTORS)
         if config.peer == "given":
@@ -85,7 +98,7 @@ class Peer(GraphPeer):
             inputs += types(config, DType.bfloat16, rows)
         if "work" in form:
             inputs += types(config, DType.bfloat16, WORK_SHAPE)
-        name = f"{config.name}_{form}_l{config.n_layers}"
+        name = f"{config.name}_{form}_l{n_layers}"
         declared = [*inputs, *manager.input_types()]
         with Graph(name, input_types=declared, module=module) as graph:
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
@@ -95,14 +108,18 @@ class Peer(GraphPeer):
                 x, ids, rest = list(zip(x, ids)), rest[0], rest[1:]
             weights, rest = rest[:_N_FACTORS], rest[_N_FACTORS:]
             layer = _Layer(manager, form, rest.pop() if "work" in form else [])
-            for i in range(config.n_layers):
+            kept: list[tuple[TensorValue, ...]] = []
+            for i in range(n_layers):
                 of_layer = weights[i % _N_FACTORS]
                 there, back = (of_layer, None) if config.is_sums else (None, of_layer)
                 outputs = layer.dispatch(x, ids, there)
+                kept = kept or outputs
                 if form != "dispatch":
                     rows = rest[0] if rest else [o[0] for o in outputs]
                     x = layer.combine(rows, back)
-            if form == "dispatch":
+            if is_check:
+                graph.output(*(value for o in kept for value in o[:-1]))
+            elif form == "dispatch":
                 graph.output(*map(manager.ep_received, outputs))
             else:
                 graph.output(*x, *layer.work)
@@ -162,15 +179,43 @@ class Peer(GraphPeer):
             device.synchronize()  # the source is freed
         return made
 
+    def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+        """Compares dispatched rows with the oracle."""
+        from .checks import Delivered, check_dispatch, stack_tokens
+
+        config, n = self.config, self.config.n_ranks
+        is_ours = config.peer in OURS
+        per_rank = len(outputs) // n
+        for rank in range(n):
+            where = f"{case.name} rank {rank}"
+            found = outputs[rank * per_rank : (rank + 1) * per_rank]
+            rows, *scales, offsets, experts = (self.tensor(b, rank) for b in found)
+            check_dispatch(
+                where,
+                Delivered(
+                    config.dtype,
+                    rows,
+                    scales[0] if scales else None,
+                    offsets,
+                    experts,
+                    config.peer == "packed",
+                ),
+                data.routes.token_numbers[rank],
+                data.routes.row_offsets[rank],
+                stack_tokens(data.x, self.torch_device(rank)),
+                exact=is_ours,
+                # MAX lets each expert's FP8 rows begin at a multiple of four.
+                filled_to=4 if config.is_quantized and not is_ours else 1,
+            )
+
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares a chain's result with what exact arithmetic gives."""
         from .checks import check_chain, check_same, expert_sums
 
         config = self.config
         if case.form == "dispatch":
-            counts = np.bincount(np.concatenate(data.ids).ravel())
-            wants = counts.reshape(config.n_ranks, -1)
-            for rank, (got, want) in enumerate(zip(outputs, wants)):
+            for rank, got in enumerate(outputs):
+                want = np.diff(data.routes.row_offsets[rank])
                 check_same(f"{case.name} rank {rank}", self.tensor(got, rank), want)
             return
         if not config.is_quantized:

@@ -3,73 +3,84 @@
 
 A peer is a subclass of :class:`GraphPeer`: it builds graphs and compares results.
 The rest is the same for all: a timed graph is a chain of layers, each layer's result
-is the next layer's input, and the last one is exact.
+is the next layer's input. It returns only the last result, which is exact: MAX copies
+what a graph returns, and rows of 4096 tokens are 940 MB. So what dispatch delivers is
+compared in a second, short graph of the same ops.
 
 Graphs are built from types alone, with the number of tokens left open. So they
 compile where there is no GPU, once for many token counts.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import gc
 import importlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import max.driver
 import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 
-from max_ep.extension import sources_hash
-
 from . import cases as _cases
 from .cases import LAYER_FACTORS, Case, Config
 
-STAMP = "compiled"
+CHECKED_LAYERS = 2
+"""Layers of the short graph, whose first layer is compared with the oracle."""
+
+STAMP = "compiled.json"
 """Stands beside compiled graphs and says what they were made of."""
 
 
 @dataclass
 class Data:
-    """The inputs of all ranks, on the host."""
+    """One seed's inputs of all ranks, on the host."""
 
     x: list[np.ndarray]
     ids: list[np.ndarray]
     weights: list[list[np.ndarray]]
     """``[len(LAYER_FACTORS)][n_ranks]`` of ``[n_tokens, top_k]`` float32."""
+    routes: _cases.Routes
 
 
-def make_data(case: Case) -> Data:
+@functools.lru_cache(maxsize=3)
+def make_data(case: Case, seed: int) -> Data:
     """Makes the inputs of a case, of which a chain's result is exact."""
     shape, n = case.config.shape, case.config.n_ranks
-    ids = _cases.expert_ids(shape, case.routing, n, case.n_tokens)
+    ids = _cases.expert_ids(shape, case.routing, n, case.n_tokens, seed)
     whole = [_cases.exact_weights(shape, n, i) for i in ids]
     if case.config.is_quantized:
         # What experts return is the same for all tokens, so weights distinguish them.
         for rank, w in enumerate(whole):
             w *= 2.0 ** ((rank + np.arange(len(w))) % 3)[:, np.newaxis]
     weights = [[w * np.float32(f) for w in whole] for f in LAYER_FACTORS]
-    return Data(_cases.tokens(shape, n, case.n_tokens), ids, weights)
+    x = _cases.tokens(shape, n, case.n_tokens, seed)
+    return Data(x, ids, weights, _cases.routes(shape, ids))
 
 
 class GraphPeer:
     """One configuration of a library; :meth:`open` allocates its memory."""
 
+    has_check_graph = True
+    """Whether dispatch is compared in a graph of its own."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._models: dict[str, Model] = {}
+        self._models: dict[tuple[str, bool], Model] = {}
         self._n_captures = 0
 
     # ------------------------------------------------------- what a subclass says
 
-    def graph(self, form: str) -> Graph:
-        """Builds the chain that is timed."""
+    def graph(self, form: str, *, is_check: bool) -> Graph:
+        """Builds the chain that is timed, or the short one that is compared."""
         raise NotImplementedError
 
     def set_up(self, session: InferenceSession) -> Any:
@@ -81,6 +92,10 @@ class GraphPeer:
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
         """Returns the graph's inputs, lists of one host array or buffer a rank."""
+        raise NotImplementedError
+
+    def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+        """Compares what the short graph returns with the oracle."""
         raise NotImplementedError
 
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
@@ -130,9 +145,11 @@ class GraphPeer:
             self._comm.close()
 
     def tensor(self, buffer: Buffer, rank: int) -> Any:
-        """Returns a result as a torch tensor."""
+        """Returns a result as a torch tensor; FP8 as its bits."""
         import torch
 
+        if buffer.dtype in (DType.float8_e4m3fn, DType.float8_e8m0fnu):
+            buffer = buffer.view(DType.uint8, list(buffer.shape))
         is_host = buffer.is_host
         with contextlib.nullcontext() if is_host else torch.cuda.device(rank):
             return torch.from_dlpack(buffer)
@@ -146,10 +163,12 @@ class GraphPeer:
         if hasattr(self._comm, "check"):
             self._comm.check()
 
-    def _model(self, form: str) -> Model:
-        if form not in self._models:
-            self._models[form] = self._session.load(self.graph(form))
-        return self._models[form]
+    def _model(self, form: str, *, is_check: bool = False) -> Model:
+        key = (form, is_check and self.has_check_graph)
+        if key not in self._models:
+            graph = self.graph(form, is_check=key[1])
+            self._models[key] = self._session.load(graph)
+        return self._models[key]
 
     def _inputs(self, form: str, data: Data) -> list[Buffer]:
         # Kept until the copies are done: a freed source may be overwritten.
@@ -163,9 +182,21 @@ class GraphPeer:
         self._synchronize()
         return [*inputs, *(self._comm.model_inputs() if self._comm else ())]
 
+    def _check(self, case: Case, seed: int) -> None:
+        """Runs the short graph eagerly on other inputs and compares its first layer."""
+        import torch
+
+        data = make_data(case, seed)
+        outputs = self._model(case.form, is_check=True).execute(
+            *self._inputs(case.form, data)
+        )
+        self._finish()
+        self.check_layer(case, data, outputs)
+        torch.cuda.empty_cache()
+
     def start(self, case: Case) -> tuple[list[Buffer], Callable[[list[Buffer]], None]]:
         """Returns the inputs of the timed graph, and what compares its outputs."""
-        data = make_data(case)
+        data = make_data(case, 0)
 
         def check(outputs: list[Buffer]) -> None:
             self._finish()
@@ -175,6 +206,7 @@ class GraphPeer:
 
     def measure(self, case: Case, n_samples: int, n_replays: int) -> dict[str, float]:
         """Checks and times a case: median and p95 in µs a layer."""
+        self._check(case, seed=1)
         inputs, check = self.start(case)
         model, layers = self._model(case.form), self.config.n_layers
         check(model.execute(*inputs))
@@ -200,6 +232,7 @@ class GraphPeer:
         finally:
             del outputs
             model.release_captured_graph(key)
+        self._check(case, seed=2)
         return summary("us", "p95", seconds, layers * n_replays) | times
 
     def _sample(self, run: Callable[[], object], n_samples: int) -> list[float]:
@@ -265,36 +298,73 @@ def peer_of(config: Config) -> GraphPeer:
 # ---------------------------------------------------------- compiled in advance
 
 
-def compile_peer(config: Config, forms: list[str], arch: str, folder: Path) -> None:
-    """Compiles a configuration's graphs for GPUs that need not be there.
+def use_virtual_devices(arch: str, n_ranks: int) -> None:
+    """Makes this process see GPUs that are not there; call it first of all."""
+    import max.driver
 
-    One folder holds one configuration: the set-up graphs of MAX's EP all have one
-    name and one signature.
-    """
     max.driver.set_virtual_device_api("cuda")
     max.driver.set_virtual_device_target_arch(arch)
-    max.driver.set_virtual_device_count(config.n_ranks)
-    folder.mkdir(parents=True, exist_ok=True)
+    max.driver.set_virtual_device_count(n_ranks)
+
+
+def compile_peer(config: Config, forms: list[str], folder: Path) -> list[str]:
+    """Compiles a configuration's graphs and its set-up graph into a folder.
+
+    One folder holds one configuration: the set-up graphs of MAX's EP all have one
+    name and one signature. Returns a line for each graph, which says ``FAILED`` if it
+    did.
+    """
     for old in folder.glob("*"):
         old.unlink()
     peer = peer_of(config)
-    session = InferenceSession(devices=peer.devices, export_mefs=folder)
+    devices = [Accelerator(i) for i in range(config.n_ranks)]
+    session = InferenceSession(devices=devices, export_mefs=folder)
+    lines = []
+
+    def attempt(what: str, function: Callable[..., object], *arguments: Any) -> None:
+        begin, error = time.perf_counter(), ""
+        try:
+            function(*arguments)
+        except Exception as e:
+            error = f" FAILED: {e} {str(e.__cause__)[:2000]}"
+        lines.append(f"{what} {time.perf_counter() - begin:.0f} s{error}")
+
+    def load(form: str, is_check: bool) -> None:
+        session.load(peer.graph(form, is_check=is_check))
+
     for form in forms:
-        session.load(peer.graph(form))
-    peer.compile_set_up(session)
-    (folder / STAMP).write_text(_sources(config))
+        attempt(f"{form}, timed", load, form, False)
+        if peer.has_check_graph:
+            attempt(f"{form}, checked", load, form, True)
+    attempt("set-up", peer.compile_set_up, session)
+    if not any("FAILED" in line for line in lines):
+        stamp = {"sources": _sources(config), "forms": forms}
+        (folder / STAMP).write_text(json.dumps(stamp) + "\n")
+    return lines
 
 
 def _sources(config: Config) -> str:
     """Names what graphs were compiled from; ours change with the checkout."""
-    return "MAX" if config.peer.startswith("max") else sources_hash()
+    if config.peer.startswith("max"):
+        return "MAX"
+    from max_ep.extension import sources_hash
+
+    return sources_hash()
+
+
+def is_compiled(config: Config, folder: Path, forms: list[str]) -> bool:
+    """Returns whether a folder has this checkout's graphs of these forms."""
+    path = folder / config.name / STAMP
+    if not path.exists():
+        return False
+    stamp = json.loads(path.read_text())
+    return stamp["sources"] == _sources(config) and set(forms) <= set(stamp["forms"])
 
 
 def _checked_folder(config: Config, mefs: Path) -> Path:
-    stamp = mefs / config.name / STAMP
-    if not stamp.exists() or stamp.read_text() != _sources(config):
+    if not is_compiled(config, mefs, []):
         raise RuntimeError(
-            f"{stamp.parent} does not hold graphs of this checkout: compile them "
+            f"{mefs / config.name} does not hold graphs of this checkout: compile them "
             "with --compile-for, or run without --from"
         )
-    return stamp.parent
+    return mefs / config.name

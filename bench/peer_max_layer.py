@@ -6,26 +6,36 @@ rows, with MAX's own ops (``max.nn.moe``). It is what one rank's dispatch and co
 are measured against.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
+import numpy as np
+from max.driver import Buffer
 from max.dtype import DType
-from max.graph import Graph, ops
+from max.graph import Graph, TensorValue, ops
 from max.nn.kernels import moe_create_indices, moe_finalize
 
-from .cases import LAYER_FACTORS
-from .peer_graphs import Data, GraphPeer, token_types
+from .cases import LAYER_FACTORS, Case
+from .peer_graphs import CHECKED_LAYERS, Data, GraphPeer, token_types
 
 
 class Peer(GraphPeer):
     """One configuration."""
 
-    def graph(self, form: str) -> Graph:
-        """Builds a chain: of tokens, ids, weights of each factor the last sums."""
+    def graph(self, form: str, *, is_check: bool) -> Graph:
+        """Builds a chain.
+
+        Inputs: tokens, ids, weights of each factor. Output: the last layer's sums; with
+        ``is_check`` the first layer's rows, and the choice of each row.
+        """
         config, shape = self.config, self.config.shape
+        n_layers = CHECKED_LAYERS if is_check else config.n_layers
         inputs = token_types(config, len(LAYER_FACTORS))
-        with Graph(f"{config.name}_l{config.n_layers}", input_types=inputs) as graph:
+        with Graph(f"{config.name}_l{n_layers}", input_types=inputs) as graph:
             x, ids, *weights = (value.tensor for value in graph.inputs)
-            for i in range(config.n_layers):
+            first: list[TensorValue] = []
+            for i in range(n_layers):
                 order, _, restore, _, _ = moe_create_indices(
                     ops.reshape(ids, [-1]), shape.n_experts
                 )
@@ -33,7 +43,8 @@ class Peer(GraphPeer):
                 rows = ops.gather(x, tokens, axis=0)
                 of_layer = weights[i % len(LAYER_FACTORS)]
                 x = moe_finalize(rows, restore, of_layer, x.dtype)
-            graph.output(x)
+                first = first or [rows, order]
+            graph.output(*(first if is_check else [x]))
         return graph
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
@@ -41,3 +52,18 @@ class Peer(GraphPeer):
         from .checks import from_bits
 
         return [[from_bits(x) for x in data.x], data.ids, *data.weights]
+
+    def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+        """Compares rows by expert with the oracle."""
+        import torch
+
+        from .checks import Delivered, check_dispatch, stack_tokens
+
+        rows, order = (self.tensor(buffer, 0) for buffer in outputs)
+        experts = data.ids[0].reshape(-1)[order.cpu().numpy()]
+        starts = np.flatnonzero(np.diff(experts, prepend=-1))
+        tables = np.append(starts, len(experts)), experts[starts]
+        got = Delivered("bfloat16", rows, None, *map(torch.from_numpy, tables))
+        routes, x = data.routes, stack_tokens(data.x, rows.device)
+        wanted = routes.token_numbers[0], routes.row_offsets[0]
+        check_dispatch(case.name, got, *wanted, x, exact=False)

@@ -16,6 +16,8 @@ receive hooks, ``fused`` without. Tokens are bfloat16. Chains and timing are tho
 ``bench.peer_graphs``.
 """
 
+from __future__ import annotations
+
 import gc
 import os
 import socket
@@ -91,8 +93,9 @@ class _Buffer:
 
     def __init__(self, case: Case, rank: int, x: Any) -> None:
         config, n = case.config, case.config.n_ranks
+        sizes = config.shape, n, case.n_tokens
         ids = cases.expert_ids(config.shape, case.routing, n, case.n_tokens)[rank]
-        weights = cases.exact_weights(config.shape, n, ids)
+        weights = cases.router_weights(*sizes)[rank]
         self.x = x
         self._ids = torch.from_numpy(ids).long().to(x.device)
         self.weights = torch.from_numpy(weights).to(x.device)

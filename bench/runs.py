@@ -5,6 +5,8 @@
 has one row a line. docs/performance.json is such a file.
 """
 
+from __future__ import annotations
+
 import datetime
 import importlib.metadata
 import json

@@ -22,6 +22,8 @@ clients also comes from ``max benchmark``, once. Greedy tokens of all servers ar
 compared with those of transformers, and only then are rows written.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import contextlib

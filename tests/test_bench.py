@@ -10,9 +10,18 @@ import pytest
 import torch
 from max.driver import Buffer
 
-from bench import cases, checks, gpu_round_trip, peer_graphs, peer_torch, report, runs
+from bench import (
+    cases,
+    checks,
+    gpu_round_trip,
+    peer_graphs,
+    peer_torch,
+    report,
+    runs,
+)
 from bench.cases import Case, Config
 from max_ep import reference
+from max_ep.formats import BY_NAME
 
 DATA = runs.load(report.DATA)
 
@@ -84,8 +93,48 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
     dtype = dtypes.get(peer, "bfloat16")
     n_ranks = 1 if peer == "max_layer" else 2
     built = peer_graphs.peer_of(Config(peer, n_ranks, "h4096_e8_k2", dtype, 128))
+    timed = built.graph(form, is_check=False)
     n_work = n_ranks if "work" in form else 0
-    assert len(built.graph(form).output_types) == n_ranks + n_work
+    if built.has_check_graph:
+        checked = built.graph(form, is_check=True)
+        assert len(checked.inputs) == len(timed.inputs)
+        assert len(timed.output_types) == n_ranks + n_work
+        assert len(checked.output_types) >= 2 * n_ranks
+
+
+@pytest.mark.parametrize("dtype", [*cases.DTYPES, "fp8 packed"])
+def test_delivered_rows_are_compared(dtype):
+    """Those of the oracle pass; others' rows, tables, or a changed byte do not."""
+    dtype, *packed = dtype.split()
+    shape = cases.Shape("small", 512, 4, 2, "")
+    x = cases.tokens(shape, 1, 6)
+    routes = cases.routes(shape, cases.expert_ids(shape, "uniform", 1, 6))
+    numbers, offsets = routes.token_numbers[0], routes.row_offsets[0]
+    all_tokens = checks.stack_tokens(x, "cpu")
+    rows, scales = all_tokens[numbers], None
+    if dtype != "bfloat16":
+        more = dict(power_of_two_scales=True) if packed else {}
+        values, scales = BY_NAME[dtype].quantize(rows.float().numpy(), **more)
+        rows = torch.from_numpy(values)
+        if packed:
+            scales = (scales.view(np.int32) >> 23).astype(np.uint8).view(np.int32)
+        scales = torch.from_numpy(scales.T.copy() if dtype == "fp8" else scales)
+
+    def check(rows: torch.Tensor, more: int = 0, exact: bool = True) -> None:
+        tables = torch.from_numpy(offsets + np.uint32(more)), torch.arange(4)
+        got = checks.Delivered(dtype, rows, scales, *tables, bool(packed))
+        checks.check_dispatch("here", got, numbers, offsets, all_tokens, exact=exact)
+
+    check(rows)
+    with pytest.raises(checks.CheckError, match="out of order"):
+        check(rows.flip(0))
+    with pytest.raises(checks.CheckError, match="not as many"):
+        check(rows, more=1)
+    with pytest.raises(checks.CheckError, match="an expert has the wrong tokens"):
+        check(rows.flip(0), exact=False)
+    rows.view(torch.uint8)[3, -1] ^= 1
+    with pytest.raises(checks.CheckError, match="differ|is off"):
+        check(rows)
 
 
 SHAPE = cases.Shape("small", 256, n_experts=16, top_k=4, model="none")
@@ -117,7 +166,7 @@ def test_a_chain_tells_tokens_apart(wire):
     """Also of ranks, and where experts return one row for all tokens."""
     config = Config("by_expert", N_RANKS, "h2048_e64_k8", wire, 8, "cpu")
     case, peer = Case(config, "split", 8, "uniform"), peer_graphs.peer_of(config)
-    data, sums = peer_graphs.make_data(case), []
+    data, sums = peer_graphs.make_data(case, 0), []
     for x, ids, weights in zip(data.x, data.ids, data.weights[0]):
         want = checks.from_bits(x).double() * cases.chain_factor(1)
         if wire == "fp8":
