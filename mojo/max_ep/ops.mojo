@@ -199,7 +199,7 @@ struct Dispatch:
             )
             dispatched = dispatched_rows[Format](
                 call,
-                Format.rows_of(outputs),
+                Format.Rows.of(outputs),
                 row_offsets.to_tile_tensor(),
                 expert_ids.to_tile_tensor(),
                 src_info.to_tile_tensor(),

@@ -392,7 +392,7 @@ def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) 
             given.n_tokens,
         ),
         DispatchedRows[DISPATCH, Format](
-            Format.rows_of(
+            Format.Rows.of(
                 OutputTensors(
                     _at[UInt8](given.rows),
                     _at[UInt8](given.scales),

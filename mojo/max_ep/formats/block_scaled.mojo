@@ -10,7 +10,7 @@ from std.memory import bitcast
 from std.sys import size_of
 
 from ..layout import MESSAGE_ALIGN, scaled_token_bytes
-from ..token_format import BytePointer, LaneBytes, LaneWire, OutputTensors, TokenFormat
+from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
 from .casts import bits_of_magnitude, WIDTH
 from .scale_layouts import ScaledRows
 
@@ -84,13 +84,7 @@ trait BlockNumbers:
 struct BlockScaledTokenFormat[
     Numbers: BlockNumbers, Rows_: ScaledRows, hidden_size_: Int, top_k_: Int
 ](TokenFormat):
-    """Quantizes on sending.
-
-    Parameters:
-        Numbers: What values and scales are.
-        Rows_: Where scales go at the receiver.
-        hidden_size_: Elements of a token, a multiple of the block.
-        top_k_: Experts of a token.
+    """Quantizes on sending; `Numbers` are values and scales, `Rows_` where scales go.
     """
 
     comptime hidden_size = Self.hidden_size_
@@ -118,20 +112,6 @@ struct BlockScaledTokenFormat[
     """Blocks that one GPU lane holds."""
     comptime word_lanes = 4 // Self.scale_bytes * Self.block_lanes // Self.lane_blocks
     """GPU lanes whose scales fill a word of 32 bits."""
-
-    @staticmethod
-    @always_inline
-    def rows_of(outputs: OutputTensors) -> Self.Rows:
-        return Self.Rows.of(outputs)
-
-    @staticmethod
-    @always_inline
-    def _scales_of(
-        message: BytePointer,
-    ) -> Pointer[Scalar[Self.scale_type], MutUntrackedOrigin]:
-        return message.unsafe_offset(Self.value_bytes).unsafe_bitcast[
-            Scalar[Self.scale_type]
-        ]()
 
     @staticmethod
     @always_inline
@@ -175,9 +155,9 @@ struct BlockScaledTokenFormat[
                 (block * n_parts + part) * part_bytes,
                 Self.Numbers.values_of(parts[part] * scale.factor),
             )
-        Self._scales_of(message)[unsafe_offset=block] = scale.bits.cast[
-            Self.scale_type
-        ]()
+        message.unsafe_offset(Self.value_bytes).unsafe_bitcast[
+            Scalar[Self.scale_type]
+        ]()[unsafe_offset=block] = scale.bits.cast[Self.scale_type]()
 
     @staticmethod
     @always_inline
@@ -240,13 +220,4 @@ struct BlockScaledTokenFormat[
     @always_inline
     def place_scales(rows: Self.Rows, row: Int, vector: Int, scales: LaneBytes):
         comptime n = MESSAGE_ALIGN // Self.scale_bytes
-        rows.place[Self.n_blocks](
-            rows.first_scale[Self.n_blocks](row),
-            vector * n,
-            bitcast[Self.scale_type, n](scales),
-        )
-
-    @staticmethod
-    @always_inline
-    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        return rows.values().unsafe_offset(row * Self.value_bytes)
+        rows.place[Self.n_blocks](row, vector * n, bitcast[Self.scale_type, n](scales))

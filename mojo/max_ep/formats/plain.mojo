@@ -31,6 +31,15 @@ struct PlainRows(OutputRows):
         self = unused[Self]()
         self.tokens = tokens
 
+    @staticmethod
+    @always_inline
+    def of(outputs: OutputTensors) -> Self:
+        return {outputs.tokens, outputs.routing_map, outputs.probs, outputs.n_gathered}
+
+    @always_inline
+    def values(self) -> BytePointer:
+        return self.tokens
+
 
 struct PlainTokenFormat[
     wire_type: DType, hidden_size_: Int, top_k_: Int, router_top_k_: Int = 0
@@ -50,11 +59,6 @@ struct PlainTokenFormat[
     comptime scale_vectors = 0
     comptime router_top_k = Self.router_top_k_
     comptime Rows = PlainRows
-
-    @staticmethod
-    @always_inline
-    def rows_of(outputs: OutputTensors) -> Self.Rows:
-        return {outputs.tokens, outputs.routing_map, outputs.probs, outputs.n_gathered}
 
     @staticmethod
     @always_inline
@@ -102,11 +106,6 @@ struct PlainTokenFormat[
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
         return Self.wire_type == input_type
-
-    @staticmethod
-    @always_inline
-    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        return rows.tokens.unsafe_offset(row * Self.value_bytes)
 
     @staticmethod
     @always_inline

@@ -19,11 +19,7 @@ from .scale_layouts import RowByRow
 
 
 struct QuantizedSums[block: Int, hidden_size: Int]:
-    """How a partial sum is laid out: values, then scales.
-
-    Parameters:
-        block: Elements that share a scale, `Group.partial_block`.
-        hidden_size: Elements of a sum.
+    """How a partial sum is laid out: values, then scales; `block` is that of `Group`.
     """
 
     comptime Numbers: BlockNumbers = (
