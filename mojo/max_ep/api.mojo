@@ -81,7 +81,7 @@ from .arguments import (
 from .device.phase import InputScales
 from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
-from .layout import Addressing, combine_msg_bytes, Group, Returns
+from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import SharedRows, TokenFormat
 
 
@@ -117,7 +117,6 @@ def ep_dispatch_async_kernel_api[
         hidden_size=token_fmt_type.hidden_size,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=addressing,
-        returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
@@ -167,7 +166,6 @@ def ep_dispatch_wait_kernel_api[
         hidden_size=token_fmt_type.hidden_size,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=addressing,
-        returns=Returns.ROWS,
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=n_gpus_per_node,
@@ -219,7 +217,6 @@ def ep_combine_async_kernel_api[
         hidden_size=hidden_size,
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         addressing=addressing,
-        returns=Returns.ROWS,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
     )
@@ -266,7 +263,6 @@ def ep_combine_wait_kernel_api[
         hidden_size=hidden_size,
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         addressing=addressing,
-        returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),

@@ -6,7 +6,13 @@ All checks come before the first send.
 from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu
 
-from .counters import COUNTERS_MAGIC, EPLocalSyncCounters, wanted_word, Word
+from .counters import (
+    Counters,
+    COUNTERS_MAGIC,
+    local_sync_counters_words,
+    wanted_word,
+    Word,
+)
 from .failures import Failure, NEXT, what_failed
 from .flags import FlagPointer
 from .kernel_argument import KernelArgument, unused
@@ -76,7 +82,7 @@ struct Buffers[group: Group](Copyable, KernelArgument):
     var recv_bufs: Array[BytePointer, Self.group.n_mapped()]
     """Recv buffers of the ranks that are mapped, of dispatch or of combine."""
     var counts: Array[FlagPointer, Self.group.n_mapped()]
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
 
 
 # -------------------------------------------------------------------------- checks
@@ -99,7 +105,7 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         group.is_by_rank() and group.use_shmem
     ), "max_ep: by rank is for one host"
     comptime assert (
-        group.is_by_rank() or not group.has_sums()
+        group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"
 
 
@@ -122,7 +128,7 @@ def check_dispatch[
         group.n_experts == group.n_ranks and group.top_k == group.n_ranks
     )
     comptime assert has_metadata == group.sends_to_all() and (
-        not has_metadata or (group.has_sums() and is_each_rank_an_expert)
+        not has_metadata or (group.has_sums and is_each_rank_an_expert)
     ), (
         "max_ep: an all-gather takes routing metadata along and returns sums;"
         " each rank is an expert"
@@ -156,7 +162,7 @@ struct Call[group: Group](TrivialRegisterPassable):
     """An op on one rank: its name, its counters, and the buffers of all ranks."""
 
     var op: StaticString
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
     var send_bufs: PeerBuffers[Self.group.n_ranks]
     """Every rank's send buffer; an op that only receives does not use them."""
     var recv_bufs: PeerBuffers[Self.group.n_ranks]
@@ -219,12 +225,12 @@ struct Call[group: Group](TrivialRegisterPassable):
 
 def _counters_of[
     group: Group, target: StaticString
-](
-    op: StaticString, atomic_counters: TileTensor[DType.int32, ...]
-) raises -> EPLocalSyncCounters[group.n_experts]:
+](op: StaticString, atomic_counters: TileTensor[DType.int32, ...]) raises -> Counters[
+    group
+]:
     """Finds this rank's words. On a GPU the kernels check what they hold."""
-    var counters = EPLocalSyncCounters[group.n_experts](mut_(atomic_counters))
-    var is_large = Int(atomic_counters.dim[0]()) >= counters.total_size(group)
+    var counters = Counters[group](mut_(atomic_counters))
+    var is_large = Int(atomic_counters.dim[0]()) >= local_sync_counters_words(group)
     comptime if is_gpu[target]():
         if is_large:
             return counters
@@ -405,7 +411,7 @@ def combined_tokens[
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
-    comptime if not group.has_sums():
+    comptime if not group.has_sums:
         check_shape(op, "router_weights", router_weights, n_tokens, group.top_k)
     check_shape(op, "output_tokens", tokens, n_tokens, group.hidden_size)
     comptime if group.fused_shared_expert:

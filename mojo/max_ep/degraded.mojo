@@ -7,7 +7,7 @@ from layout import TileTensor
 from max.gpu.host import DeviceContext
 
 from .arguments import Call, check_shape, imm, mut_
-from .counters import EPLocalSyncCounters
+from .counters import Counters
 from .for_each import for_each, Work
 from .layout import Group
 
@@ -20,7 +20,7 @@ struct FindDegraded[group: Group](Work):
     """Result `[n_tokens]`."""
     var live_share: Pointer[Float32, MutUntrackedOrigin]
     """Result `[n_tokens]`: share of the router weights that live ranks have."""
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
     var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
     var router_weights: Pointer[Float32, ImmUntrackedOrigin]
 
@@ -37,7 +37,7 @@ struct FindDegraded[group: Group](Work):
             var weight = self.router_weights[unsafe_offset=choice]
             all += weight
             var rank = expert_id // Self.group.n_local_experts()
-            if self.counters.is_masked(Self.group, rank):
+            if self.counters.is_masked(rank):
                 is_degraded = True
             else:
                 live += weight

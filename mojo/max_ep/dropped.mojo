@@ -4,7 +4,7 @@ from layout import TileTensor
 from max.gpu.host import DeviceContext
 
 from .arguments import Call, check_shape, check_size, imm, mut_
-from .counters import EPLocalSyncCounters
+from .counters import Counters
 from .for_each import for_each, Work
 from .layout import Group
 
@@ -17,7 +17,7 @@ struct CountDropped[group: Group](Work):
     """Result `[n_tokens]`: choices without a row in the last combine."""
     var of_experts: Pointer[Int32, MutUntrackedOrigin]
     """Result `[n_local_experts]`: rows that the last dispatch dropped."""
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
     var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
     var n_tokens: Int
 
@@ -25,10 +25,10 @@ struct CountDropped[group: Group](Work):
     def do(self, i: Int):
         if i >= self.n_tokens:
             var expert = i - self.n_tokens
-            var n_dropped = self.counters.rows_dropped(Self.group, expert)[]
+            var n_dropped = self.counters.rows_dropped(expert)[]
             self.of_experts[unsafe_offset=expert] = n_dropped
             return
-        var n_missing = -self.counters.rows_found(Self.group, i)[]
+        var n_missing = -self.counters.rows_found(i)[]
         for k in range(Self.group.top_k):
             n_missing += Int32(
                 self.topk_ids[unsafe_offset=Self.group.choice(i, k)] >= 0

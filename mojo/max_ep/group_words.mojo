@@ -7,7 +7,7 @@ writes it.
 from max.gpu.host.info import is_gpu
 
 from .formats.table import FormatOf
-from .layout import Addressing, combine_msg_bytes, Group, Returns
+from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import TokenFormat
 
 
@@ -50,7 +50,7 @@ def group_of(
         addressing=Addressing.TO_ALL if has_word(words, "to_all") else (
             Addressing.BY_RANK if has_word(words, "by_rank") else Addressing.BY_EXPERT
         ),
-        returns=Returns.SUMS if has_word(words, "sums") else Returns.ROWS,
+        has_sums=has_word(words, "sums"),
         is_padded=has_word(words, "padded"),
         fused_shared_expert=has_word(words, "fused_shared_expert"),
         shares_gpu=has_word(words, "shares_gpu"),

@@ -26,7 +26,7 @@ from .device.phase import InputScales
 from .dispatch_by_expert.phase import DispatchByExpert
 from .flags import FlagPointer
 from .kernel_argument import unused
-from .layout import Addressing, combine_msg_bytes, Group, Returns
+from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import BytePointer, SharedRows, TokenFormat
 
 
@@ -90,7 +90,6 @@ def dispatch_async_kernel[
         top_k=token_fmt_type.top_k,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=Addressing.BY_EXPERT,
-        returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=p2p_world_size,
         use_shmem=use_shmem and p2p_world_size < n_ranks,
@@ -142,7 +141,6 @@ def dispatch_wait_kernel[
         top_k=token_fmt_type.top_k,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=Addressing.BY_EXPERT,
-        returns=Returns.ROWS,
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=p2p_world_size,

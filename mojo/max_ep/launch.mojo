@@ -124,7 +124,7 @@ def launch_combine[
         comptime if form.receives:
             cpu_combine_wait[partial_dtype](combined, given.rows, _begin(call, 3))
             _record(call, -4)
-    elif group.has_sums():
+    elif group.has_sums:
         enqueue[form.sends, form.receives](
             CombineSums[group, dtype, partial_dtype](
                 given.rows, combined, call.buffers()

@@ -185,7 +185,7 @@ struct Dispatch:
             given = given_tokens[Format, target](
                 call, input_tokens.to_tile_tensor(), topk_ids.to_tile_tensor()
             )
-            comptime if members.has_sums():
+            comptime if members.has_sums:
                 give_weights[Format](call, given, router_weights.to_tile_tensor())
         var dispatched = unused[DispatchedRows[members, Format]]()
         comptime if form.receives:

@@ -8,7 +8,7 @@ In both, the rows of an expert are sorted by source rank, token, k. With a fused
 shared expert (packed only) this rank's own tokens come first, as group 0, and
 local expert `e` is group `e + 1`; otherwise it is group `e`. `dispatch_wait` asks
 `RowTables` where rows start, and records it in the pair rows of
-`EPLocalSyncCounters`. Later launches read only that record.
+`Counters`. Later launches read only that record.
 """
 from .kernel_argument import KernelArgument
 from .layout import Group

@@ -10,7 +10,7 @@ from .arguments import mut_
 from .counters import local_sync_counters_words, masked_word, Word, word_after_init
 from .device.warp import SENTINEL
 from .flags import flag_at, flag_word, message_flag
-from .layout import Group, n_experts_on_rank, N_GROUP_WORDS
+from .layout import Group, N_GROUP_WORDS
 from .token_format import BytePointer
 
 comptime N_SETUP_WORDS = 14
@@ -75,14 +75,14 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
             begin = group.inline_token_offset(rank, 0)
             _fill(recv, begin, group.inline_token_offset(rank + 1, 0), SENTINEL)
     counts = region.unsafe_offset(group.combine_counts_offset())
-    for expert in range(n_experts_on_rank(group.n_experts, group.n_ranks, rank)):
-        var expert_id = rank * group.n_local_experts() + expert
+    for expert in range(group.n_experts_on(rank)):
+        var expert_id = group.expert_id(rank, expert)
         flag_at(counts, group.combine_count_offset(expert_id))[] = 0
     var messages = region.unsafe_offset(group.combine_recv_offset())
     # Of rows only ranks that mask have places of their own.
     var first = 0
     var end = group.combine_recv_bytes()
-    if group.has_sums():
+    if group.has_sums:
         first = group.partial_offset(rank, 0)
         end = group.partial_offset(rank + 1, 0)
         comptime if is_gpu():
@@ -161,11 +161,11 @@ def clear_kernel(
         _fill(recv, group.inline_token_offset(0, 0), end, SENTINEL)
     else:
         var msg_bytes = group.dispatch_msg_bytes
-        var staged = region.unsafe_offset(group.dispatch_send_offset())
+        var staged = region
         _clear_flags(staged, group.max_tokens_per_rank, msg_bytes)
         _clear_flags(recv, group.dispatch_recv_bytes() // msg_bytes, msg_bytes)
     recv = region.unsafe_offset(group.combine_recv_offset())
-    if group.has_sums():
+    if group.has_sums:
         _fill(recv, 0, group.combine_recv_bytes(), SENTINEL)
     else:
         var msg_bytes = group.combine_msg_bytes
@@ -262,7 +262,7 @@ def init[
             _go_on(bytes, counters, group, readmitted, generations)
     mut_(my_rank)[] = Int32(rank)
     var offsets = [
-        group.dispatch_send_offset(),
+        0,
         group.dispatch_recv_offset(),
         group.dispatch_counts_offset(),
         group.combine_recv_offset(),

@@ -29,7 +29,7 @@ from max_ep.arguments import (
 from max_ep.combine_rows.phase import CombineRows
 from max_ep.counters import (
     choices_word,
-    EPLocalSyncCounters,
+    Counters,
     local_sync_counters_words,
     masked_word,
     N_FAILURE_WORDS,
@@ -40,7 +40,7 @@ from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.launch import launch_combine, launch_dispatch
-from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN, Returns
+from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
 from max_ep.setup import init, N_SETUP_WORDS
 from max_ep.token_format import OutputTensors, SharedRows
 from max_ep.transport import PeerBuffers
@@ -72,7 +72,6 @@ def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) ->
         dispatch_msg_bytes=dispatch_msg_bytes,
         combine_msg_bytes=combine_msg_bytes,
         addressing=Addressing.BY_RANK,
-        returns=Returns.ROWS,
         is_padded=True,
         wide_ids=WIDE_IDS,
         masks=is_defined["MASKS"](),
@@ -138,7 +137,7 @@ struct Rank(Movable):
     """How long a launch may wait."""
     var region: Int
     """Address of this rank's region."""
-    var counters: EPLocalSyncCounters[REGION.n_experts]
+    var counters: Counters[REGION]
     """This rank's local words."""
     var offsets: Array[UInt64, 6]
     """Of the buffers in a region: `[dispatch, combine][send, recv, counts]`."""

@@ -28,12 +28,12 @@ from groups import (
 from max_ep.combine_sums.phase import CombineSums
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.plain import WithMetadataTokenFormat
-from max_ep.layout import Addressing, Returns
+from max_ep.layout import Addressing
 from max_ep.token_format import TokenFormat
 
 comptime Dispatch[
     Format: TokenFormat,
-    returns: Returns = ROWS,
+    returns: Int = ROWS,
     max_tokens: Int = FEW,
     padded: Bool = False,
     shared: Bool = False,

@@ -5,6 +5,7 @@ Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
 """
 from emitting import emit_combine, emit_dispatch, emit_phase
 from groups import (
+    ANY,
     BF16,
     BY_EXPERT,
     BY_RANK,
@@ -26,7 +27,7 @@ from max_ep.combine_sums.phase import CombineSums
 from max_ep.dispatch_by_expert.phase import DispatchByExpert
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.formats.plain import BF16TokenFormat, WithMetadataTokenFormat
-from max_ep.layout import Addressing, Returns
+from max_ep.layout import Addressing
 from max_ep.token_format import TokenFormat
 
 comptime SHORT = BF16TokenFormat[2048, TOP_K]
@@ -34,7 +35,7 @@ comptime SHORT = BF16TokenFormat[2048, TOP_K]
 
 def by_rank[
     Format: TokenFormat,
-    returns: Returns,
+    returns: Int,
     n_ranks: Int,
     max_tokens: Int,
     padded: Bool = False,
@@ -101,7 +102,7 @@ def by_expert[
     comptime back = on_hosts(
         n_hosts,
         combine_group[DType.bfloat16](
-            Returns.ANY, max_tokens, n_ranks=n_ranks, fused_shared_expert=shared
+            ANY, max_tokens, n_ranks=n_ranks, fused_shared_expert=shared
         ),
     )
     emit_combine[CombineRows[back, DType.bfloat16]](name)

@@ -10,7 +10,7 @@ from max_ep.formats.mxfp8 import MXFP8
 from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat, Float32TokenFormat
 from max_ep.formats.scale_layouts import InTiles, RowByRow
-from max_ep.layout import Addressing, combine_msg_bytes, Group, Returns
+from max_ep.layout import Addressing, combine_msg_bytes, Group
 from max_ep.token_format import TokenFormat
 
 comptime HIDDEN = 7168
@@ -31,15 +31,17 @@ comptime NVFP4_ROWS = BlockScaledTokenFormat[NVFP4, RowByRow, HIDDEN, TOP_K]
 comptime NVFP4_TILES = BlockScaledTokenFormat[NVFP4, InTiles, HIDDEN, TOP_K]
 comptime BY_EXPERT = Addressing.BY_EXPERT
 comptime BY_RANK = Addressing.BY_RANK
-comptime ROWS = Returns.ROWS
-comptime SUMS = Returns.SUMS
+comptime ANY = 0
+"""Rows, of any addressing."""
+comptime ROWS = 1
+comptime SUMS = 2
 
 
 def dispatch_group[
     Format: TokenFormat
 ](
     addressing: Addressing,
-    returns: Returns = ROWS,
+    returns: Int = ROWS,
     max_tokens: Int = FEW,
     *,
     n_ranks: Int = N_RANKS,
@@ -58,7 +60,7 @@ def dispatch_group[
         hidden_size=Format.hidden_size,
         dispatch_msg_bytes=Format.msg_bytes,
         addressing=addressing,
-        returns=returns,
+        has_sums=returns == SUMS,
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
@@ -69,7 +71,7 @@ def dispatch_group[
 def combine_group[
     sent_dtype: DType
 ](
-    returns: Returns = Returns.ANY,
+    returns: Int = ANY,
     max_tokens: Int = FEW,
     *,
     n_ranks: Int = N_RANKS,
@@ -86,8 +88,8 @@ def combine_group[
         top_k=top_k,
         hidden_size=HIDDEN,
         combine_msg_bytes=combine_msg_bytes[sent_dtype](HIDDEN, partial_block),
-        addressing=Addressing.ANY if returns == Returns.ANY else BY_RANK,
-        returns=returns,
+        addressing=Addressing.ANY if returns == ANY else BY_RANK,
+        has_sums=returns == SUMS,
         fused_shared_expert=fused_shared_expert,
         shares_gpu=shares_gpu,
         partial_block=partial_block,

@@ -13,13 +13,13 @@ from max_ep import (
     ep_combine_wait_kernel_api,
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
-    EPLocalSyncCounters,
     Float32TokenFormat,
 )
+from max_ep.counters import Counters
 from max_ep.flags import next_generation
 from max_ep.formats.plain import PlainRows
 from max_ep.formats.scale_layouts import TransposedRows
-from max_ep.layout import Addressing, combine_msg_bytes, Group, Returns
+from max_ep.layout import Addressing, combine_msg_bytes, Group
 from max_ep.token_format import SharedRows, TokenFormat
 from ranks import Matrix, Ranks, tensor, vector
 from std.testing import assert_equal, assert_raises
@@ -48,7 +48,6 @@ def group_of[
         dispatch_msg_bytes=Format.msg_bytes,
         combine_msg_bytes=combine_msg_bytes[F32](HIDDEN),
         addressing=addressing,
-        returns=Returns.ROWS,
     )
 
 
@@ -224,21 +223,21 @@ def check_shared_expert[addressing: Addressing]() raises:
 
 def check_two_dispatches_are_kept() raises:
     """One may be sent before the one before it is combined, also where it wraps."""
-    var group = group_of[FP8]()
+    comptime group = group_of[FP8]()
     var ranks = Ranks(group)
-    var counters = EPLocalSyncCounters[1](ranks.counters[0].ptr)
+    var counters = Counters[group](ranks.counters[0].ptr)
     for first in [UInt32(1), UInt32(2), UInt32.MAX]:
         var second = next_generation(first)
         var generations = [first, second]
         for i in range(2):
             counters.n_tokens_of(generations[i])[] = Int32(i + 1)
-            var choices = counters.choices(generations[i], group)
+            var choices = counters.choices(generations[i])
             for choice in range(MAX_TOKENS):
                 choices[unsafe_offset=choice] = Int32(i + 1)
-                counters.slots(group)[unsafe_offset=choice] = 3
+                counters.slots()[unsafe_offset=choice] = 3
         for i in range(2):
             assert_equal(Int(counters.n_tokens_of(generations[i])[]), i + 1)
-            var choices = counters.choices(generations[i], group)
+            var choices = counters.choices(generations[i])
             for choice in range(MAX_TOKENS):
                 assert_equal(Int(choices[unsafe_offset=choice]), i + 1)
 

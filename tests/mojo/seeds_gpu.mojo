@@ -23,7 +23,7 @@ from max_ep.kernels import (
     dispatch_async_kernel,
     dispatch_wait_kernel,
 )
-from max_ep.layout import Addressing, Group, Returns
+from max_ep.layout import Addressing, Group
 from max_ep.token_format import BytePointer, SharedRows
 from ranks import MatrixLayout, set_up, Vector, vector
 from std.testing import assert_equal
@@ -46,7 +46,6 @@ comptime group = Group(
     dispatch_msg_bytes=Format.msg_bytes,
     combine_msg_bytes=Format.msg_bytes,
     addressing=Addressing.BY_EXPERT,
-    returns=Returns.ROWS,
 )
 comptime N_WORDS = EPLocalSyncCounters[N_EXPERTS].total_size(group)
 

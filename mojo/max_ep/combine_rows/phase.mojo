@@ -53,8 +53,8 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
         comptime group = Self.group
         comptime if group.is_by_rank():
             await_launch_before()
-        var mask = mask_word[group](self.buffers.counters)
-        if not can_start[group](self.buffers.counters, SEND if sends else RECEIVE):
+        var mask = mask_word(self.buffers.counters)
+        if not can_start(self.buffers.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
         var block = Block[group].set_up[N_CONTROL](self.buffers, mask)

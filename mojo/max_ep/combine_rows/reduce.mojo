@@ -46,7 +46,7 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
     """Where rows arrive for this token."""
     var expert_rows: BytePointer
     var choice: Int32
-    """What `EPLocalSyncCounters.choices` says of the lane's choice. If ranks mask, a row
+    """What `Counters.choices` says of the lane's choice. If ranks mask, a row
     that has arrived has the rank that sent it here, in place of its expert."""
     var weight: Float32
 
@@ -197,7 +197,7 @@ def reduce_tokens[
     var lane = block.lane
     var received = block.receiving()
     var recv_buf = block.recv_buf()
-    var choices = block.counters.choices(dispatch_generation, group)
+    var choices = block.counters.choices(dispatch_generation)
     # Few tokens are split into chunks: alone, a warp has at most one; with peers up to
     # four, since rows arrive one after another.
     comptime chunks_of_warp = 1 if group.n_ranks == 1 else 4

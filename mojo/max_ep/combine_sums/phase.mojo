@@ -18,7 +18,7 @@ from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, CombinedTokens
 from ..combine_rows.phase import fill_with_nan
-from ..counters import EPLocalSyncCounters
+from ..counters import Counters
 from ..device.block import Block
 from ..device.phase import Kernel
 from ..device.schedule import Schedule
@@ -71,7 +71,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)
-        var mask = mask_word[group](counters)
+        var mask = mask_word(counters)
         # How many rows dispatch has delivered: this load does not depend on the header,
         # so both are in flight together.
         var n_rows = counters.pair_row(group.n_pairs())
@@ -189,7 +189,7 @@ struct _First(TrivialRegisterPassable):
         return first
 
     @always_inline
-    def saved_routes[group: Group](self, counters: EPLocalSyncCounters) -> SavedRoutes:
+    def saved_routes[group: Group](self, counters: Counters[...]) -> SavedRoutes:
         return SavedRoutes.of[group](
             counters, self.source, self.token_idx, Int(lane_id())
         )

@@ -81,9 +81,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                     owner = -1
             comptime if Self.group.drops_rows:
                 if owner >= 0:
-                    var choices = block.counters.choices(
-                        block.before.dispatch_received, Self.group
-                    )
+                    var choices = block.counters.choices(block.before.dispatch_received)
                     var choice = choices[
                         unsafe_offset=Self.group.choice(token_idx, lane)
                     ]

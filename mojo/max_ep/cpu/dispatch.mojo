@@ -143,7 +143,7 @@ def _write_entry[
         Int(plan.ids[unsafe_offset=choice]),
         Int(plan.positions[choice]),
     )
-    comptime if group.has_sums():
+    comptime if group.has_sums:
         var weight: Float32 = 1
         comptime if router_top_k == 0:
             weight = given.router_weights[unsafe_offset=choice]
@@ -268,10 +268,10 @@ def _place_tokens[
         for src_rank in range(group.n_ranks):
             var offset = group.dispatch_n_tokens_offset(src_rank)
             n_tokens_of[src_rank] = rank.count_from(src_rank, offset)
-    comptime if group.has_sums():
+    comptime if group.has_sums:
         for src_rank in range(group.n_ranks):
             var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
-            rank.counters.received_tokens(group)[unsafe_offset=source] = Int32(
+            rank.counters.received_tokens()[unsafe_offset=source] = Int32(
                 n_tokens_of[src_rank]
             )
 
@@ -312,11 +312,11 @@ def _place_choice[
             is_here = position_of_entry(entry[]) < rank.counters.pair_count(pair)
     if is_here:
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
-    comptime if group.has_sums():
+    comptime if group.has_sums:
         var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
-        rank.counters.received_rows(group, source)[unsafe_offset=choice] = Int32(row)
+        rank.counters.received_rows(source)[unsafe_offset=choice] = Int32(row)
         if is_here:
-            rank.counters.received_weights(group, source)[
+            rank.counters.received_weights(source)[
                 unsafe_offset=choice
             ] = weight_of_word(entry[unsafe_offset=1])
     if not is_here:

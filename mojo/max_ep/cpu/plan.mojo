@@ -4,7 +4,7 @@
 Positions are in token order, and rows are sorted by local expert, source rank, token,
 choice. So results do not depend on timing.
 """
-from ..counters import EPLocalSyncCounters, Word
+from ..counters import Counters, Word
 from ..failures import Failure, what_failed
 from ..kept_rows import keep_rows
 from ..layout import Group
@@ -137,7 +137,7 @@ def _drop_rows[
         for src_rank in range(group.n_ranks):
             var pair = group.pair(local_expert, src_rank)
             n_dropped += announced[pair] - counts[pair]
-        rank.counters.rows_dropped(group, local_expert)[] = Int32(n_dropped)
+        rank.counters.rows_dropped(local_expert)[] = Int32(n_dropped)
 
 
 struct RowCursor(TrivialRegisterPassable):
@@ -154,7 +154,7 @@ struct RowCursor(TrivialRegisterPassable):
         self.row = 0
         self._n_before = 0
 
-    def advance(mut self, i: Int, counters: EPLocalSyncCounters):
+    def advance(mut self, i: Int, counters: Counters[...]):
         while self._n_before + counters.pair_count(self.pair) <= i:
             self._n_before += counters.pair_count(self.pair)
             self.pair += 1
@@ -162,7 +162,7 @@ struct RowCursor(TrivialRegisterPassable):
         self.row = counters.pair_row(self.pair) + self.slot
 
 
-def n_rows_of_pairs(n_pairs: Int, counters: EPLocalSyncCounters) -> Int:
+def n_rows_of_pairs(n_pairs: Int, counters: Counters[...]) -> Int:
     """Counts the rows of the last dispatch, without a shared expert's."""
     var n_rows = 0
     for pair in range(n_pairs):
@@ -171,7 +171,7 @@ def n_rows_of_pairs(n_pairs: Int, counters: EPLocalSyncCounters) -> Int:
 
 
 def hash_src_info(
-    src_info: Pointer[mut=_, Int32, _], n_pairs: Int, counters: EPLocalSyncCounters
+    src_info: Pointer[mut=_, Int32, _], n_pairs: Int, counters: Counters[...]
 ) -> Int32:
     """Digests `src_info`, so that combine recognizes the last dispatch's."""
     var digest = UInt32(n_rows_of_pairs(n_pairs, counters))

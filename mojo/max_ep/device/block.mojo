@@ -20,7 +20,7 @@ from max.gpu import (
 )
 
 from ..arguments import Buffers
-from ..counters import EPLocalSyncCounters, LaunchHeader, Word
+from ..counters import Counters, LaunchHeader, Word
 from ..failures import Failure, is_missing, phase_of, RECEIVE, record_failure, SEND
 from ..flags import (
     arrive_on_gpu,
@@ -61,7 +61,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     var before: LaunchHeader
     var control: SharedWord
     """The block's control words, all 0 at first."""
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
     var recv_bufs: SharedAddresses
     """Receive buffers of all ranks, of dispatch or of combine."""
     var counts: SharedAddresses
@@ -76,7 +76,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     ](
         word: Int32,
         mask: Int32,
-        counters: EPLocalSyncCounters[Self.group.n_experts],
+        counters: Counters[Self.group],
         recv_bufs: SharedAddresses,
         counts: SharedAddresses,
         phase: Int,
@@ -93,7 +93,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         if warp_idx == 0:
             # One warp decides for its block: a failure that is recorded meanwhile
             # must not make some warps leave and others wait for them.
-            var can_go = is_in_order[Self.group](word, counters, phase)
+            var can_go = is_in_order(word, counters, phase)
             if lane == 0:
                 control[unsafe_offset=n_control] = 1 if can_go else 0
         elif warp_idx == 1:

@@ -6,7 +6,7 @@ heartbeats.
 
 All this is read after some dozens of polls without success, never before.
 """
-from ..counters import EPLocalSyncCounters
+from ..counters import Counters
 from ..flags import (
     count_of,
     flag_at,
@@ -43,7 +43,7 @@ struct Clock[group: Group](TrivialRegisterPassable):
     var end_ns: UInt64
 
     @always_inline
-    def _counters(self) -> EPLocalSyncCounters[Self.group.n_experts]:
+    def _counters(self) -> Counters[Self.group]:
         return {self.words}
 
     @always_inline
@@ -55,7 +55,7 @@ struct Clock[group: Group](TrivialRegisterPassable):
         """Points to the heartbeat of a rank on a reader's rank."""
         var offset = Self.group.heartbeat_offset(rank)
         # `CombineRows` has the counts of combine.
-        comptime if Self.group.combine_msg_bytes > 0 and not Self.group.has_sums():
+        comptime if Self.group.combine_msg_bytes > 0 and not Self.group.has_sums:
             offset += Self.group.dispatch_counts_from_combine_counts()
         return flag_at(bytes_at(self.counts[unsafe_offset=reader]), offset)
 
@@ -64,7 +64,7 @@ struct Clock[group: Group](TrivialRegisterPassable):
         """Says to every rank that this one lives and waits, if its last ones are old.
         """
         var now_ms = ms_of(now)
-        var sent = self._counters().step_began_ms(Self.group)
+        var sent = self._counters().step_began_ms()
         var age = now_ms - load_relaxed_gpu(sent).cast[DType.uint32]()
         if age < UInt32(max(1, self._counters().timeout_ms() // _BEATS_PER_TIMEOUT)):
             return
@@ -81,7 +81,7 @@ struct Clock[group: Group](TrivialRegisterPassable):
         var beat = generation_of(
             load_relaxed_sys(self._heartbeat(self._counters().my_rank(), rank))
         )
-        var heard = self._counters().heard(Self.group, rank)
+        var heard = self._counters().heard(rank)
         var last = load_relaxed_gpu(heard)
         if generation_of(last) != beat:
             last = flag_word(beat, Int(now_ms))
@@ -108,7 +108,7 @@ struct Clock[group: Group](TrivialRegisterPassable):
 @always_inline
 def is_lost[group: Group](clock: Clock[group], rank: Int) -> Bool:
     """Returns whether a rank is masked now; masks it if its time is over."""
-    var masked = clock._counters().masked(group, rank)
+    var masked = clock._counters().masked(rank)
     if load_relaxed_gpu(masked) != 0:
         return True
     var now = now_ns()
@@ -135,4 +135,4 @@ def decided_of[group: Group](clock: Clock[group], place: Int) -> UInt64:
         return UNDECIDED
     if clock.is_too_late(now):
         return NEVER_DECIDED
-    return load_relaxed_gpu(clock._counters().decided(group, place))
+    return load_relaxed_gpu(clock._counters().decided(place))

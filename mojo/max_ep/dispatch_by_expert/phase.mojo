@@ -58,7 +58,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
         comptime has_shared = group.fused_shared_expert
         comptime n_warps = group.num_threads // WARP_SIZE
         var counters = self.buffers.counters
-        if not can_start[group](counters, SEND if sends else RECEIVE):
+        if not can_start(counters, SEND if sends else RECEIVE):
             comptime if receives:
                 self._deliver_nothing()
             return

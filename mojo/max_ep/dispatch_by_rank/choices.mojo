@@ -87,7 +87,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
     """`[n_counted][WARP_SIZE]`: for each expert that this block counts, how many of the
     ids that each of its warps has copied are of that expert."""
 
-    comptime _loads_weights = Self.group.has_sums() and not Self.group.sends_to_all()
+    comptime _loads_weights = Self.group.has_sums and not Self.group.sends_to_all()
 
     @always_inline
     def __init__(
@@ -98,7 +98,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
     ):
         """Makes those of a launch; none is shared yet."""
         comptime n_weights = min(_N_SHARED_WEIGHTS, Self.group.n_choices())
-        comptime has_sums = Self.group.has_sums()
+        comptime has_sums = Self.group.has_sums
         self.ids = topk_ids
         self.weights = router_weights
         self.n_choices = n_tokens * Self.group.top_k
@@ -142,7 +142,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def load_weight(self, choice: Int) -> Float32:
-        comptime if not Self.group.has_sums():
+        comptime if not Self.group.has_sums:
             return 0
         comptime if Self.group.sends_to_all():
             return 1

@@ -30,7 +30,7 @@ from ..flags import (
     Wait,
 )
 from ..kept_rows import largest_level
-from ..layout import Group, MESSAGE_ALIGN, n_experts_on_rank
+from ..layout import Group, MESSAGE_ALIGN
 from ..row_tables import RowTables
 from .roles import COUNTED, FAILED, N_INDEX_WARPS, NO_NUMBERS, SUMMED, TOKENS_READY
 
@@ -136,7 +136,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
         All blocks must take the same, for they lay out the same rows. The first block
         decides, and masks the source. Others take a word that comes early, then what
-        the first has decided. `place`: that of `EPLocalSyncCounters.decided`.
+        the first has decided. `place`: that of `Counters.decided`.
         """
         var clock = self.block.clock()
         var generation = self.block.receiving()
@@ -163,7 +163,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     def _publish_decision(self, word: UInt64, place: Int):
         """Publishes what the first block took, for blocks that are late."""
         if block_idx.x == 0:
-            store_relaxed_gpu(self.block.counters.decided(Self.group, place), word)
+            store_relaxed_gpu(self.block.counters.decided(place), word)
 
     @always_inline
     def _read_numbers(self) -> Bool:
@@ -197,9 +197,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var n = 0 if is_late else count_of(word)
             self.n_tokens_of[unsafe_offset=src_rank] = Int32(n)
             most = max(most, Int32(n))
-            comptime if Self.group.has_sums():
+            comptime if Self.group.has_sums:
                 if block_idx.x == 0:
-                    self.block.counters.received_tokens(Self.group)[
+                    self.block.counters.received_tokens()[
                         unsafe_offset=relative_rank(
                             self.block.my_rank, src_rank, Self.group.n_ranks
                         )
@@ -288,8 +288,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 self.block.fail(
                     Failure.NO_COUNT,
                     pair % Self.group.n_ranks,
-                    self.block.my_rank * Self.group.n_local_experts()
-                    + pair // Self.group.n_ranks,
+                    Self.group.expert_of_pair(self.block.my_rank, pair),
                     load_relaxed_sys(
                         flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                     ),
@@ -312,9 +311,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def _read_counts(self, n_before_all: Int32, counter: Int) -> Bool:
         """Waits for some counts and adds them up, with one warp."""
-        var n_held = n_experts_on_rank(
-            Self.group.n_experts, Self.group.n_ranks, self.block.my_rank
-        )
+        var n_held = Self.group.n_experts_on(self.block.my_rank)
         var begin = counter * _pairs_of_warp[Self.group]()
         var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
         var n_before = n_before_all
@@ -429,9 +426,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         var lane = self.block.lane
         if block_idx.x == 0:
             for i in range(lane, Self.group.n_local_experts(), WARP_SIZE):
-                self.block.counters.rows_dropped(Self.group, i)[] = Int32(
-                    self._rows_of_expert(i)
-                )
+                self.block.counters.rows_dropped(i)[] = Int32(self._rows_of_expert(i))
         var n_before = self.rows_before(0)
         if self.rows_before(n_pairs) - n_before <= n_rows_max:
             return
@@ -489,9 +484,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if src_rank == 0:
                 comptime if Self.group.drops_rows:
                     # It holds the rows that have been announced.
-                    self.block.counters.rows_dropped(
-                        Self.group, local_expert
-                    )[] -= Int32(self._rows_of_expert(local_expert))
+                    self.block.counters.rows_dropped(local_expert)[] -= Int32(
+                        self._rows_of_expert(local_expert)
+                    )
                 self.tables.write_expert(
                     local_expert,
                     first_row,

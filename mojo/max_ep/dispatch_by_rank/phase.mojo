@@ -78,7 +78,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         )
         # If combine sends rows, the next launch publishes no done words of dispatch.
         comptime publishes_at_end = not sends and (
-            Self.group.shares_gpu or not Self.group.has_sums()
+            Self.group.shares_gpu or not Self.group.has_sums
         )
         var n_tokens = in_32_bits(self.given.n_tokens)
         var choices = Choices[Self.group](
@@ -95,7 +95,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         var lane_index = LaneIndex[Self.group](choices)
         await_launch_before()
         var word = header_word(self.buffers.counters)
-        var mask = mask_word[Self.group](self.buffers.counters)
+        var mask = mask_word(self.buffers.counters)
         comptime if sends:
             # What depends on the arguments alone, if tokens are few.
             sender.prefetch()
@@ -137,7 +137,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 publish_n_tokens(n_tokens, block)
             # AFTER: this generation's entries, counts and tokens are on their way.
         comptime if receives:
-            comptime if Self.group.has_sums() and not publishes_at_end:
+            comptime if Self.group.has_sums and not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == DONE_WARP:
                     block.prefetch_done_words()
             var n_own = n_tokens if sends else block.before.n_tokens(block.receiving())
