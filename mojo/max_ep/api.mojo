@@ -79,7 +79,7 @@ from .arguments import (
     GivenTokens,
 )
 from .device.phase import InputScales
-from .kernel_argument import unused
+from .kernel_argument import ImmPointer, unused
 from .launch import launch_combine, launch_dispatch
 from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import SharedRows, TokenFormat
@@ -270,7 +270,7 @@ def ep_combine_wait_kernel_api[
     var call = Call[group].of_wait[target](
         "combine_wait", atomic_counters, recv_ptrs, recv_count_ptrs
     )
-    var given = GivenRows(expert_rows, unused[Pointer[Int32, ImmUntrackedOrigin]]())
+    var given = GivenRows(expert_rows, unused[ImmPointer[Int32]]())
     launch_combine[combine_dtype, target, Form.WAIT](
         call,
         given,

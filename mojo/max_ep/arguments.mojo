@@ -15,7 +15,7 @@ from .counters import (
 )
 from .failures import Failure, NEXT, what_failed
 from .flags import FlagPointer
-from .kernel_argument import KernelArgument, unused
+from .kernel_argument import ImmPointer, KernelArgument, MutPointer, unused
 from .layout import Group, MAX_RANKS, MAX_TOP_K, N_GROUP_WORDS
 from .row_tables import RowTables
 from .token_format import BytePointer, SharedRows, TokenFormat
@@ -43,31 +43,21 @@ struct Form(TrivialRegisterPassable):
 # ------------------------------------------------------------------------ pointers
 
 
-def imm[
-    dtype: DType
-](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
+def imm[dtype: DType](tensor: TileTensor[dtype, ...]) -> ImmPointer[Scalar[dtype]]:
     """Takes a tensor's address for reading."""
-    return Pointer[Scalar[dtype], ImmUntrackedOrigin](
-        unsafe_from_address=Int(tensor.ptr)
-    )
+    return ImmPointer[Scalar[dtype]](unsafe_from_address=Int(tensor.ptr))
 
 
-def mut_[
-    dtype: DType
-](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
+def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtype]]:
     """Takes a tensor's address for writing."""
-    return Pointer[Scalar[dtype], MutUntrackedOrigin](
-        unsafe_from_address=Int(tensor.ptr)
-    )
+    return MutPointer[Scalar[dtype]](unsafe_from_address=Int(tensor.ptr))
 
 
 def mapped_buffers[
     group: Group, T: AnyType
-](buffers: PeerBuffers[group.n_ranks]) -> Array[
-    Pointer[T, MutUntrackedOrigin], group.n_mapped()
-]:
+](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped()]:
     var first_rank = buffers.first_mapped()
-    var result = Array[Pointer[T, MutUntrackedOrigin], group.n_mapped()](
+    var result = Array[MutPointer[T], group.n_mapped()](
         fill=buffers[first_rank].unsafe_bitcast[T]()
     )
     for i in range(group.n_mapped()):
@@ -280,11 +270,11 @@ def _peer_buffers[
 struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     """What a dispatch sends."""
 
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    var tokens: ImmPointer[Scalar[Self.input_type]]
     """`[n_tokens][hidden_size]`."""
-    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
+    var topk_ids: ImmPointer[Int32]
     """`[n_tokens][top_k]`; in an all-gather `[n_tokens][router_top_k]`."""
-    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
+    var router_weights: ImmPointer[Float32]
     """Of the shape of `topk_ids`; read if combine returns sums."""
     var n_tokens: Int
 
@@ -306,7 +296,7 @@ def given_tokens[
     call.check_n_tokens[target](n_tokens)
     check_shape(op, "topk_ids", topk_ids, n_tokens, _n_choices[Format]())
     check_shape(op, "input_tokens", tokens, n_tokens, Format.hidden_size)
-    var no_weights = unused[Pointer[Float32, ImmUntrackedOrigin]]()
+    var no_weights = unused[ImmPointer[Float32]]()
     return {imm(tokens), imm(topk_ids), no_weights, n_tokens}
 
 
@@ -331,7 +321,7 @@ struct DispatchedRows[group: Group, Format: TokenFormat](
     var rows: Self.Format.Rows
     var n_rows_max: Int
     var tables: RowTables[Self.group]
-    var src_info: Pointer[Int32, MutUntrackedOrigin]
+    var src_info: MutPointer[Int32]
     """`[n_rows_max][2]`: token on its source rank, and k."""
 
 
@@ -373,7 +363,7 @@ struct GivenRows(KernelArgument, TrivialRegisterPassable):
     """The expert rows of a combine."""
 
     var rows: SharedRows
-    var src_info: Pointer[Int32, ImmUntrackedOrigin]
+    var src_info: ImmPointer[Int32]
     """`[n_rows][2]`: token on its source rank, and k; a wait does not read it."""
 
 
@@ -393,10 +383,10 @@ def given_rows[
 struct CombinedTokens[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """What a combine delivers."""
 
-    var tokens: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    var tokens: MutPointer[Scalar[Self.dtype]]
     """`[n_tokens][hidden_size]`."""
     var n_tokens: Int
-    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
+    var router_weights: ImmPointer[Float32]
     """`[n_tokens][top_k]`; with sums they came with dispatch."""
 
 

@@ -40,7 +40,7 @@ Int32:
 """
 import max.gpu.primitives.warp as warp
 
-from .kernel_argument import KernelArgument
+from .kernel_argument import KernelArgument, MutPointer
 from .flags import FlagPointer
 from .layout import Group, MAX_RANKS, N_GROUP_WORDS, round_up
 
@@ -325,7 +325,7 @@ struct LaunchHeader(TrivialRegisterPassable):
 struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassable):
     """The local words of one rank, as MAX's kernels take them; see `Counters`."""
 
-    var words: Pointer[Int32, MutUntrackedOrigin]
+    var words: MutPointer[Int32]
 
     @staticmethod
     def total_size(group: Group) -> Int:
@@ -337,12 +337,12 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
 struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
     """View of the local words of one rank."""
 
-    var words: Pointer[Int32, MutUntrackedOrigin]
+    var words: MutPointer[Int32]
 
     # ------------------------------------------------------------ the header
 
     @always_inline
-    def at(self, word: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+    def at(self, word: Int) -> MutPointer[Int32]:
         return self.words.unsafe_offset(word)
 
     @always_inline
@@ -367,7 +367,7 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
         self.at(Word.BROKEN)[] = 1
 
     @always_inline
-    def n_tokens_of(self, generation: UInt32) -> Pointer[Int32, MutUntrackedOrigin]:
+    def n_tokens_of(self, generation: UInt32) -> MutPointer[Int32]:
         return self.at(Word.N_TOKENS + Int(generation & UInt32(1)))
 
     # ------------------------------------------------------------- the arrays
@@ -386,14 +386,14 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
         self.at(N_HEADER_WORDS + 2 * pair + 1)[] = Int32(count)
 
     @always_inline
-    def choices(self, generation: UInt32) -> Pointer[Int32, MutUntrackedOrigin]:
+    def choices(self, generation: UInt32) -> MutPointer[Int32]:
         return self.at(
             choices_word(Self.group.n_experts)
             + Int(generation & UInt32(1)) * Self.group.n_choices()
         )
 
     @always_inline
-    def slots(self) -> Pointer[Int32, MutUntrackedOrigin]:
+    def slots(self) -> MutPointer[Int32]:
         return self.at(choices_word(Self.group.n_experts) + 2 * Self.group.n_choices())
 
     @always_inline
@@ -401,17 +401,17 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
         return Self.group.masks and self.masked(rank)[] != 0
 
     @always_inline
-    def masked(self, rank: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+    def masked(self, rank: Int) -> MutPointer[Int32]:
         return self.at(masked_word(Self.group) + rank)
 
     @always_inline
-    def step_began_ms(self) -> Pointer[Int32, MutUntrackedOrigin]:
+    def step_began_ms(self) -> MutPointer[Int32]:
         return self.at(masked_word(Self.group) + Self.group.n_ranks)
 
-    def rows_found(self, token_idx: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+    def rows_found(self, token_idx: Int) -> MutPointer[Int32]:
         return self.at(_found_word(Self.group) + token_idx)
 
-    def rows_dropped(self, local_expert: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+    def rows_dropped(self, local_expert: Int) -> MutPointer[Int32]:
         return self.rows_found(Self.group.max_tokens_per_rank + local_expert)
 
     @always_inline
@@ -426,11 +426,11 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
         return self.decided(Self.group.n_pairs() + Self.group.n_ranks + rank)
 
     @always_inline
-    def received_tokens(self) -> Pointer[Int32, MutUntrackedOrigin]:
+    def received_tokens(self) -> MutPointer[Int32]:
         return self.at(_received_word(Self.group))
 
     @always_inline
-    def received_rows(self, source: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+    def received_rows(self, source: Int) -> MutPointer[Int32]:
         return self.at(
             _received_word(Self.group)
             + Self.group.n_ranks
@@ -438,5 +438,5 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
         )
 
     @always_inline
-    def received_weights(self, source: Int) -> Pointer[Float32, MutUntrackedOrigin]:
+    def received_weights(self, source: Int) -> MutPointer[Float32]:
         return self.received_rows(Self.group.n_ranks + source).unsafe_bitcast[Float32]()

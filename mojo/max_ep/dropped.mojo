@@ -6,6 +6,7 @@ from max.gpu.host import DeviceContext
 from .arguments import Call, check_shape, check_size, imm, mut_
 from .counters import Counters
 from .for_each import for_each, Work
+from .kernel_argument import ImmPointer, MutPointer
 from .layout import Group
 
 
@@ -13,12 +14,12 @@ from .layout import Group
 struct CountDropped[group: Group](Work):
     """Counts what is missing of a token, or, behind all tokens, of a local expert."""
 
-    var of_tokens: Pointer[Int32, MutUntrackedOrigin]
+    var of_tokens: MutPointer[Int32]
     """Result `[n_tokens]`: choices without a row in the last combine."""
-    var of_experts: Pointer[Int32, MutUntrackedOrigin]
+    var of_experts: MutPointer[Int32]
     """Result `[n_local_experts]`: rows that the last dispatch dropped."""
     var counters: Counters[Self.group]
-    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
+    var topk_ids: ImmPointer[Int32]
     var n_tokens: Int
 
     @always_inline

@@ -39,7 +39,7 @@ from .for_each import for_each
 from .formats.forwarded import JoinWords, QuantizeTokens
 from .formats.table import has_format, NumbersOf
 from .group_words import CombineGroup, DispatchGroup, FormatOfOp
-from .kernel_argument import unused
+from .kernel_argument import ImmPointer, unused
 from .launch import launch_combine, launch_dispatch
 from .setup import init
 from .token_format import BytePointer, OutputTensors, SharedRows
@@ -246,7 +246,7 @@ struct Combine:
         )
         var given = GivenRows(
             SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0)),
-            unused[Pointer[Int32, ImmUntrackedOrigin]](),
+            unused[ImmPointer[Int32]](),
         )
         comptime if form.sends:
             given = given_rows(

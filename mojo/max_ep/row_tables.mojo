@@ -10,7 +10,7 @@ local expert `e` is group `e + 1`; otherwise it is group `e`. `dispatch_wait` as
 `RowTables` where rows start, and records it in the pair rows of
 `Counters`. Later launches read only that record.
 """
-from .kernel_argument import KernelArgument
+from .kernel_argument import KernelArgument, MutPointer
 from .layout import Group
 
 
@@ -18,10 +18,10 @@ from .layout import Group
 struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
     """The output tensors of `dispatch_wait` that say which row is whose."""
 
-    var row_offsets: Pointer[UInt32, MutUntrackedOrigin]
+    var row_offsets: MutPointer[UInt32]
     """Packed: first row of each group and the end, `[n_groups + 1]`. Padded:
     `recv_counts`, rows of each local expert, `[n_local_experts]`."""
-    var expert_ids: Pointer[Int32, MutUntrackedOrigin]
+    var expert_ids: MutPointer[Int32]
     """Packed: number of each group, `[n_groups]`. Padded: `recv_ranges`, first
     row within the expert's, and rows, of each pair, `[n_pairs][2]`."""
 

@@ -10,6 +10,7 @@ from .arguments import mut_
 from .counters import local_sync_counters_words, masked_word, Word, word_after_init
 from .device.warp import SENTINEL
 from .flags import flag_at, flag_word, message_flag
+from .kernel_argument import MutPointer
 from .layout import Group, N_GROUP_WORDS
 from .token_format import BytePointer
 
@@ -97,7 +98,7 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
 
 def _go_on(
     region: BytePointer,
-    counters: Pointer[Int32, MutUntrackedOrigin],
+    counters: MutPointer[Int32],
     group: Group,
     readmitted: Int,
     generations: Tuple[UInt32, UInt32],
@@ -122,8 +123,8 @@ def _go_on(
 
 def clear_kernel(
     region: BytePointer,
-    counters_group_0: Pointer[Int32, MutUntrackedOrigin],
-    counters_group_1: Pointer[Int32, MutUntrackedOrigin],
+    counters_group_0: MutPointer[Int32],
+    counters_group_1: MutPointer[Int32],
     my_rank: Int32,
     timeout_ms: Int32,
     group_words: Array[Int32, N_GROUP_WORDS],
@@ -174,8 +175,8 @@ def clear_kernel(
 
 def go_on_kernel(
     region: BytePointer,
-    counters_group_0: Pointer[Int32, MutUntrackedOrigin],
-    counters_group_1: Pointer[Int32, MutUntrackedOrigin],
+    counters_group_0: MutPointer[Int32],
+    counters_group_1: MutPointer[Int32],
     group_words: Array[Int32, N_GROUP_WORDS],
     readmitted: Int32,
     dispatched: UInt32,

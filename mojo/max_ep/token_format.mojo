@@ -8,10 +8,10 @@ A message is `token_bytes` of encoded token and a source info behind it:
 
 Each format has a file in `formats/`. A format knows nothing of ranks.
 """
-from .kernel_argument import KernelArgument
+from .kernel_argument import ImmPointer, KernelArgument, MutPointer
 from .layout import MESSAGE_ALIGN, message_bytes
 
-comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
+comptime BytePointer = MutPointer[UInt8]
 """Bytes of a region or of a tensor."""
 comptime LaneBytes = SIMD[DType.uint32, 4]
 """16 bytes in the registers of one GPU lane: what one access moves."""
@@ -38,11 +38,11 @@ struct OutputTensors(TrivialRegisterPassable):
     """Scales, in the format's layout; written if it has some."""
     var scales_columns: Int
     """Columns of the tensor of scales."""
-    var routing_map: Pointer[Int32, MutUntrackedOrigin]
+    var routing_map: MutPointer[Int32]
     """All-gather: `[n_rows][router_top_k]`."""
-    var probs: Pointer[Float32, MutUntrackedOrigin]
+    var probs: MutPointer[Float32]
     """All-gather: `[n_rows][router_top_k]`."""
-    var n_gathered: Pointer[Int32, MutUntrackedOrigin]
+    var n_gathered: MutPointer[Int32]
     """All-gather: `[1]`, number of rows."""
 
 
@@ -114,7 +114,7 @@ trait TokenFormat:
         input_type: DType, is_scaled: Bool
     ](
         message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
         """Writes a token, `[hidden_size]`, in wire format: `[token_bytes]`, aligned to

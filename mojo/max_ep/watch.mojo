@@ -37,6 +37,7 @@ from .flags import (
     POLLS_PER_CLOCK_READ,
     SLEEP_SECONDS,
 )
+from .kernel_argument import MutPointer
 from .layout import Group
 from .token_format import BytePointer
 
@@ -73,11 +74,7 @@ def _count_offset[group: Group, is_combine: Bool](peer_rank: Int, i: Int) -> Int
 
 def watch_cpu[
     group: Group, is_combine: Bool
-](
-    waits_ns: Pointer[Int64, MutUntrackedOrigin],
-    my_counts: BytePointer,
-    counters: Counters[group],
-):
+](waits_ns: MutPointer[Int64], my_counts: BytePointer, counters: Counters[group]):
     """Polls until every peer's counts are there, or time is up."""
     comptime n_ranks = group.n_ranks
     var my_rank = counters.my_rank()
@@ -121,7 +118,7 @@ def watch_cpu[
 
 def watch_kernel[
     group: Group, is_combine: Bool
-](waits_ns: Pointer[Int64, MutUntrackedOrigin], buffers: Buffers[group]):
+](waits_ns: MutPointer[Int64], buffers: Buffers[group]):
     """Watches one peer with each block.
 
     Launch: `grid_dim = n_ranks`, `block_dim = WATCH_THREADS`. The buffers are those

@@ -39,6 +39,7 @@ from max_ep.device.phase import Kernel, phase_kernel, Queue
 from max_ep.dispatch_by_rank.phase import DispatchByRank
 from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
+from max_ep.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch import launch_combine, launch_dispatch
 from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
 from max_ep.setup import init, N_SETUP_WORDS
@@ -90,13 +91,13 @@ comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
 
 
 @always_inline
-def _at[T: AnyType](address: Int) -> Pointer[T, MutUntrackedOrigin]:
+def _at[T: AnyType](address: Int) -> MutPointer[T]:
     """Makes a pointer of an address; a pointer is never null."""
     return {unsafe_from_address = address if address != 0 else MESSAGE_ALIGN}
 
 
 @always_inline
-def _imm[T: AnyType](address: Int) -> Pointer[T, ImmUntrackedOrigin]:
+def _imm[T: AnyType](address: Int) -> ImmPointer[T]:
     """Takes an address for reading."""
     return {unsafe_from_address = Int(_at[T](address))}
 
@@ -232,7 +233,7 @@ struct Rank(Movable):
         }
 
 
-def _rank(handle: Int) -> Pointer[Rank, MutUntrackedOrigin]:
+def _rank(handle: Int) -> MutPointer[Rank]:
     return {unsafe_from_address = handle}
 
 

@@ -21,6 +21,7 @@ from ..device.shared import own_of
 from ..device.start import await_launch_before, can_start, is_last_block, mask_word
 from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, SEND
+from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
@@ -97,7 +98,7 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
 @always_inline
 def fill_with_nan[
     combine_dtype: DType, //, num_threads: Int
-](result: Pointer[Scalar[combine_dtype], MutUntrackedOrigin], n_elements: Int):
+](result: MutPointer[Scalar[combine_dtype]], n_elements: Int):
     """Fills a result that is not computed, with all blocks."""
     var value = nan[DType.float32]().cast[combine_dtype]()
     for i in range(

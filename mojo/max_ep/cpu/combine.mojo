@@ -19,6 +19,7 @@ from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..failures import Failure
 from ..formats.quantized_sums import QuantizedSums
 from ..flags import count_of, generation_of, message_flag
+from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
@@ -131,9 +132,7 @@ def cpu_combine_async[
 
 def _check_rows[
     group: Group, //
-](
-    n_rows_max: Int, src_info: Pointer[Int32, ImmUntrackedOrigin], rank: CpuRank[group]
-) raises:
+](n_rows_max: Int, src_info: ImmPointer[Int32], rank: CpuRank[group]) raises:
     """Checks, before anything is sent, that `src_info` is the last dispatch's."""
     var counters = rank.counters
     if counters.generation(Word.DISPATCH_RECEIVED) == 0:
@@ -157,11 +156,7 @@ def _check_rows[
 
 def _send_rows[
     group: Group, //, dtype: DType
-](
-    expert_rows: SharedRows,
-    src_info: Pointer[Int32, ImmUntrackedOrigin],
-    rank: CpuRank[group],
-):
+](expert_rows: SharedRows, src_info: ImmPointer[Int32], rank: CpuRank[group]):
     comptime msg_bytes = group.combine_msg_bytes
     var n_rows = n_rows_of_pairs(rank.n_pairs, rank.counters)
     var is_streaming = should_stream(n_rows, msg_bytes)

@@ -29,6 +29,7 @@ from ..dispatch_by_rank.entries import (
     weight_word,
 )
 from ..flags import count_of, flag_at, generation_of, message_flag
+from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
@@ -183,7 +184,7 @@ def _publish_counts[
 @fieldwise_init
 struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
     var rows: Self.token_fmt_type.Rows
-    var src_info: Pointer[Int32, MutUntrackedOrigin]
+    var src_info: MutPointer[Int32]
     var is_streaming: Bool
 
     @always_inline

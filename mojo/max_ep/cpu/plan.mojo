@@ -7,6 +7,7 @@ choice. So results do not depend on timing.
 from ..counters import Counters, Word
 from ..failures import Failure, what_failed
 from ..kept_rows import keep_rows
+from ..kernel_argument import ImmPointer
 from ..layout import Group
 from ..row_tables import RowTables
 from .rank import CpuRank
@@ -17,7 +18,7 @@ comptime _NO_POSITION = Int32(-1)
 struct SendPlan[group: Group](Movable):
     """The position of each choice among the choices of its expert."""
 
-    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    var ids: ImmPointer[Int32]
     var positions: List[Int32]
     """Position of each choice in its pair, or `_NO_POSITION`."""
     var counts: List[Int]
@@ -25,7 +26,7 @@ struct SendPlan[group: Group](Movable):
     """Choices whose id is outside `[-1, n_experts)` or whose pair is full."""
     var first_dropped: Int
 
-    def __init__(out self, ids: Pointer[Int32, ImmUntrackedOrigin], n_tokens: Int):
+    def __init__(out self, ids: ImmPointer[Int32], n_tokens: Int):
         """Gives each choice the next place of its pair."""
         var n_choices = n_tokens * Self.group.top_k
         self.ids = ids

@@ -37,12 +37,11 @@ from ..flags import (
     POLLS_PER_CLOCK_READ,
     publish,
     SharedWord,
-    Wait,
 )
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
-from .liveness import Clock, is_lost
+from .liveness import mask_if_late
 from .shared import share_addresses, shared_words, SharedAddresses
 from .start import is_in_order, is_last_block, mask_of
 from .warp import any_lane, bytes_at
@@ -246,25 +245,20 @@ struct Block[group: Group](TrivialRegisterPassable):
         return (self.mask >> UInt32(rank)) & 1 != 0
 
     @always_inline
-    def gives_up(self, mut wait: Wait, rank: Int) -> Bool:
+    def give_up_if_late(self, mut n_polls: Int, rank: Int) -> Bool:
         """Counts a poll without success; returns whether to wait no longer for a rank.
 
         If ranks mask, it is masked from then on.
         """
-        wait.n_polls += 1
+        n_polls += 1
         comptime if Self.group.masks:
             if self.is_masked(rank):
                 return True
-        if wait.n_polls % POLLS_PER_CLOCK_READ != 0:
+        if n_polls % POLLS_PER_CLOCK_READ != 0:
             return False
         comptime if Self.group.masks:
-            return is_lost[Self.group](self.clock(), rank)
-        return wait.deadline.has_passed()
-
-    @always_inline
-    def clock(self) -> Clock[Self.group]:
-        """Describes the time of the launch to what is read after many polls."""
-        return Clock[Self.group](self.counters.words, self.counts, self.deadline.end_ns)
+            return mask_if_late(self, rank)
+        return self.deadline.has_passed()
 
     # ------------------------------------------------------------------------- waits
 
@@ -282,9 +276,9 @@ struct Block[group: Group](TrivialRegisterPassable):
             # I3: no slot is written before its last reader is done with it.
             var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
             var word = load_acquire_sys(flag)
-            var wait = Wait(self.deadline)
+            var n_polls = 0
             while not is_not_before(_read_of[in_lower_half](word), generation):
-                if self.gives_up(wait, rank):
+                if self.give_up_if_late(n_polls, rank):
                     comptime if not Self.group.masks:
                         record_failure(
                             self.counters.at(Word.FAILURE),
@@ -324,9 +318,9 @@ struct Block[group: Group](TrivialRegisterPassable):
         self, flag: FlagPointer, missing_rank: Int, expert_id: Int = -1
     ) -> UInt64:
         var word = load_acquire_sys(flag)
-        var wait = Wait(self.deadline)
+        var n_polls = 0
         while generation_of(word) != self.receiving():
-            if self.gives_up(wait, missing_rank):
+            if self.give_up_if_late(n_polls, missing_rank):
                 self.fail(Failure.NO_MESSAGE, missing_rank, expert_id, word)
                 break
             word = load_acquire_sys(flag)

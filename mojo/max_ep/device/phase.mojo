@@ -12,7 +12,7 @@ from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream, LaunchAtt
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.utils import StaticTuple
 
-from ..kernel_argument import KernelArgument
+from ..kernel_argument import KernelArgument, MutPointer
 from ..layout import Group
 from ..shmem_modules import register_module
 
@@ -101,7 +101,7 @@ struct Queue(Copyable):
         """Takes a caller's queue; address 0 is CUDA's default stream."""
         self.context = context
         self.external = context.create_external_stream(
-            Optional(Pointer[NoneType, MutUntrackedOrigin](unsafe_from_address=address))
+            Optional(MutPointer[NoneType](unsafe_from_address=address))
         )
 
     def stream(self) raises -> DeviceStream:

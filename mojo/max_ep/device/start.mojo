@@ -11,6 +11,7 @@ from std.sys import inlined_assembly
 from ..counters import Counters, N_HEADER_WORDS, wanted_word, Word
 from ..failures import Failure, is_fatal, phase_of, record_failure
 from ..flags import arrive_on_gpu
+from ..kernel_argument import MutPointer
 from ..layout import Group
 from .warp import any_lane
 
@@ -35,7 +36,7 @@ def await_launch_before():
 
 
 @always_inline
-def _load_now(word: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
+def _load_now(word: MutPointer[Int32]) -> Int32:
     """Issues a load here: the compiler would move it to its first use, which is after
     all loads that are in flight with it."""
     return inlined_assembly[

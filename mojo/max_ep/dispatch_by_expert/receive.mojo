@@ -21,7 +21,6 @@ from ..flags import (
     load_relaxed_sys,
     message_flag,
     store_release_block,
-    Wait,
 )
 from ..layout import Group
 from ..token_format import BytePointer, place_all_scales, TokenFormat
@@ -186,7 +185,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         var my_counts = self.block.my_counts()
         var end = group.n_experts_on(my_rank) * group.n_ranks
         var words = Array[UInt64, in_flight](fill=0)
-        var wait = Wait(self.block.deadline)
+        var n_polls = 0
         var missing = 0
         # All words that are missing are polled again at once.
         while missing >= 0 and not is_late:
@@ -201,7 +200,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 var pair = first + i * WARP_SIZE + lane
                 if pair < end and generation_of(words[i]) != self.generation:
                     missing = pair
-            if self.block.gives_up(wait, missing % group.n_ranks):
+            if self.block.give_up_if_late(n_polls, missing % group.n_ranks):
                 is_late = missing >= 0
         if is_late:
             self.block.fail(

@@ -11,6 +11,7 @@ from std.memory import bitcast
 from ..counters import NO_EXPERT
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import sum_of_lanes
+from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
 from .roles import N_INDEX_WARPS
 
@@ -75,9 +76,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
     In an all-gather each token chooses every rank, with a weight of 1.
     """
 
-    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    var ids: ImmPointer[Int32]
     """`[n_choices]`; in an all-gather `[n_tokens][router_top_k]`."""
-    var weights: Pointer[Float32, ImmUntrackedOrigin]
+    var weights: ImmPointer[Float32]
     """`[n_choices]`; read if combine returns sums."""
     var n_choices: Int
     var shared_ids: SharedInts
@@ -92,8 +93,8 @@ struct Choices[group: Group](TrivialRegisterPassable):
     @always_inline
     def __init__(
         out self,
-        topk_ids: Pointer[Int32, ImmUntrackedOrigin],
-        router_weights: Pointer[Float32, ImmUntrackedOrigin],
+        topk_ids: ImmPointer[Int32],
+        router_weights: ImmPointer[Float32],
         n_tokens: Int,
     ):
         """Makes those of a launch; none is shared yet."""

@@ -13,7 +13,7 @@ from ..counters import relative_rank, Word
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
-from ..device.liveness import decided_of, is_lost, NEVER_DECIDED, UNDECIDED
+from ..device.liveness import mask_if_late, NEVER_DECIDED, read_decision, UNDECIDED
 from ..failures import Failure, RECEIVE, record_failure
 from ..flags import (
     arrive_in_block,
@@ -27,7 +27,6 @@ from ..flags import (
     POLLS_PER_CLOCK_READ,
     store_relaxed_gpu,
     store_release_block,
-    Wait,
 )
 from ..kept_rows import largest_level
 from ..layout import Group, MESSAGE_ALIGN
@@ -138,13 +137,12 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         decides, and masks the source. Others take a word that comes early, then what
         the first has decided. `place`: that of `Counters.decided`.
         """
-        var clock = self.block.clock()
         var generation = self.block.receiving()
         if block_idx.x == 0:
-            if is_lost[Self.group](clock, src_rank):
+            if mask_if_late(self.block, src_rank):
                 return flag_word(generation, 0)
             return UNDECIDED
-        var word = decided_of[Self.group](clock, place)
+        var word = read_decision(self.block, place)
         if word == NEVER_DECIDED:
             record_failure(
                 self.block.counters.at(Word.FAILURE),
@@ -178,16 +176,18 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             # A rank that was masked may be late, and its words may come now.
             if self.block.is_masked(src_rank):
                 word = flag_word(generation, 0)
-            var wait = Wait(self.block.deadline)
+            var n_polls = 0
             var place = Self.group.n_pairs() + src_rank
             while generation_of(word) != generation:
                 comptime if Self.group.masks:
-                    wait.n_polls += 1
-                    if wait.n_polls % POLLS_PER_CLOCK_READ == 0:
+                    n_polls += 1
+                    if n_polls % POLLS_PER_CLOCK_READ == 0:
                         word = self._settle(src_rank, place)
                         if generation_of(word) == generation:
                             break
-                if not Self.group.masks and self.block.gives_up(wait, src_rank):
+                if not Self.group.masks and self.block.give_up_if_late(
+                    n_polls, src_rank
+                ):
                     self.block.fail(Failure.NO_COUNT, src_rank, -1, word)
                     is_late = True
                     break
@@ -256,7 +256,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 var pair = pair_of_lane(first, i, self.block.lane)
                 if self.block.is_masked(pair % Self.group.n_ranks):
                     is_missing[i] = False
-        var wait = Wait(self.block.deadline)
+        var n_polls = 0
         while True:
             comptime for i in range(0, _PAIRS_OF_LANE, 2):
                 if is_missing[i] or is_missing[i + 1]:
@@ -272,8 +272,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if missing < 0:
                 break
             comptime if Self.group.masks:
-                wait.n_polls += 1
-                if wait.n_polls % POLLS_PER_CLOCK_READ == 0:
+                n_polls += 1
+                if n_polls % POLLS_PER_CLOCK_READ == 0:
                     var pair = pair_of_lane(first, missing, self.block.lane)
                     var word = self._settle(pair % Self.group.n_ranks, pair)
                     if generation_of(word) == generation:
@@ -282,8 +282,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                                 words[i] = word
                                 is_missing[i] = False
                         # Then at once the next one.
-                        wait.n_polls -= 1
-            if not Self.group.masks and self.block.gives_up(wait, 0):
+                        n_polls -= 1
+            if not Self.group.masks and self.block.give_up_if_late(n_polls, 0):
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(
                     Failure.NO_COUNT,

@@ -21,6 +21,7 @@ from ..device.schedule import (
 )
 from ..device.warp import any_lane, bytes_at, divmod_32, lanes_like, shuffle_address
 from ..flags import flag_at, publish
+from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
 from ..token_format import TokenFormat
 from .choices import Choices
@@ -92,16 +93,14 @@ struct Receivers(TrivialRegisterPassable):
 struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
     """What a lane has of some steps of a token, as it is given."""
 
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    var tokens: ImmPointer[Scalar[Self.input_type]]
     """`[n_tokens][hidden_size]`."""
     var elements: Array[
         SIMD[Self.input_type, Self.Format.lane_elements], Self.in_flight
     ]
 
     @always_inline
-    def __init__(
-        out self, tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
-    ):
+    def __init__(out self, tokens: ImmPointer[Scalar[Self.input_type]]):
         self.tokens = tokens
         self.elements = {fill = 0}
 
@@ -216,7 +215,7 @@ struct TokenSender[
     @always_inline
     def __init__(
         out self,
-        tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin],
+        tokens: ImmPointer[Scalar[Self.input_type]],
         choices: Choices[Self.group],
         n_tokens: Int,
         n_senders: Int,

@@ -9,6 +9,7 @@ from std.bit import log2_floor
 from std.memory import bitcast
 from std.sys import size_of
 
+from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN, scaled_token_bytes
 from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
 from .casts import bits_of_magnitude, WIDTH
@@ -119,7 +120,7 @@ struct BlockScaledTokenFormat[
         input_type: DType, is_scaled: Bool
     ](
         message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
         """Quantizes a token; see `BlockNumbers`."""
@@ -132,7 +133,7 @@ struct BlockScaledTokenFormat[
         input_type: DType, is_scaled: Bool
     ](
         message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
         block: Int,
     ):

@@ -13,6 +13,7 @@ from std.sys import is_gpu, size_of
 
 from ..cpu_copy import copy_bytes
 from ..for_each import lane_of_item, Work
+from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
 from .block_scaled import BlockNumbers, BlockScaledTokenFormat
@@ -63,7 +64,7 @@ struct ForwardedTokenFormat[
         input_type: DType, is_scaled: Bool
     ](
         message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
         copy_bytes(
@@ -152,7 +153,7 @@ struct QuantizeTokens[input_type: DType, hidden_size: Int](Work):
 
     var joined: BytePointer
     """Result, `[n_tokens]` of what dispatch forwards."""
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    var tokens: ImmPointer[Scalar[Self.input_type]]
     """`[n_tokens][hidden_size]`."""
 
     @always_inline

@@ -10,6 +10,7 @@ from std.math import fma
 from std.memory import bitcast
 from std.sys import size_of
 
+from ..kernel_argument import ImmPointer
 from ..token_format import BytePointer, LaneBytes, LaneWire
 from .block_scaled import BlockNumbers, BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8, FP8_BLOCK
@@ -33,9 +34,7 @@ struct QuantizedSums[block: Int, hidden_size: Int]:
     @staticmethod
     @always_inline
     def encode(message: BytePointer, sum: List[Float32]):
-        var elements = Pointer[Float32, ImmUntrackedOrigin](
-            unsafe_from_address=Int(sum.unsafe_ptr())
-        )
+        var elements = ImmPointer[Float32](unsafe_from_address=Int(sum.unsafe_ptr()))
         Self.Format.encode[DType.float32, False](message, elements, 1)
 
     @staticmethod

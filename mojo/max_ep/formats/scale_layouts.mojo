@@ -6,6 +6,7 @@ On the wire a token's scales follow its values. A format is compiled for one lay
 from std.math import ceildiv
 from std.sys import size_of
 
+from ..kernel_argument import MutPointer
 from ..token_format import BytePointer, OutputRows, OutputTensors
 
 
@@ -33,7 +34,7 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
     """Scales of blocks where `Rows` has them, and one of each row."""
 
     var rows: Self.Rows
-    var row_scales: Pointer[Float32, MutUntrackedOrigin]
+    var row_scales: MutPointer[Float32]
     """Scales of rows, `[n_rows_max]`."""
 
     comptime depend_on_expert = Self.Rows.depend_on_expert
