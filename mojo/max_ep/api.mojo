@@ -44,10 +44,10 @@ Arguments:
     topk_ids               `[n_tokens, top_k]`, in `[-1, n_experts)`; -1: no expert
     router_weights         `[n_tokens, top_k]`
     rows, n_rows_max       the tensors of rows, of `token_fmt_type`; rows they hold
-    row_offsets            packed: first row of each group, and the end, uint32
-                           `[n_groups + 1]`. Padded: rows of each local expert, int32
+    row_offsets            packed: first row of each segment, and the end, uint32
+                           `[n_segments + 1]`. Padded: rows of each local expert, int32
                            `[n_local_experts]`
-    expert_ids             packed: number of each group, `[n_groups]`. Padded: first
+    expert_ids             packed: number of each segment, `[n_segments]`. Padded: first
                            row within the expert's, and rows, of each (expert, source
                            rank), `[n_local_experts * n_ranks, 2]`
     src_info               token and choice of each row, `[n_rows_max, 2]`; choice -1: the
@@ -78,7 +78,7 @@ from .arguments import (
     GivenRows,
     GivenTokens,
 )
-from .device.phase import InputScales
+from .device.kernel import InputScales
 from .kernel_argument import ImmPointer, unused
 from .launch import launch_combine, launch_dispatch
 from .layout import Addressing, combine_msg_bytes, Group

@@ -343,9 +343,9 @@ def dispatched_rows[
         check_size(op, "recv_ranges", Int(expert_ids.dim[0]()), group.n_pairs())
     else:
         comptime assert row_offsets.dtype == DType.uint32, "row_offsets: uint32"
-        comptime n_groups = RowTables[group].n_groups
-        check_size(op, "row_offsets", Int(row_offsets.dim[0]()), n_groups + 1)
-        check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_groups)
+        comptime n_segments = RowTables[group].n_segments
+        check_size(op, "row_offsets", Int(row_offsets.dim[0]()), n_segments + 1)
+        check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_segments)
     check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
     return {
         rows,

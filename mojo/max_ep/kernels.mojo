@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of MAX's `ep_comm`, by their names and argument lists.
 
-They are for callers of MAX's kernels. Our own launchers start `phase_kernel`
-(`device/phase.mojo`); the kernels' code is in the folders of the four phases. Launch:
+They are for callers of MAX's kernels. Our own launchers start `kernel_entry`
+(`device/kernel.mojo`); the kernels' code is in the folders of the four phases. Launch:
 `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`, three warps or more. Parameters
 that MAX's kernels do not have come last and have defaults. What `api.mojo` does not list:
 
@@ -20,10 +20,10 @@ from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
 from std.utils import StaticTuple
 
 from .arguments import Buffers, CombinedTokens, DispatchedRows, GivenTokens, imm
-from .combine_rows.phase import CombineRows
+from .combine_rows.kernel import CombineRows
 from .counters import EPLocalSyncCounters
-from .device.phase import InputScales
-from .dispatch_by_expert.phase import DispatchByExpert
+from .device.kernel import InputScales
+from .dispatch_by_expert.kernel import DispatchByExpert
 from .flags import FlagPointer
 from .kernel_argument import ImmPointer, MutPointer, unused
 from .layout import Addressing, combine_msg_bytes, Group

@@ -123,8 +123,8 @@ def _go_on(
 
 def clear_kernel(
     region: BytePointer,
-    counters_group_0: MutPointer[Int32],
-    counters_group_1: MutPointer[Int32],
+    counters_0: MutPointer[Int32],
+    counters_1: MutPointer[Int32],
     my_rank: Int32,
     timeout_ms: Int32,
     group_words: Array[Int32, N_GROUP_WORDS],
@@ -138,8 +138,8 @@ def clear_kernel(
     var n_threads = Int(grid_dim.x * block_dim.x)
     for i in range(first, local_sync_counters_words(group), n_threads):
         var word = word_after_init(i, Int(my_rank), Int(timeout_ms), group)
-        counters_group_0[unsafe_offset=i] = word
-        counters_group_1[unsafe_offset=i] = word
+        counters_0[unsafe_offset=i] = word
+        counters_1[unsafe_offset=i] = word
 
     var counts = region.unsafe_offset(group.dispatch_counts_offset())
     _fill(counts, 0, group.dispatch_counts_bytes(), 0)
@@ -175,8 +175,8 @@ def clear_kernel(
 
 def go_on_kernel(
     region: BytePointer,
-    counters_group_0: MutPointer[Int32],
-    counters_group_1: MutPointer[Int32],
+    counters_0: MutPointer[Int32],
+    counters_1: MutPointer[Int32],
     group_words: Array[Int32, N_GROUP_WORDS],
     readmitted: Int32,
     dispatched: UInt32,
@@ -184,7 +184,7 @@ def go_on_kernel(
 ):
     """Does `_go_on` with the whole grid. Launch: any grid, any block."""
     var group = Group.of(group_words)
-    for counters in [counters_group_0, counters_group_1]:
+    for counters in [counters_0, counters_1]:
         _go_on(region, counters, group, Int(readmitted), (dispatched, combined))
 
 
@@ -196,8 +196,8 @@ def init[
 ](
     device_ptrs: TileTensor[DType.uint64, ...],
     my_rank: TileTensor[DType.int32, ...],
-    counters_group_0: TileTensor[DType.int32, ...],
-    counters_group_1: TileTensor[DType.int32, ...],
+    counters_0: TileTensor[DType.int32, ...],
+    counters_1: TileTensor[DType.int32, ...],
     setup: TileTensor[DType.int64, ...],
     context: DeviceContext,
 ) raises:
@@ -219,10 +219,7 @@ def init[
         group_words[i] = Int32(words[unsafe_offset=4 + i])
     var group = Group.of(group_words)
     var n_words = local_sync_counters_words(group)
-    if (
-        Int(counters_group_0.dim[0]()) < n_words
-        or Int(counters_group_1.dim[0]()) < n_words
-    ):
+    if Int(counters_0.dim[0]()) < n_words or Int(counters_1.dim[0]()) < n_words:
         raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
     var readmitted = Int(words[unsafe_offset=11])
     var generations = (UInt32(words[unsafe_offset=12]), UInt32(words[unsafe_offset=13]))
@@ -231,8 +228,8 @@ def init[
         if readmitted < 0:
             context.enqueue_function[clear_kernel](
                 bytes,
-                mut_(counters_group_0),
-                mut_(counters_group_1),
+                mut_(counters_0),
+                mut_(counters_1),
                 Int32(rank),
                 Int32(timeout_ms),
                 group_words,
@@ -242,8 +239,8 @@ def init[
         if readmitted >= 0 or generations[0] != 0:
             context.enqueue_function[go_on_kernel](
                 bytes,
-                mut_(counters_group_0),
-                mut_(counters_group_1),
+                mut_(counters_0),
+                mut_(counters_1),
                 group_words,
                 Int32(readmitted),
                 generations[0],
@@ -255,7 +252,7 @@ def init[
         if readmitted < 0 and was_used:
             for peer in range(group.n_ranks):
                 _clear_places_of(bytes, group, peer)
-        for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
+        for counters in [mut_(counters_0), mut_(counters_1)]:
             if readmitted < 0:
                 for i in range(n_words):
                     var word = word_after_init(i, rank, timeout_ms, group)

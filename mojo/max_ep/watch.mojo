@@ -21,7 +21,7 @@ from std.time import sleep
 
 from .arguments import Buffers, Call, check_size, mut_
 from .counters import Counters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
-from .device.phase import Queue
+from .device.kernel import Queue
 from .device.shared import own_of, shared_words
 from .device.warp import bytes_at, SENTINEL
 from .flags import (

@@ -26,7 +26,7 @@ from max_ep.arguments import (
     GivenRows,
     GivenTokens,
 )
-from max_ep.combine_rows.phase import CombineRows
+from max_ep.combine_rows.kernel import CombineRows
 from max_ep.counters import (
     choices_word,
     Counters,
@@ -35,8 +35,8 @@ from max_ep.counters import (
     N_FAILURE_WORDS,
     Word,
 )
-from max_ep.device.phase import Kernel, phase_kernel, Queue
-from max_ep.dispatch_by_rank.phase import DispatchByRank
+from max_ep.device.kernel import Kernel, kernel_entry, Queue
+from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.kernel_argument import ImmPointer, MutPointer
@@ -113,9 +113,9 @@ def _vector[
 
 def _load_phase[P: Kernel](context: DeviceContext) raises:
     """Loads the kernels of a phase."""
-    _ = context.compile_function[phase_kernel[P, True, False]]()
-    _ = context.compile_function[phase_kernel[P, False, True]]()
-    _ = context.compile_function[phase_kernel[P, True, True]]()
+    _ = context.compile_function[kernel_entry[P, True, False]]()
+    _ = context.compile_function[kernel_entry[P, False, True]]()
+    _ = context.compile_function[kernel_entry[P, True, True]]()
 
 
 def _load_kernels(context: DeviceContext) raises:

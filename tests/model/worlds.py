@@ -52,7 +52,7 @@ SUMS = dict(protocol="by_rank", has_sums=True)
 
 
 DROPS = dict(drops_rows=True)
-LANES = dict(most_counting_warps=1, indexes_in_lanes=True)
+LANES = dict(most_scan_warps=1, indexes_in_lanes=True)
 TWICE, ONCE = replays(FUSED, 2), replays(FUSED, 1)
 GATHER = dict(protocol="all_gather", has_metadata=True)
 SLOTS = dict(protocol="by_expert")
@@ -145,7 +145,7 @@ def random_world(seed: int) -> World:
         n_index_warps=1 if protocol == "by_expert" else chance.randint(1, 2),
         n_chunks=chance.randint(1, 2),
         n_chunks_at_once=chance.randint(1, 2),
-        most_counting_warps=chance.randint(1, 2),
+        most_scan_warps=chance.randint(1, 2),
         indexes_by_blocks=chance.random() < 0.5,
         indexes_in_lanes=chance.random() < 0.5,
         has_metadata=protocol == "all_gather" and has_sums and chance.random() < 0.3,

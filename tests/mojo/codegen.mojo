@@ -17,9 +17,9 @@ from groups import (
     ROWS,
     TOP_K,
 )
-from max_ep.combine_rows.phase import CombineRows
-from max_ep.device.phase import InputScales, Kernel
-from max_ep.dispatch_by_expert.phase import DispatchByExpert
+from max_ep.combine_rows.kernel import CombineRows
+from max_ep.device.kernel import InputScales, Kernel
+from max_ep.dispatch_by_expert.kernel import DispatchByExpert
 from max_ep.layout import MAX_TOP_K
 from max_ep.setup import clear_kernel
 from max_ep.token_format import TokenFormat

@@ -25,8 +25,8 @@ from groups import (
     that_masks,
     TOP_K,
 )
-from max_ep.combine_sums.phase import CombineSums
-from max_ep.dispatch_by_rank.phase import DispatchByRank
+from max_ep.combine_sums.kernel import CombineSums
+from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.formats.plain import WithMetadataTokenFormat
 from max_ep.layout import Addressing
 from max_ep.token_format import TokenFormat

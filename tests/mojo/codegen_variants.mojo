@@ -22,10 +22,10 @@ from groups import (
     that_masks,
     TOP_K,
 )
-from max_ep.combine_rows.phase import CombineRows
-from max_ep.combine_sums.phase import CombineSums
-from max_ep.dispatch_by_expert.phase import DispatchByExpert
-from max_ep.dispatch_by_rank.phase import DispatchByRank
+from max_ep.combine_rows.kernel import CombineRows
+from max_ep.combine_sums.kernel import CombineSums
+from max_ep.dispatch_by_expert.kernel import DispatchByExpert
+from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.formats.plain import BF16TokenFormat, WithMetadataTokenFormat
 from max_ep.layout import Addressing
 from max_ep.token_format import TokenFormat

@@ -14,7 +14,7 @@ from max_ep import (
     EPLocalSyncCounters,
     Float32TokenFormat,
 )
-from max_ep.device.phase import InputScales
+from max_ep.device.kernel import InputScales
 from max_ep.flags import FlagPointer
 from max_ep.formats.plain import PlainRows
 from max_ep.kernels import (

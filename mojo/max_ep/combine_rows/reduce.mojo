@@ -10,7 +10,7 @@ from std.utils.numerics import nan
 from ..arguments import CombinedTokens
 from ..counters import expert_of_choice, NO_EXPERT, row_of_own, Word
 from ..device.block import Block
-from ..device.kept import is_dropped, record_rows_found
+from ..device.kept import await_dropped, record_rows_found
 from ..device.warp import any_lane, in_32_bits, load16, store16
 from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
@@ -159,7 +159,7 @@ def _choice_or_sender[
 
 
 @always_inline
-def _is_bad_answer(
+def _refuse_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
     """Returns whether the result cannot be the dispatch's; records why."""
@@ -208,7 +208,7 @@ def reduce_tokens[
     ):
         n_chunks *= 2
     n_chunks = min(n_chunks, n_steps)
-    var is_broken = _is_bad_answer(n_tokens, dispatch_generation, block)
+    var is_broken = _refuse_bad_answer(n_tokens, dispatch_generation, block)
     while True:
         var item = block.next_item(NEXT_CHUNK)
         if item >= n_tokens * n_chunks:
@@ -222,7 +222,7 @@ def reduce_tokens[
             weight = combined.router_weights[unsafe_offset=token_idx * top_k + lane]
         comptime if group.drops_rows:
             if choice >= 0:
-                if is_dropped(choice, block):
+                if await_dropped(choice, block):
                     choice = NO_EXPERT
                 else:
                     choice = Int32(expert_of_choice(choice, group))

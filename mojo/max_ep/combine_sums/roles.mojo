@@ -2,7 +2,7 @@
 """Control words and roles of the warps of a block of `CombineSums`.
 
 Each warp may send, and then takes part in adding up. The last three warps also do the
-work that is done once per block or launch (`phase.mojo`).
+work that is done once per block or launch (`kernel.mojo`).
 
 `SavedRoutes` is the record that dispatch made of a token, one choice per lane. With
 few tokens a warp can load its first record while the launch reads its header.

@@ -18,7 +18,7 @@ same bits in both protocols, and every source may overwrite its tokens.
 from ..arguments import DispatchedRows, GivenTokens
 from ..counters import NO_ROW, relative_rank, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
-from ..device.phase import InputScales
+from ..device.kernel import InputScales
 from ..dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,

@@ -43,7 +43,7 @@ from ..token_format import BytePointer
 from ..transport import put_flag
 from .liveness import mask_if_late
 from .shared import share_addresses, shared_words, SharedAddresses
-from .start import is_in_order, is_last_block, mask_of
+from .start import check_header, elect_last_block, mask_of
 from .warp import any_lane, bytes_at
 
 
@@ -92,7 +92,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         if warp_idx == 0:
             # One warp decides for its block: a failure that is recorded meanwhile
             # must not make some warps leave and others wait for them.
-            var can_go = is_in_order(word, counters, phase)
+            var can_go = check_header(word, counters, phase)
             if lane == 0:
                 control[unsafe_offset=n_control] = 1 if can_go else 0
         elif warp_idx == 1:
@@ -118,7 +118,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     def set_up[n_control: Int](buffers: Buffers[Self.group], mask: Int32 = 0) -> Self:
         """Sets up a block of a portable phase; a block barrier must follow.
 
-        Every warp calls it, once it knows that the launch `can_start`.
+        Every warp calls it, once it knows that the launch `load_and_check_header`.
         """
         var counters = buffers.counters
         var control = shared_words[n_control]()
@@ -342,7 +342,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             publish(flag_at(bytes_at(to), offset), generation, 0)
 
     @always_inline
-    def is_last_to_start(self, warp_idx: Int) -> Bool:
+    def elect_last_to_start(self, warp_idx: Int) -> Bool:
         """Selects one thread, once all blocks have read the header; all call it."""
         if self.warp_idx != warp_idx or self.lane != 0:
             return False
@@ -368,7 +368,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     @always_inline
     def end_wait(self):
         """Ends a launch that only receives, by rank, and publishes what it has read."""
-        if not is_last_block(self.counters):
+        if not elect_last_block(self.counters):
             return
         if self.lane == 0:
             self.advance[False, True]()
@@ -384,7 +384,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         One warp calls it. A word holds both: dispatch in its upper half, combine
         in its lower one.
         """
-        # After `is_last_block` one lane has acquired what all blocks did.
+        # After `elect_last_block` one lane has acquired what all blocks did.
         syncwarp()
         for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
             publish(

@@ -46,7 +46,7 @@ def publish_kept_counts[group: Group](block: Block[group]):
 
 
 @always_inline
-def is_dropped[group: Group](choice: Int32, block: Block[group]) -> Bool:
+def await_dropped[group: Group](choice: Int32, block: Block[group]) -> Bool:
     """Waits for the count of a choice's expert; returns whether it has no row there.
 
     If the count does not come, the row, which is awaited next, does not come either.

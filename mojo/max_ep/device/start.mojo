@@ -75,7 +75,9 @@ def mask_of[group: Group](word: Int32) -> UInt32:
 
 
 @always_inline
-def can_start[group: Group, //](counters: Counters[group], phase: Int) -> Bool:
+def load_and_check_header[
+    group: Group, //
+](counters: Counters[group], phase: Int) -> Bool:
     """Returns whether a launch may touch anything but its counters and results.
 
     The launcher has checked that there are enough counters, so the header may be read
@@ -86,14 +88,14 @@ def can_start[group: Group, //](counters: Counters[group], phase: Int) -> Bool:
     var found: Int32 = 0
     if lane_id() < N_HEADER_WORDS:
         found = counters.words[unsafe_offset=lane_id()]
-    return is_in_order(found, counters, phase)
+    return check_header(found, counters, phase)
 
 
 @always_inline
-def is_in_order[
+def check_header[
     group: Group, //
 ](found: Int32, counters: Counters[group], phase: Int) -> Bool:
-    """Returns whether a header allows a launch; see `can_start`."""
+    """Returns whether a header allows a launch; see `load_and_check_header`."""
     comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane checks one word"
     var lane = Int(lane_id())
     var wanted: Int32 = 0
@@ -117,7 +119,7 @@ def is_in_order[
 
 
 @always_inline
-def is_last_block(counters: Counters[...]) -> Bool:
+def elect_last_block(counters: Counters[...]) -> Bool:
     """Selects one warp of the grid once all blocks have done their work.
 
     Every thread of every block calls it, once, at the end of a launch. If one

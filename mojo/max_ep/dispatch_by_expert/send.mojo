@@ -12,7 +12,7 @@ from ..arguments import GivenTokens
 from ..counters import NO_EXPERT, Word
 from ..device.block import Block
 from ..device.encode import EncodedSteps, steps_in_flight
-from ..device.phase import InputScales
+from ..device.kernel import InputScales
 from ..device.schedule import n_steps_of, vector_of_lane
 from ..device.shared import shared_words
 from ..device.warp import bytes_at, in_32_bits, shuffle_address

@@ -48,7 +48,7 @@ trait Kernel(Copyable, KernelArgument):
     # A multiprocessor has one block: all registers may be used.
     `nvvm.minctasm`=SIMDLength(1),
 )
-def phase_kernel[
+def kernel_entry[
     P: Kernel, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P):
     """The kernel of every phase.
@@ -114,7 +114,7 @@ def enqueue[
     P: Kernel, //, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P, queue: Queue) raises:
     """Launches a phase, and returns at once."""
-    comptime kernel = phase_kernel[P, sends, receives, input_scales]
+    comptime kernel = kernel_entry[P, sends, receives, input_scales]
     var function = queue.context.compile_function[kernel]()
     comptime if P.group.use_shmem:
         register_module(function, queue.context)
