@@ -22,7 +22,6 @@ from max_ep.layout import (
     Group,
     message_bytes,
     plain_token_bytes,
-    Returns,
     scaled_token_bytes,
 )
 from max_ep.setup import N_SETUP_WORDS
@@ -56,7 +55,7 @@ def main() raises:
             hidden_size, Int(args[4]), Int(args[15])
         ),
         addressing=addressing,
-        returns=Returns.SUMS if args[11] == "sums" else Returns.ROWS,
+        has_sums=args[11] == "sums",
         masks=args[13] == "mask",
     )
     # int32 words of the counters.

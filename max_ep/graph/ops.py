@@ -70,7 +70,7 @@ def call_op(
         device=counter.device,
         values=[counter, order_buffer(counter.device), *values],
         out_types=out_types,
-        parameters={**parameters, "group": _group(config)},
+        parameters={**parameters, "config": _group(config)},
     )
     return [result.tensor for result in results]
 

@@ -44,10 +44,10 @@ Arguments:
     topk_ids               `[n_tokens, top_k]`, in `[-1, n_experts)`; -1: no expert
     router_weights         `[n_tokens, top_k]`
     rows, n_rows_max       the tensors of rows, of `token_fmt_type`; rows they hold
-    row_offsets            packed: first row of each group, and the end, uint32
-                           `[n_groups + 1]`. Padded: rows of each local expert, int32
+    row_offsets            packed: first row of each segment, and the end, uint32
+                           `[n_segments + 1]`. Padded: rows of each local expert, int32
                            `[n_local_experts]`
-    expert_ids             packed: number of each group, `[n_groups]`. Padded: first
+    expert_ids             packed: number of each segment, `[n_segments]`. Padded: first
                            row within the expert's, and rows, of each (expert, source
                            rank), `[n_local_experts * n_ranks, 2]`
     src_info               token and choice of each row, `[n_rows_max, 2]`; choice -1: the
@@ -78,10 +78,10 @@ from .arguments import (
     GivenRows,
     GivenTokens,
 )
-from .device.phase import InputScales
-from .kernel_argument import unused
+from .device.kernel import InputScales
+from .kernel_argument import ImmPointer, unused
 from .launch import launch_combine, launch_dispatch
-from .layout import Addressing, combine_msg_bytes, Group, Returns
+from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import SharedRows, TokenFormat
 
 
@@ -117,7 +117,6 @@ def ep_dispatch_async_kernel_api[
         hidden_size=token_fmt_type.hidden_size,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=addressing,
-        returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
@@ -167,7 +166,6 @@ def ep_dispatch_wait_kernel_api[
         hidden_size=token_fmt_type.hidden_size,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=addressing,
-        returns=Returns.ROWS,
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=n_gpus_per_node,
@@ -219,7 +217,6 @@ def ep_combine_async_kernel_api[
         hidden_size=hidden_size,
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         addressing=addressing,
-        returns=Returns.ROWS,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
     )
@@ -266,7 +263,6 @@ def ep_combine_wait_kernel_api[
         hidden_size=hidden_size,
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         addressing=addressing,
-        returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=n_gpus_per_node,
         use_shmem=use_shmem and is_gpu[target](),
@@ -274,7 +270,7 @@ def ep_combine_wait_kernel_api[
     var call = Call[group].of_wait[target](
         "combine_wait", atomic_counters, recv_ptrs, recv_count_ptrs
     )
-    var given = GivenRows(expert_rows, unused[Pointer[Int32, ImmUntrackedOrigin]]())
+    var given = GivenRows(expert_rows, unused[ImmPointer[Int32]]())
     launch_combine[combine_dtype, target, Form.WAIT](
         call,
         given,

@@ -6,10 +6,16 @@ All checks come before the first send.
 from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu
 
-from .counters import COUNTERS_MAGIC, EPLocalSyncCounters, wanted_word, Word
+from .counters import (
+    Counters,
+    COUNTERS_MAGIC,
+    local_sync_counters_words,
+    wanted_word,
+    Word,
+)
 from .failures import Failure, NEXT, what_failed
 from .flags import FlagPointer
-from .kernel_argument import KernelArgument, unused
+from .kernel_argument import ImmPointer, KernelArgument, MutPointer, unused
 from .layout import Group, MAX_RANKS, MAX_TOP_K, N_GROUP_WORDS
 from .row_tables import RowTables
 from .token_format import BytePointer, SharedRows, TokenFormat
@@ -37,31 +43,21 @@ struct Form(TrivialRegisterPassable):
 # ------------------------------------------------------------------------ pointers
 
 
-def imm[
-    dtype: DType
-](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
+def imm[dtype: DType](tensor: TileTensor[dtype, ...]) -> ImmPointer[Scalar[dtype]]:
     """Takes a tensor's address for reading."""
-    return Pointer[Scalar[dtype], ImmUntrackedOrigin](
-        unsafe_from_address=Int(tensor.ptr)
-    )
+    return ImmPointer[Scalar[dtype]](unsafe_from_address=Int(tensor.ptr))
 
 
-def mut_[
-    dtype: DType
-](tensor: TileTensor[dtype, ...]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
+def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtype]]:
     """Takes a tensor's address for writing."""
-    return Pointer[Scalar[dtype], MutUntrackedOrigin](
-        unsafe_from_address=Int(tensor.ptr)
-    )
+    return MutPointer[Scalar[dtype]](unsafe_from_address=Int(tensor.ptr))
 
 
 def mapped_buffers[
     group: Group, T: AnyType
-](buffers: PeerBuffers[group.n_ranks]) -> Array[
-    Pointer[T, MutUntrackedOrigin], group.n_mapped()
-]:
+](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped()]:
     var first_rank = buffers.first_mapped()
-    var result = Array[Pointer[T, MutUntrackedOrigin], group.n_mapped()](
+    var result = Array[MutPointer[T], group.n_mapped()](
         fill=buffers[first_rank].unsafe_bitcast[T]()
     )
     for i in range(group.n_mapped()):
@@ -76,7 +72,7 @@ struct Buffers[group: Group](Copyable, KernelArgument):
     var recv_bufs: Array[BytePointer, Self.group.n_mapped()]
     """Recv buffers of the ranks that are mapped, of dispatch or of combine."""
     var counts: Array[FlagPointer, Self.group.n_mapped()]
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
 
 
 # -------------------------------------------------------------------------- checks
@@ -99,7 +95,7 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         group.is_by_rank() and group.use_shmem
     ), "max_ep: by rank is for one host"
     comptime assert (
-        group.is_by_rank() or not group.has_sums()
+        group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"
 
 
@@ -122,7 +118,7 @@ def check_dispatch[
         group.n_experts == group.n_ranks and group.top_k == group.n_ranks
     )
     comptime assert has_metadata == group.sends_to_all() and (
-        not has_metadata or (group.has_sums() and is_each_rank_an_expert)
+        not has_metadata or (group.has_sums and is_each_rank_an_expert)
     ), (
         "max_ep: an all-gather takes routing metadata along and returns sums;"
         " each rank is an expert"
@@ -156,7 +152,7 @@ struct Call[group: Group](TrivialRegisterPassable):
     """An op on one rank: its name, its counters, and the buffers of all ranks."""
 
     var op: StaticString
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
     var send_bufs: PeerBuffers[Self.group.n_ranks]
     """Every rank's send buffer; an op that only receives does not use them."""
     var recv_bufs: PeerBuffers[Self.group.n_ranks]
@@ -219,12 +215,12 @@ struct Call[group: Group](TrivialRegisterPassable):
 
 def _counters_of[
     group: Group, target: StaticString
-](
-    op: StaticString, atomic_counters: TileTensor[DType.int32, ...]
-) raises -> EPLocalSyncCounters[group.n_experts]:
+](op: StaticString, atomic_counters: TileTensor[DType.int32, ...]) raises -> Counters[
+    group
+]:
     """Finds this rank's words. On a GPU the kernels check what they hold."""
-    var counters = EPLocalSyncCounters[group.n_experts](mut_(atomic_counters))
-    var is_large = Int(atomic_counters.dim[0]()) >= counters.total_size(group)
+    var counters = Counters[group](mut_(atomic_counters))
+    var is_large = Int(atomic_counters.dim[0]()) >= local_sync_counters_words(group)
     comptime if is_gpu[target]():
         if is_large:
             return counters
@@ -274,11 +270,11 @@ def _peer_buffers[
 struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     """What a dispatch sends."""
 
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    var tokens: ImmPointer[Scalar[Self.input_type]]
     """`[n_tokens][hidden_size]`."""
-    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
+    var topk_ids: ImmPointer[Int32]
     """`[n_tokens][top_k]`; in an all-gather `[n_tokens][router_top_k]`."""
-    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
+    var router_weights: ImmPointer[Float32]
     """Of the shape of `topk_ids`; read if combine returns sums."""
     var n_tokens: Int
 
@@ -300,7 +296,7 @@ def given_tokens[
     call.check_n_tokens[target](n_tokens)
     check_shape(op, "topk_ids", topk_ids, n_tokens, _n_choices[Format]())
     check_shape(op, "input_tokens", tokens, n_tokens, Format.hidden_size)
-    var no_weights = unused[Pointer[Float32, ImmUntrackedOrigin]]()
+    var no_weights = unused[ImmPointer[Float32]]()
     return {imm(tokens), imm(topk_ids), no_weights, n_tokens}
 
 
@@ -325,7 +321,7 @@ struct DispatchedRows[group: Group, Format: TokenFormat](
     var rows: Self.Format.Rows
     var n_rows_max: Int
     var tables: RowTables[Self.group]
-    var src_info: Pointer[Int32, MutUntrackedOrigin]
+    var src_info: MutPointer[Int32]
     """`[n_rows_max][2]`: token on its source rank, and k."""
 
 
@@ -347,9 +343,9 @@ def dispatched_rows[
         check_size(op, "recv_ranges", Int(expert_ids.dim[0]()), group.n_pairs())
     else:
         comptime assert row_offsets.dtype == DType.uint32, "row_offsets: uint32"
-        comptime n_groups = RowTables[group].n_groups
-        check_size(op, "row_offsets", Int(row_offsets.dim[0]()), n_groups + 1)
-        check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_groups)
+        comptime n_segments = RowTables[group].n_segments
+        check_size(op, "row_offsets", Int(row_offsets.dim[0]()), n_segments + 1)
+        check_size(op, "expert_ids", Int(expert_ids.dim[0]()), n_segments)
     check_size(op, "columns of src_info", Int(src_info.dim[1]()), 2)
     return {
         rows,
@@ -367,7 +363,7 @@ struct GivenRows(KernelArgument, TrivialRegisterPassable):
     """The expert rows of a combine."""
 
     var rows: SharedRows
-    var src_info: Pointer[Int32, ImmUntrackedOrigin]
+    var src_info: ImmPointer[Int32]
     """`[n_rows][2]`: token on its source rank, and k; a wait does not read it."""
 
 
@@ -387,10 +383,10 @@ def given_rows[
 struct CombinedTokens[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """What a combine delivers."""
 
-    var tokens: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    var tokens: MutPointer[Scalar[Self.dtype]]
     """`[n_tokens][hidden_size]`."""
     var n_tokens: Int
-    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
+    var router_weights: ImmPointer[Float32]
     """`[n_tokens][top_k]`; with sums they came with dispatch."""
 
 
@@ -405,7 +401,7 @@ def combined_tokens[
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
-    comptime if not group.has_sums():
+    comptime if not group.has_sums:
         check_shape(op, "router_weights", router_weights, n_tokens, group.top_k)
     check_shape(op, "output_tokens", tokens, n_tokens, group.hidden_size)
     comptime if group.fused_shared_expert:

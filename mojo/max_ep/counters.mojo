@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPLocalSyncCounters: what a rank keeps between launches.
+"""Counters: what a rank keeps between launches.
 
 The words are in this rank's own memory. Only `max-ep who` reads another rank's. All are
 Int32:
@@ -40,7 +40,7 @@ Int32:
 """
 import max.gpu.primitives.warp as warp
 
-from .kernel_argument import KernelArgument
+from .kernel_argument import KernelArgument, MutPointer
 from .flags import FlagPointer
 from .layout import Group, MAX_RANKS, N_GROUP_WORDS, round_up
 
@@ -179,7 +179,7 @@ def _received_word(group: Group) -> Int:
 def masked_word(group: Group) -> Int:
     """Locates the mask, of a group that masks."""
     var n_words = _received_word(group)
-    if group.has_sums():
+    if group.has_sums:
         n_words += group.n_ranks * (1 + 2 * group.n_choices())
     return n_words
 
@@ -286,7 +286,7 @@ struct LaunchHeader(TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def read(counters: EPLocalSyncCounters) -> Self:
+    def read(counters: Counters[...]) -> Self:
         """Reads the header with each lane; what nobody uses is not loaded."""
 
         @always_inline
@@ -323,20 +323,26 @@ struct LaunchHeader(TrivialRegisterPassable):
 
 @fieldwise_init
 struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassable):
-    """View of the local words of one rank."""
+    """The local words of one rank, as MAX's kernels take them; see `Counters`."""
 
-    var words: Pointer[Int32, MutUntrackedOrigin]
+    var words: MutPointer[Int32]
 
     @staticmethod
-    @always_inline
     def total_size(group: Group) -> Int:
         """Returns the number of words; Python asks through `layout_query.mojo`."""
         return local_sync_counters_words(group)
 
+
+@fieldwise_init
+struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
+    """View of the local words of one rank."""
+
+    var words: MutPointer[Int32]
+
     # ------------------------------------------------------------ the header
 
     @always_inline
-    def at(self, word: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+    def at(self, word: Int) -> MutPointer[Int32]:
         return self.words.unsafe_offset(word)
 
     @always_inline
@@ -361,7 +367,7 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
         self.at(Word.BROKEN)[] = 1
 
     @always_inline
-    def n_tokens_of(self, generation: UInt32) -> Pointer[Int32, MutUntrackedOrigin]:
+    def n_tokens_of(self, generation: UInt32) -> MutPointer[Int32]:
         return self.at(Word.N_TOKENS + Int(generation & UInt32(1)))
 
     # ------------------------------------------------------------- the arrays
@@ -380,67 +386,57 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
         self.at(N_HEADER_WORDS + 2 * pair + 1)[] = Int32(count)
 
     @always_inline
-    def choices(
-        self, generation: UInt32, group: Group
-    ) -> Pointer[Int32, MutUntrackedOrigin]:
+    def choices(self, generation: UInt32) -> MutPointer[Int32]:
         return self.at(
-            choices_word(group.n_experts)
-            + Int(generation & UInt32(1)) * group.n_choices()
+            choices_word(Self.group.n_experts)
+            + Int(generation & UInt32(1)) * Self.group.n_choices()
         )
 
     @always_inline
-    def slots(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
-        return self.at(choices_word(group.n_experts) + 2 * group.n_choices())
+    def slots(self) -> MutPointer[Int32]:
+        return self.at(choices_word(Self.group.n_experts) + 2 * Self.group.n_choices())
 
     @always_inline
-    def is_masked(self, group: Group, rank: Int) -> Bool:
-        return group.masks and self.masked(group, rank)[] != 0
+    def is_masked(self, rank: Int) -> Bool:
+        return Self.group.masks and self.masked(rank)[] != 0
 
     @always_inline
-    def masked(self, group: Group, rank: Int) -> Pointer[Int32, MutUntrackedOrigin]:
-        return self.at(masked_word(group) + rank)
+    def masked(self, rank: Int) -> MutPointer[Int32]:
+        return self.at(masked_word(Self.group) + rank)
 
     @always_inline
-    def step_began_ms(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
-        return self.at(masked_word(group) + group.n_ranks)
+    def step_began_ms(self) -> MutPointer[Int32]:
+        return self.at(masked_word(Self.group) + Self.group.n_ranks)
 
-    def rows_found(
-        self, group: Group, token_idx: Int
-    ) -> Pointer[Int32, MutUntrackedOrigin]:
-        return self.at(_found_word(group) + token_idx)
+    def rows_found(self, token_idx: Int) -> MutPointer[Int32]:
+        return self.at(_found_word(Self.group) + token_idx)
 
-    def rows_dropped(
-        self, group: Group, local_expert: Int
-    ) -> Pointer[Int32, MutUntrackedOrigin]:
-        return self.rows_found(group, group.max_tokens_per_rank + local_expert)
+    def rows_dropped(self, local_expert: Int) -> MutPointer[Int32]:
+        return self.rows_found(Self.group.max_tokens_per_rank + local_expert)
 
     @always_inline
-    def decided(self, group: Group, place: Int) -> FlagPointer:
+    def decided(self, place: Int) -> FlagPointer:
         """Points to what the first block has decided of a count, then of a number of
         tokens (GPU): the flag that it took, with a count of 0 if none came."""
-        return self.at(_decided_word(group) + 2 * place).unsafe_bitcast[UInt64]()
+        return self.at(_decided_word(Self.group) + 2 * place).unsafe_bitcast[UInt64]()
 
     @always_inline
-    def heard(self, group: Group, rank: Int) -> FlagPointer:
+    def heard(self, rank: Int) -> FlagPointer:
         """Points to the last heartbeat of a rank, and when it was seen (GPU)."""
-        return self.decided(group, group.n_pairs() + group.n_ranks + rank)
+        return self.decided(Self.group.n_pairs() + Self.group.n_ranks + rank)
 
     @always_inline
-    def received_tokens(self, group: Group) -> Pointer[Int32, MutUntrackedOrigin]:
-        return self.at(_received_word(group))
+    def received_tokens(self) -> MutPointer[Int32]:
+        return self.at(_received_word(Self.group))
 
     @always_inline
-    def received_rows(
-        self, group: Group, source: Int
-    ) -> Pointer[Int32, MutUntrackedOrigin]:
+    def received_rows(self, source: Int) -> MutPointer[Int32]:
         return self.at(
-            _received_word(group) + group.n_ranks + source * group.n_choices()
+            _received_word(Self.group)
+            + Self.group.n_ranks
+            + source * Self.group.n_choices()
         )
 
     @always_inline
-    def received_weights(
-        self, group: Group, source: Int
-    ) -> Pointer[Float32, MutUntrackedOrigin]:
-        return self.received_rows(group, group.n_ranks + source).unsafe_bitcast[
-            Float32
-        ]()
+    def received_weights(self, source: Int) -> MutPointer[Float32]:
+        return self.received_rows(Self.group.n_ranks + source).unsafe_bitcast[Float32]()

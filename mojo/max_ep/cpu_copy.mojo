@@ -5,6 +5,7 @@ from max.runtime.asyncrt import parallelism_level
 from std.memory import unsafe_memcpy
 
 from .flags import drain_stores
+from .kernel_argument import MutPointer
 from .layout import MESSAGE_ALIGN
 
 comptime INLINE_BYTES = 128 * 1024
@@ -25,11 +26,7 @@ def should_stream(n_items: Int, bytes_per_item: Int) -> Bool:
 
 @always_inline
 def copy_bytes(
-    *,
-    dest: Pointer[UInt8, MutUntrackedOrigin],
-    src: Pointer[UInt8, _],
-    count: Int,
-    is_streaming: Bool,
+    *, dest: MutPointer[UInt8], src: Pointer[UInt8, _], count: Int, is_streaming: Bool
 ):
     if not is_streaming:
         unsafe_memcpy(dest=dest, src=src, count=count)

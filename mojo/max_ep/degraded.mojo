@@ -7,8 +7,9 @@ from layout import TileTensor
 from max.gpu.host import DeviceContext
 
 from .arguments import Call, check_shape, imm, mut_
-from .counters import EPLocalSyncCounters
+from .counters import Counters
 from .for_each import for_each, Work
+from .kernel_argument import ImmPointer, MutPointer
 from .layout import Group
 
 
@@ -16,13 +17,13 @@ from .layout import Group
 struct FindDegraded[group: Group](Work):
     """Flags the tokens with a choice on a masked rank."""
 
-    var degraded: Pointer[Scalar[DType.bool], MutUntrackedOrigin]
+    var degraded: MutPointer[Scalar[DType.bool]]
     """Result `[n_tokens]`."""
-    var live_share: Pointer[Float32, MutUntrackedOrigin]
+    var live_share: MutPointer[Float32]
     """Result `[n_tokens]`: share of the router weights that live ranks have."""
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
-    var topk_ids: Pointer[Int32, ImmUntrackedOrigin]
-    var router_weights: Pointer[Float32, ImmUntrackedOrigin]
+    var counters: Counters[Self.group]
+    var topk_ids: ImmPointer[Int32]
+    var router_weights: ImmPointer[Float32]
 
     @always_inline
     def do(self, i: Int):
@@ -37,7 +38,7 @@ struct FindDegraded[group: Group](Work):
             var weight = self.router_weights[unsafe_offset=choice]
             all += weight
             var rank = expert_id // Self.group.n_local_experts()
-            if self.counters.is_masked(Self.group, rank):
+            if self.counters.is_masked(rank):
                 is_degraded = True
             else:
                 live += weight

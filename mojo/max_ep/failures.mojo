@@ -12,6 +12,7 @@ rank raises the same.
 """
 from .counters import N_FAILURE_WORDS, name_of_word
 from .flags import fetch_max, generation_of
+from .kernel_argument import MutPointer
 from .layout import Group
 
 
@@ -79,7 +80,7 @@ def is_missing(code: Int32) -> Bool:
 
 @always_inline
 def record_failure(
-    record: Pointer[Int32, MutUntrackedOrigin],
+    record: MutPointer[Int32],
     code: Int32,
     phase: Int,
     missing_rank: Int,

@@ -20,9 +20,10 @@ from std.sys import (
 )
 from std.time import global_perf_counter_ns, perf_counter_ns
 
+from .kernel_argument import MutPointer
 from .layout import source_info_offset
 
-comptime FlagPointer = Pointer[UInt64, MutUntrackedOrigin]
+comptime FlagPointer = MutPointer[UInt64]
 
 comptime SharedWord = Pointer[
     UInt32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
@@ -67,14 +68,12 @@ def generation_of(word: UInt64) -> UInt32:
 
 
 @always_inline
-def flag_at(buffer: Pointer[UInt8, MutUntrackedOrigin], offset: Int) -> FlagPointer:
+def flag_at(buffer: MutPointer[UInt8], offset: Int) -> FlagPointer:
     return buffer.unsafe_offset(offset).unsafe_bitcast[UInt64]()
 
 
 @always_inline
-def message_flag(
-    message: Pointer[UInt8, MutUntrackedOrigin], msg_bytes: Int
-) -> FlagPointer:
+def message_flag(message: MutPointer[UInt8], msg_bytes: Int) -> FlagPointer:
     return flag_at(message, source_info_offset(msg_bytes))
 
 
@@ -199,18 +198,6 @@ def is_not_before(found: UInt32, generation: UInt32) -> Bool:
     return (found - generation).cast[DType.int32]() >= 0
 
 
-struct Wait(TrivialRegisterPassable):
-    """One wait of a GPU thread; see `Block.gives_up`."""
-
-    var deadline: Deadline
-    var n_polls: Int
-
-    @always_inline
-    def __init__(out self, deadline: Deadline):
-        self.deadline = deadline
-        self.n_polls = 0
-
-
 @always_inline
 def fetch_add_block(counter: SharedWord, n: UInt32) -> UInt32:
     # ORDER: RELAXED, block scope. Pairs with none: it hands out work indices,
@@ -252,7 +239,7 @@ def load_acquire_block(word: SharedWord) -> UInt32:
 
 
 @always_inline
-def arrive_on_gpu(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
+def arrive_on_gpu(counter: MutPointer[Int32]) -> Int:
     """Counts a block that has ended."""
     # ORDER: ACQUIRE_RELEASE, device scope. Pairs with itself in the other
     # blocks of the launch. Makes visible to the last one: that all blocks have
@@ -266,9 +253,7 @@ def arrive_on_gpu(counter: Pointer[Int32, MutUntrackedOrigin]) -> Int:
 
 
 @always_inline
-def load_relaxed_gpu[
-    T: DType
-](word: Pointer[Scalar[T], MutUntrackedOrigin]) -> Scalar[T]:
+def load_relaxed_gpu[T: DType](word: MutPointer[Scalar[T]]) -> Scalar[T]:
     """Reads a word of this rank that another block may be writing."""
     # ORDER: RELAXED, device scope. Pairs with the RELAXED in `store_relaxed_gpu`.
     # Makes visible: itself.
@@ -278,9 +263,7 @@ def load_relaxed_gpu[
 
 
 @always_inline
-def store_relaxed_gpu[
-    T: DType
-](word: Pointer[Scalar[T], MutUntrackedOrigin], value: Scalar[T]):
+def store_relaxed_gpu[T: DType](word: MutPointer[Scalar[T]], value: Scalar[T]):
     """Publishes a word to this rank's other blocks: a mask, a decided count."""
     # ORDER: RELAXED, device scope. Pairs with the RELAXED in `load_relaxed_gpu`.
     # Makes visible: itself. It announces no other data: a count that was decided
@@ -291,7 +274,7 @@ def store_relaxed_gpu[
 
 
 @always_inline
-def fetch_max(word: Pointer[Int32, MutUntrackedOrigin], value: Int32) -> Bool:
+def fetch_max(word: MutPointer[Int32], value: Int32) -> Bool:
     """Increases a word of this rank to at least a value."""
     comptime Record = Atomic[Int32, scope=_device_scope()]
     # ORDER: RELAXED, device scope. Pairs with none: the host and later launches
@@ -324,9 +307,7 @@ def order_before_put():
 
 
 @always_inline
-def store_relaxed_sys_16(
-    p: Pointer[UInt8, MutUntrackedOrigin], bytes: SIMD[DType.uint32, 4]
-):
+def store_relaxed_sys_16(p: MutPointer[UInt8], bytes: SIMD[DType.uint32, 4]):
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     var low = (UInt64(bytes[1]) << 32) | UInt64(bytes[0])
     var high = (UInt64(bytes[3]) << 32) | UInt64(bytes[2])
@@ -347,7 +328,7 @@ def store_relaxed_sys_16(
 
 
 @always_inline
-def load_relaxed_sys_16(p: Pointer[UInt8, MutUntrackedOrigin]) -> SIMD[DType.uint32, 4]:
+def load_relaxed_sys_16(p: MutPointer[UInt8]) -> SIMD[DType.uint32, 4]:
     """Reads 16 bytes that a peer may be writing, in one access."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     # ORDER: RELAXED, system scope, one access of 128 bits. Pairs with the

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KernelArgument: a struct that is passed to a kernel bit for bit."""
+"""KernelArgument, a struct that is passed to a kernel bit for bit, and its pointers."""
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
+
+comptime MutPointer[T: AnyType] = Pointer[T, MutUntrackedOrigin]
+"""C's `T*`: who makes one keeps what it points to alive."""
+comptime ImmPointer[T: AnyType] = Pointer[T, ImmUntrackedOrigin]
+"""C's `const T*`."""
 
 
 trait KernelArgument(DevicePassable):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of MAX's `ep_comm`, by their names and argument lists.
 
-They are for callers of MAX's kernels. Our own launchers start `phase_kernel`
-(`device/phase.mojo`); the kernels' code is in the folders of the four phases. Launch:
+They are for callers of MAX's kernels. Our own launchers start `kernel_entry`
+(`device/kernel.mojo`); the kernels' code is in the folders of the four phases. Launch:
 `grid_dim` in `[1, n_sms]`, `block_dim = num_threads`, three warps or more. Parameters
 that MAX's kernels do not have come last and have defaults. What `api.mojo` does not list:
 
@@ -20,25 +20,23 @@ from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
 from std.utils import StaticTuple
 
 from .arguments import Buffers, CombinedTokens, DispatchedRows, GivenTokens, imm
-from .combine_rows.phase import CombineRows
+from .combine_rows.kernel import CombineRows
 from .counters import EPLocalSyncCounters
-from .device.phase import InputScales
-from .dispatch_by_expert.phase import DispatchByExpert
+from .device.kernel import InputScales
+from .dispatch_by_expert.kernel import DispatchByExpert
 from .flags import FlagPointer
-from .kernel_argument import unused
-from .layout import Addressing, combine_msg_bytes, Group, Returns
+from .kernel_argument import ImmPointer, MutPointer, unused
+from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import BytePointer, SharedRows, TokenFormat
 
 
 @always_inline
 def _sized[
     T: AnyType, length: Int, //, n: Int
-](buffers: Array[Pointer[T, MutUntrackedOrigin], length]) -> Array[
-    Pointer[T, MutUntrackedOrigin], n
-]:
+](buffers: Array[MutPointer[T], length]) -> Array[MutPointer[T], n]:
     """Copies buffers whose number is the group's, which no type says."""
     comptime assert length == n, "the buffers of another group"
-    return rebind[Array[Pointer[T, MutUntrackedOrigin], n]](buffers).copy()
+    return rebind[Array[MutPointer[T], n]](buffers).copy()
 
 
 @always_inline
@@ -90,7 +88,6 @@ def dispatch_async_kernel[
         top_k=token_fmt_type.top_k,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=Addressing.BY_EXPERT,
-        returns=Returns.ROWS,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=p2p_world_size,
         use_shmem=use_shmem and p2p_world_size < n_ranks,
@@ -100,7 +97,7 @@ def dispatch_async_kernel[
         {
             imm(input_tokens),
             imm(topk_ids),
-            unused[Pointer[Float32, ImmUntrackedOrigin]](),
+            unused[ImmPointer[Float32]](),
             Int(input_tokens.dim[0]()),
         },
         unused[DispatchedRows[group, token_fmt_type]](),
@@ -126,9 +123,9 @@ def dispatch_wait_kernel[
 ](
     rows: token_fmt_type.Rows,
     n_rows_max: Int32,
-    row_offsets: Pointer[UInt32, MutUntrackedOrigin],
-    expert_ids: Pointer[Int32, MutUntrackedOrigin],
-    src_info: Pointer[Int32, MutUntrackedOrigin],
+    row_offsets: MutPointer[UInt32],
+    expert_ids: MutPointer[Int32],
+    src_info: MutPointer[Int32],
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     ep_counters: EPLocalSyncCounters[n_experts],
@@ -142,7 +139,6 @@ def dispatch_wait_kernel[
         top_k=token_fmt_type.top_k,
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=Addressing.BY_EXPERT,
-        returns=Returns.ROWS,
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
         n_ranks_per_node=p2p_world_size,
@@ -172,9 +168,9 @@ def combine_async_kernel[
     p2p_world_size: Int,
     use_shmem: Bool = True,
 ](
-    input_tokens: Pointer[Scalar[combine_dtype], ImmUntrackedOrigin],
+    input_tokens: ImmPointer[Scalar[combine_dtype]],
     n_rows_max: Int32,
-    src_info: Pointer[Int32, ImmUntrackedOrigin],
+    src_info: ImmPointer[Int32],
     send_buf_p: BytePointer,
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
@@ -217,8 +213,8 @@ def combine_wait_kernel[
     use_shmem: Bool = True,
     fused_shared_expert: Bool = False,
 ](
-    output_tokens: Pointer[Scalar[combine_dtype], MutUntrackedOrigin],
-    router_weights: Pointer[Float32, ImmUntrackedOrigin],
+    output_tokens: MutPointer[Scalar[combine_dtype]],
+    router_weights: ImmPointer[Float32],
     n_tokens: Int32,
     recv_buf_ptrs: Array[BytePointer, p2p_world_size],
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
@@ -240,7 +236,7 @@ def combine_wait_kernel[
         num_threads=num_threads,
     )
     CombineRows[group, combine_dtype](
-        {shared_rows, unused[Pointer[Int32, ImmUntrackedOrigin]]()},
+        {shared_rows, unused[ImmPointer[Int32]]()},
         {output_tokens, Int(n_tokens), router_weights},
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
         _sized[group.n_mapped()](recv_buf_ptrs),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches a phase on one rank, on a GPU or on the CPU.
 
-`n_blocks` in `device/phase.mojo` decides the grid.
+`n_blocks` in `device/kernel.mojo` decides the grid.
 """
 from max.gpu.host.info import is_gpu
 from std.sys import size_of
@@ -17,15 +17,15 @@ from .arguments import (
     GivenTokens,
     mapped_buffers,
 )
-from .combine_rows.phase import CombineRows
-from .combine_sums.phase import CombineSums
+from .combine_rows.kernel import CombineRows
+from .combine_sums.kernel import CombineSums
 from .counters import Word
 from .cpu.combine import cpu_combine_async, cpu_combine_wait
 from .cpu.dispatch import cpu_dispatch_async, cpu_dispatch_wait
 from .cpu.rank import CpuRank
-from .device.phase import enqueue, InputScales, Queue
-from .dispatch_by_expert.phase import DispatchByExpert
-from .dispatch_by_rank.phase import DispatchByRank
+from .device.kernel import enqueue, InputScales, Queue
+from .dispatch_by_expert.kernel import DispatchByExpert
+from .dispatch_by_rank.kernel import DispatchByRank
 from .flags import now_ns
 from .failures import PHASES, place_of
 from .layout import Group, MESSAGE_ALIGN
@@ -124,7 +124,7 @@ def launch_combine[
         comptime if form.receives:
             cpu_combine_wait[partial_dtype](combined, given.rows, _begin(call, 3))
             _record(call, -4)
-    elif group.has_sums():
+    elif group.has_sums:
         enqueue[form.sends, form.receives](
             CombineSums[group, dtype, partial_dtype](
                 given.rows, combined, call.buffers()

@@ -77,7 +77,7 @@ comptime MAX_INLINE_TOKENS = 256
 rank on GPUs)."""
 
 comptime MAX_RANKS = 128
-"""Largest `n_ranks`; bounds the per-rank words of `EPLocalSyncCounters`."""
+"""Largest `n_ranks`; bounds the per-rank words of the counters."""
 comptime N_GROUP_WORDS = 7
 """Words that the layout of a region depends on (`Group.words`)."""
 comptime MASKS_BIT = 8
@@ -101,21 +101,6 @@ struct Addressing(Equatable, TrivialRegisterPassable):
     """A message for each rank that has an expert of the token, and entries."""
     comptime TO_ALL = Self(4)
     """A message for each rank of the group, and entries: an all-gather."""
-
-
-@fieldwise_init
-struct Returns(Equatable, TrivialRegisterPassable):
-    """What combine sends back."""
-
-    var value: Int
-    """Which of the constants."""
-
-    comptime ANY = Self(0)
-    """The op works with each of them."""
-    comptime ROWS = Self(1)
-    """A row for each choice."""
-    comptime SUMS = Self(2)
-    """A partial sum for each token and rank."""
 
 
 def round_up(n: Int, multiple: Int) -> Int:
@@ -160,21 +145,6 @@ def combine_msg_bytes_of(
     )
 
 
-def n_local_experts_of(n_experts: Int, n_ranks: Int) -> Int:
-    """Counts the experts that a rank has places for.
-
-    Expert `e` lives on rank `e // n_local_experts`. If the ranks do not divide
-    the experts, the last ranks hold fewer (`n_experts_on_rank`).
-    """
-    return (n_experts + n_ranks - 1) // n_ranks
-
-
-def n_experts_on_rank(n_experts: Int, n_ranks: Int, rank: Int) -> Int:
-    """Counts the experts that a rank really holds, `[0, n_local_experts]`."""
-    var n_local = n_local_experts_of(n_experts, n_ranks)
-    return max(0, min(n_local, n_experts - rank * n_local))
-
-
 def source_info_offset(msg_bytes: Int) -> Int:
     """Locates the source info of a message: where its token ends."""
     return msg_bytes - SOURCE_INFO_BYTES
@@ -204,8 +174,9 @@ struct Group(TrivialRegisterPassable):
     """Bytes of one combine message; 0: this op does not use them."""
     var addressing: Addressing
     """How dispatch addresses a token."""
-    var returns: Returns
-    """What combine sends back."""
+    var has_sums: Bool
+    """Whether combine returns a partial sum for each token and rank, not a row for each
+    choice."""
     var is_padded: Bool
     """Whether the rows of each expert have a block of their own."""
     var fused_shared_expert: Bool
@@ -240,7 +211,7 @@ struct Group(TrivialRegisterPassable):
         dispatch_msg_bytes: Int = 0,
         combine_msg_bytes: Int = 0,
         addressing: Addressing = Addressing.ANY,
-        returns: Returns = Returns.ANY,
+        has_sums: Bool = False,
         is_padded: Bool = False,
         fused_shared_expert: Bool = False,
         shares_gpu: Bool = True,
@@ -262,7 +233,7 @@ struct Group(TrivialRegisterPassable):
         self.dispatch_msg_bytes = dispatch_msg_bytes
         self.combine_msg_bytes = combine_msg_bytes
         self.addressing = addressing
-        self.returns = returns
+        self.has_sums = has_sums
         self.is_padded = is_padded
         self.fused_shared_expert = fused_shared_expert
         self.shares_gpu = shares_gpu
@@ -287,7 +258,7 @@ struct Group(TrivialRegisterPassable):
             dispatch_msg_bytes=Int(words[4]),
             combine_msg_bytes=Int(words[5]),
             addressing=Addressing(axes - Int(has_sums)),
-            returns=Returns.SUMS if has_sums else Returns.ROWS,
+            has_sums=has_sums,
             masks=Int(words[6]) & MASKS_BIT != 0,
         )
 
@@ -308,7 +279,7 @@ struct Group(TrivialRegisterPassable):
         """
         return (
             self.addressing.value
-            + Int(self.has_sums())
+            + Int(self.has_sums)
             + (MASKS_BIT if self.masks else 0)
         )
 
@@ -326,12 +297,25 @@ struct Group(TrivialRegisterPassable):
     def sends_to_all(self) -> Bool:
         return self.addressing == Addressing.TO_ALL
 
-    def has_sums(self) -> Bool:
-        return self.returns == Returns.SUMS
-
     def n_local_experts(self) -> Int:
-        """Counts the experts that each rank has places for."""
-        return n_local_experts_of(self.n_experts, self.n_ranks)
+        """Counts the experts that each rank has places for.
+
+        Expert `e` lives on rank `e // n_local_experts`. If the ranks do not divide the
+        experts, the last ranks hold fewer (`n_experts_on`).
+        """
+        return (self.n_experts + self.n_ranks - 1) // self.n_ranks
+
+    def n_experts_on(self, rank: Int) -> Int:
+        """Counts the experts that a rank really holds, `[0, n_local_experts]`."""
+        var n_local = self.n_local_experts()
+        return max(0, min(n_local, self.n_experts - rank * n_local))
+
+    def expert_id(self, rank: Int, local_expert: Int) -> Int:
+        return rank * self.n_local_experts() + local_expert
+
+    def expert_of_pair(self, rank: Int, pair: Int) -> Int:
+        """Names the expert of a (local expert, source rank) pair of a rank."""
+        return self.expert_id(rank, pair // self.n_ranks)
 
     def n_ranks_with_experts(self) -> Int:
         """Counts the ranks that hold experts: the first ones."""
@@ -366,7 +350,7 @@ struct Group(TrivialRegisterPassable):
 
     def entry_bytes(self) -> Int:
         """Counts the bytes of an entry: a word, or two with a router weight."""
-        return 2 * ENTRY_BYTES if self.has_sums() else ENTRY_BYTES
+        return 2 * ENTRY_BYTES if self.has_sums else ENTRY_BYTES
 
     def entry_offset(self, src_rank: Int, choice: Int) -> Int:
         return (src_rank * self.n_choices() + choice) * self.entry_bytes()
@@ -404,9 +388,6 @@ struct Group(TrivialRegisterPassable):
             + ((src_rank * self.max_tokens_per_rank + token_idx) * N_CHUNKS + chunk)
             * FLAG_BYTES
         )
-
-    def dispatch_staged_offset(self, token_idx: Int) -> Int:
-        return token_idx * self.dispatch_msg_bytes
 
     def dispatch_message_offset(self, pair: Int, slot: Int) -> Int:
         return (pair * self.max_tokens_per_rank + slot) * self.dispatch_msg_bytes
@@ -477,7 +458,7 @@ struct Group(TrivialRegisterPassable):
     def dispatch_send_bytes(self) -> Int:
         if self.is_by_rank():
             return 0
-        return self.dispatch_staged_offset(self.max_tokens_per_rank)
+        return self.max_tokens_per_rank * self.dispatch_msg_bytes
 
     def dispatch_recv_bytes(self) -> Int:
         if self.is_by_rank():
@@ -492,7 +473,7 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_done_offset(self.n_ranks)
 
     def combine_recv_bytes(self) -> Int:
-        if self.has_sums():
+        if self.has_sums:
             return self.partial_offset(self.n_ranks, 0)
         if self.masks:
             return self.combine_message_offset(0, 0, self.n_ranks)
@@ -503,20 +484,15 @@ struct Group(TrivialRegisterPassable):
 
     # ------------------------------------------------- where the buffers begin
 
-    def dispatch_send_offset(self) -> Int:
-        return 0
-
     def dispatch_recv_offset(self) -> Int:
         return round_up(self.dispatch_send_bytes(), BUFFER_ALIGN)
 
-    def staged_from_recv(self, rank: Int) -> Int:
-        """Locates a rank's own encoded tokens, from the start of its recv buffer.
-
-        `dispatch_staged_offset` counts from there. Negative by expert.
-        """
+    def staged_from_recv(self, rank: Int, token_idx: Int) -> Int:
+        """Locates one of a rank's own encoded tokens from the start of its recv buffer:
+        by expert, in the send buffer before it."""
         if self.is_by_rank():
-            return self.token_offset(rank, 0)
-        return self.dispatch_send_offset() - self.dispatch_recv_offset()
+            return self.token_offset(rank, token_idx)
+        return token_idx * self.dispatch_msg_bytes - self.dispatch_recv_offset()
 
     def dispatch_counts_offset(self) -> Int:
         return self.dispatch_recv_offset() + round_up(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MAX custom ops: each launches a phase on its tensors, without logic of its own.
 
-The parameter `group` describes the group: words such as `n_experts=256`, `by_rank`,
-`sums`, `padded`. `max_ep/graph/ops.py` writes it, `group_words.mojo` parses it.
+The parameter `config` describes the group: words such as `n_experts=256`, `by_rank`,
+`sums`, `padded`. `max_ep/graph/ops.py` writes it, `op_config.mojo` parses it.
 
 Every op takes `order`, a mutable tensor that it never accesses. MAX runs ops that
 share a mutable tensor in graph order, and other ops concurrently.
@@ -33,13 +33,13 @@ from .arguments import (
     give_weights,
 )
 from .degraded import launch_degraded
-from .device.phase import InputScales
+from .device.kernel import InputScales
 from .dropped import launch_dropped
 from .for_each import for_each
 from .formats.forwarded import JoinWords, QuantizeTokens
 from .formats.table import has_format, NumbersOf
-from .group_words import CombineGroup, DispatchGroup, FormatOfOp
-from .kernel_argument import unused
+from .op_config import CombineGroup, DispatchGroup, FormatOfOp
+from .kernel_argument import ImmPointer, unused
 from .launch import launch_combine, launch_dispatch
 from .setup import init
 from .token_format import BytePointer, OutputTensors, SharedRows
@@ -74,16 +74,16 @@ struct Init:
     ](
         device_ptrs: OutputTensor[dtype=DType.uint64, rank=2, ...],
         my_rank: OutputTensor[dtype=DType.int32, rank=1, ...],
-        counters_group_0: WordsTensor,
-        counters_group_1: WordsTensor,
+        counters_0: WordsTensor,
+        counters_1: WordsTensor,
         setup: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
         init[target](
             device_ptrs.to_tile_tensor(),
             my_rank.to_tile_tensor(),
-            counters_group_0.to_tile_tensor(),
-            counters_group_1.to_tile_tensor(),
+            counters_0.to_tile_tensor(),
+            counters_1.to_tile_tensor(),
             setup.to_tile_tensor(),
             ctx,
         )
@@ -140,7 +140,7 @@ struct Dispatch:
     def execute[
         target: StaticString,
         op: StaticString,
-        group: StaticString,
+        config: StaticString,
         format: StaticString,
         has_input_scales: Bool,
     ](
@@ -171,9 +171,9 @@ struct Dispatch:
 
         comptime assert has_format(format), "max_ep: no format has this name"
         comptime form = Form.of(op)
-        comptime Format = FormatOfOp[format, group]
-        comptime members = DispatchGroup[target, Format, group]
-        var call = Call[members].of[target](
+        comptime Format = FormatOfOp[format, config]
+        comptime group = DispatchGroup[target, Format, config]
+        var call = Call[group].of[target](
             op,
             atomic_counters.to_tile_tensor(),
             send_ptrs.to_tile_tensor(),
@@ -185,9 +185,9 @@ struct Dispatch:
             given = given_tokens[Format, target](
                 call, input_tokens.to_tile_tensor(), topk_ids.to_tile_tensor()
             )
-            comptime if members.has_sums():
+            comptime if group.has_sums:
                 give_weights[Format](call, given, router_weights.to_tile_tensor())
-        var dispatched = unused[DispatchedRows[members, Format]]()
+        var dispatched = unused[DispatchedRows[group, Format]]()
         comptime if form.receives:
             var outputs = OutputTensors(
                 _bytes_of(output_tokens),
@@ -199,7 +199,7 @@ struct Dispatch:
             )
             dispatched = dispatched_rows[Format](
                 call,
-                Format.rows_of(outputs),
+                Format.Rows.of(outputs),
                 row_offsets.to_tile_tensor(),
                 expert_ids.to_tile_tensor(),
                 src_info.to_tile_tensor(),
@@ -220,7 +220,7 @@ struct Combine:
     def execute[
         target: StaticString,
         op: StaticString,
-        group: StaticString,
+        config: StaticString,
         combine_dtype: DType,
         partial_dtype: DType,
     ](
@@ -236,8 +236,8 @@ struct Combine:
         ctx: DeviceContext,
     ) raises:
         comptime form = Form.of(op)
-        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
-        var call = Call[members].of[target](
+        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        var call = Call[group].of[target](
             op,
             atomic_counters.to_tile_tensor(),
             send_ptrs.to_tile_tensor(),
@@ -246,7 +246,7 @@ struct Combine:
         )
         var given = GivenRows(
             SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0)),
-            unused[Pointer[Int32, ImmUntrackedOrigin]](),
+            unused[ImmPointer[Int32]](),
         )
         comptime if form.sends:
             given = given_rows(
@@ -270,7 +270,7 @@ struct Degraded:
     @staticmethod
     def execute[
         target: StaticString,
-        group: StaticString,
+        config: StaticString,
         combine_dtype: DType,
         partial_dtype: DType,
     ](
@@ -284,8 +284,8 @@ struct Degraded:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
-        var call = Call[members].of_wait[target](
+        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        var call = Call[group].of_wait[target](
             "degraded",
             atomic_counters.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
@@ -308,7 +308,7 @@ struct Watch:
     @staticmethod
     def execute[
         target: StaticString,
-        group: StaticString,
+        config: StaticString,
         combine_dtype: DType,
         partial_dtype: DType,
         is_combine: Bool,
@@ -320,8 +320,8 @@ struct Watch:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
-        var call = Call[members].of_wait[target](
+        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        var call = Call[group].of_wait[target](
             "watch",
             atomic_counters.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
@@ -337,7 +337,7 @@ struct Dropped:
     @staticmethod
     def execute[
         target: StaticString,
-        group: StaticString,
+        config: StaticString,
         combine_dtype: DType,
         partial_dtype: DType,
     ](
@@ -350,8 +350,8 @@ struct Dropped:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime members = CombineGroup[target, combine_dtype, partial_dtype, group]
-        var call = Call[members].of_wait[target](
+        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        var call = Call[group].of_wait[target](
             "dropped",
             atomic_counters.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),

@@ -11,7 +11,7 @@ from std.memory import bitcast
 from std.sys import is_gpu, is_nvidia_gpu, llvm_intrinsic
 
 from .for_each import Work
-from .kernel_argument import KernelArgument
+from .kernel_argument import ImmPointer, KernelArgument, MutPointer
 from .layout import MAX_TOP_K
 
 comptime _NONE = UInt32(0)
@@ -27,9 +27,9 @@ comptime _OUT_OF_RANGE = Int32(-2)
 struct Replicas(KernelArgument, TrivialRegisterPassable):
     """The physical experts that are replicas of a layer's logical experts."""
 
-    var log2phy: Pointer[Int32, ImmUntrackedOrigin]
+    var log2phy: ImmPointer[Int32]
     """Table `[n_logical][max_replicas]`."""
-    var logcnt: Pointer[Int32, ImmUntrackedOrigin]
+    var logcnt: ImmPointer[Int32]
     """Replicas of each expert, `[n_logical]`."""
     var n_logical: Int32
     var max_replicas: Int32
@@ -78,11 +78,11 @@ struct ChooseExperts[
 
     comptime by_warp = True
 
-    var ids: Pointer[Int32, MutUntrackedOrigin]
+    var ids: MutPointer[Int32]
     """Result `[n_tokens][top_k]`, by falling logit, equal ones by id."""
-    var weights: Pointer[Float32, MutUntrackedOrigin]
+    var weights: MutPointer[Float32]
     """Result `[n_tokens][top_k]`."""
-    var logits: Pointer[Scalar[Self.dtype], ImmUntrackedOrigin]
+    var logits: ImmPointer[Scalar[Self.dtype]]
     """`[n_tokens][n_experts]`."""
     var replicas: Replicas
     """The layer's replicas, if `balanced`."""
@@ -188,9 +188,9 @@ struct ChooseExperts[
 struct ToReplicas(Work):
     """Replaces logical experts by replicas."""
 
-    var physical: Pointer[Int32, MutUntrackedOrigin]
+    var physical: MutPointer[Int32]
     """Result `[n_tokens][top_k]`."""
-    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    var ids: ImmPointer[Int32]
     """Logical experts `[n_tokens][top_k]`."""
     var replicas: Replicas
 

@@ -12,7 +12,7 @@ from extensibility import (
 from max.gpu.host import DeviceContext
 
 from .for_each import for_each
-from .kernel_argument import unused
+from .kernel_argument import ImmPointer, unused
 from .routing import ChooseExperts, Replicas, ToReplicas
 
 comptime Log2PhyTensor = MutableInputTensor[dtype=DType.int32, rank=3, ...]
@@ -35,7 +35,7 @@ def _replicas_of(
         raise Error(
             t"max_ep: layer {i} of a placement of {logcnt.dim_size(0)} MoE layers"
         )
-    comptime Table = Pointer[Int32, ImmUntrackedOrigin]
+    comptime Table = ImmPointer[Int32]
     var first = Table(unsafe_from_address=Int(log2phy.unsafe_ptr()))
     var counts = Table(unsafe_from_address=Int(logcnt.unsafe_ptr()))
     return Replicas(

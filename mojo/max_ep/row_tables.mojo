@@ -5,12 +5,12 @@
     padded   expert 0 .... | expert 1 .... | ...     each `expert_capacity` rows
 
 In both, the rows of an expert are sorted by source rank, token, k. With a fused
-shared expert (packed only) this rank's own tokens come first, as group 0, and
-local expert `e` is group `e + 1`; otherwise it is group `e`. `dispatch_wait` asks
+shared expert (packed only) this rank's own tokens come first, as segment 0, and
+local expert `e` is segment `e + 1`; otherwise it is segment `e`. `dispatch_wait` asks
 `RowTables` where rows start, and records it in the pair rows of
-`EPLocalSyncCounters`. Later launches read only that record.
+`Counters`. Later launches read only that record.
 """
-from .kernel_argument import KernelArgument
+from .kernel_argument import KernelArgument, MutPointer
 from .layout import Group
 
 
@@ -18,17 +18,17 @@ from .layout import Group
 struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
     """The output tensors of `dispatch_wait` that say which row is whose."""
 
-    var row_offsets: Pointer[UInt32, MutUntrackedOrigin]
-    """Packed: first row of each group and the end, `[n_groups + 1]`. Padded:
+    var row_offsets: MutPointer[UInt32]
+    """Packed: first row of each segment and the end, `[n_segments + 1]`. Padded:
     `recv_counts`, rows of each local expert, `[n_local_experts]`."""
-    var expert_ids: Pointer[Int32, MutUntrackedOrigin]
-    """Packed: number of each group, `[n_groups]`. Padded: `recv_ranges`, first
+    var expert_ids: MutPointer[Int32]
+    """Packed: number of each segment, `[n_segments]`. Padded: `recv_ranges`, first
     row within the expert's, and rows, of each pair, `[n_pairs][2]`."""
 
-    comptime n_groups = Self.group.n_local_experts() + Int(
+    comptime n_segments = Self.group.n_local_experts() + Int(
         Self.group.fused_shared_expert
     )
-    """Groups of rows: local experts, and the shared one if there is one."""
+    """Runs of rows of one expert: local experts, and the shared one if there is one."""
 
     @always_inline
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
@@ -54,17 +54,17 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
         comptime if Self.group.is_padded:
             self.row_offsets[unsafe_offset=local_expert] = UInt32(count)
         else:
-            self._write_group(
+            self._write_segment(
                 local_expert + Int(Self.group.fused_shared_expert), first_row
             )
 
     @always_inline
     def write_ends(self, n_rows: Int):
-        """Writes the shared expert's group, if there is one, and the end."""
+        """Writes the shared expert's segment, if there is one, and the end."""
         comptime if not Self.group.is_padded:
             comptime if Self.group.fused_shared_expert:
-                self._write_group(0, 0)
-            self.row_offsets[unsafe_offset=Self.n_groups] = UInt32(n_rows)
+                self._write_segment(0, 0)
+            self.row_offsets[unsafe_offset=Self.n_segments] = UInt32(n_rows)
 
     @always_inline
     def write_no_rows(self, first: Int, step: Int):
@@ -77,6 +77,6 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
             self.write_ends(0)
 
     @always_inline
-    def _write_group(self, idx: Int, first_row: Int):
+    def _write_segment(self, idx: Int, first_row: Int):
         self.row_offsets[unsafe_offset=idx] = UInt32(first_row)
         self.expert_ids[unsafe_offset=idx] = Int32(idx)

@@ -10,7 +10,8 @@ from .arguments import mut_
 from .counters import local_sync_counters_words, masked_word, Word, word_after_init
 from .device.warp import SENTINEL
 from .flags import flag_at, flag_word, message_flag
-from .layout import Group, n_experts_on_rank, N_GROUP_WORDS
+from .kernel_argument import MutPointer
+from .layout import Group, N_GROUP_WORDS
 from .token_format import BytePointer
 
 comptime N_SETUP_WORDS = 14
@@ -75,14 +76,14 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
             begin = group.inline_token_offset(rank, 0)
             _fill(recv, begin, group.inline_token_offset(rank + 1, 0), SENTINEL)
     counts = region.unsafe_offset(group.combine_counts_offset())
-    for expert in range(n_experts_on_rank(group.n_experts, group.n_ranks, rank)):
-        var expert_id = rank * group.n_local_experts() + expert
+    for expert in range(group.n_experts_on(rank)):
+        var expert_id = group.expert_id(rank, expert)
         flag_at(counts, group.combine_count_offset(expert_id))[] = 0
     var messages = region.unsafe_offset(group.combine_recv_offset())
     # Of rows only ranks that mask have places of their own.
     var first = 0
     var end = group.combine_recv_bytes()
-    if group.has_sums():
+    if group.has_sums:
         first = group.partial_offset(rank, 0)
         end = group.partial_offset(rank + 1, 0)
         comptime if is_gpu():
@@ -97,7 +98,7 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
 
 def _go_on(
     region: BytePointer,
-    counters: Pointer[Int32, MutUntrackedOrigin],
+    counters: MutPointer[Int32],
     group: Group,
     readmitted: Int,
     generations: Tuple[UInt32, UInt32],
@@ -122,8 +123,8 @@ def _go_on(
 
 def clear_kernel(
     region: BytePointer,
-    counters_group_0: Pointer[Int32, MutUntrackedOrigin],
-    counters_group_1: Pointer[Int32, MutUntrackedOrigin],
+    counters_0: MutPointer[Int32],
+    counters_1: MutPointer[Int32],
     my_rank: Int32,
     timeout_ms: Int32,
     group_words: Array[Int32, N_GROUP_WORDS],
@@ -137,8 +138,8 @@ def clear_kernel(
     var n_threads = Int(grid_dim.x * block_dim.x)
     for i in range(first, local_sync_counters_words(group), n_threads):
         var word = word_after_init(i, Int(my_rank), Int(timeout_ms), group)
-        counters_group_0[unsafe_offset=i] = word
-        counters_group_1[unsafe_offset=i] = word
+        counters_0[unsafe_offset=i] = word
+        counters_1[unsafe_offset=i] = word
 
     var counts = region.unsafe_offset(group.dispatch_counts_offset())
     _fill(counts, 0, group.dispatch_counts_bytes(), 0)
@@ -161,11 +162,11 @@ def clear_kernel(
         _fill(recv, group.inline_token_offset(0, 0), end, SENTINEL)
     else:
         var msg_bytes = group.dispatch_msg_bytes
-        var staged = region.unsafe_offset(group.dispatch_send_offset())
+        var staged = region
         _clear_flags(staged, group.max_tokens_per_rank, msg_bytes)
         _clear_flags(recv, group.dispatch_recv_bytes() // msg_bytes, msg_bytes)
     recv = region.unsafe_offset(group.combine_recv_offset())
-    if group.has_sums():
+    if group.has_sums:
         _fill(recv, 0, group.combine_recv_bytes(), SENTINEL)
     else:
         var msg_bytes = group.combine_msg_bytes
@@ -174,8 +175,8 @@ def clear_kernel(
 
 def go_on_kernel(
     region: BytePointer,
-    counters_group_0: Pointer[Int32, MutUntrackedOrigin],
-    counters_group_1: Pointer[Int32, MutUntrackedOrigin],
+    counters_0: MutPointer[Int32],
+    counters_1: MutPointer[Int32],
     group_words: Array[Int32, N_GROUP_WORDS],
     readmitted: Int32,
     dispatched: UInt32,
@@ -183,7 +184,7 @@ def go_on_kernel(
 ):
     """Does `_go_on` with the whole grid. Launch: any grid, any block."""
     var group = Group.of(group_words)
-    for counters in [counters_group_0, counters_group_1]:
+    for counters in [counters_0, counters_1]:
         _go_on(region, counters, group, Int(readmitted), (dispatched, combined))
 
 
@@ -195,8 +196,8 @@ def init[
 ](
     device_ptrs: TileTensor[DType.uint64, ...],
     my_rank: TileTensor[DType.int32, ...],
-    counters_group_0: TileTensor[DType.int32, ...],
-    counters_group_1: TileTensor[DType.int32, ...],
+    counters_0: TileTensor[DType.int32, ...],
+    counters_1: TileTensor[DType.int32, ...],
     setup: TileTensor[DType.int64, ...],
     context: DeviceContext,
 ) raises:
@@ -218,10 +219,7 @@ def init[
         group_words[i] = Int32(words[unsafe_offset=4 + i])
     var group = Group.of(group_words)
     var n_words = local_sync_counters_words(group)
-    if (
-        Int(counters_group_0.dim[0]()) < n_words
-        or Int(counters_group_1.dim[0]()) < n_words
-    ):
+    if Int(counters_0.dim[0]()) < n_words or Int(counters_1.dim[0]()) < n_words:
         raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
     var readmitted = Int(words[unsafe_offset=11])
     var generations = (UInt32(words[unsafe_offset=12]), UInt32(words[unsafe_offset=13]))
@@ -230,8 +228,8 @@ def init[
         if readmitted < 0:
             context.enqueue_function[clear_kernel](
                 bytes,
-                mut_(counters_group_0),
-                mut_(counters_group_1),
+                mut_(counters_0),
+                mut_(counters_1),
                 Int32(rank),
                 Int32(timeout_ms),
                 group_words,
@@ -241,8 +239,8 @@ def init[
         if readmitted >= 0 or generations[0] != 0:
             context.enqueue_function[go_on_kernel](
                 bytes,
-                mut_(counters_group_0),
-                mut_(counters_group_1),
+                mut_(counters_0),
+                mut_(counters_1),
                 group_words,
                 Int32(readmitted),
                 generations[0],
@@ -254,7 +252,7 @@ def init[
         if readmitted < 0 and was_used:
             for peer in range(group.n_ranks):
                 _clear_places_of(bytes, group, peer)
-        for counters in [mut_(counters_group_0), mut_(counters_group_1)]:
+        for counters in [mut_(counters_0), mut_(counters_1)]:
             if readmitted < 0:
                 for i in range(n_words):
                     var word = word_after_init(i, rank, timeout_ms, group)
@@ -262,7 +260,7 @@ def init[
             _go_on(bytes, counters, group, readmitted, generations)
     mut_(my_rank)[] = Int32(rank)
     var offsets = [
-        group.dispatch_send_offset(),
+        0,
         group.dispatch_recv_offset(),
         group.dispatch_counts_offset(),
         group.combine_recv_offset(),

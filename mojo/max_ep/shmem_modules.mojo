@@ -13,6 +13,7 @@ table, whose address is in the environment:
 from max.gpu.host import DeviceContext, DeviceFunction
 from max.gpu.host._nvidia_cuda import CUDA_MODULE
 from std.os import getenv
+from .kernel_argument import MutPointer
 
 comptime TABLE_VARIABLE = "MAX_EP_SHMEM_MODULES"
 """Environment variable that holds the table's address in decimal."""
@@ -28,7 +29,7 @@ def register_module(function: DeviceFunction, context: DeviceContext) raises:
             "max_ep: this graph reaches other hosts through SHMEM, but none is",
             " joined; call EPCommInitializer.ep_init first.",
         )
-    var table = Pointer[UInt64, MutUntrackedOrigin](unsafe_from_address=Int(address))
+    var table = MutPointer[UInt64](unsafe_from_address=Int(address))
     var module = CUDA_MODULE(function)
     var handle = Pointer(to=module).unsafe_bitcast[UInt64]()[]
     var device_id = UInt64(Int(context.id()))

@@ -14,6 +14,7 @@ order: https://docs.nvidia.com/nvshmem/api/gen/api/signal.html.
 from std.ffi import external_call
 
 from .flags import flag_word, order_before_put
+from .kernel_argument import MutPointer
 from .token_format import BytePointer
 
 comptime _SIGNAL_SET = Int32(9)
@@ -75,7 +76,7 @@ def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
 struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
     """The same buffer on every rank, as addresses in this process."""
 
-    var addresses: Pointer[UInt64, MutUntrackedOrigin]
+    var addresses: MutPointer[UInt64]
 
     @always_inline
     def __getitem__(self, rank: Int) -> BytePointer:

@@ -20,8 +20,8 @@ from max.gpu.host.info import is_gpu
 from std.time import sleep
 
 from .arguments import Buffers, Call, check_size, mut_
-from .counters import EPLocalSyncCounters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
-from .device.phase import Queue
+from .counters import Counters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
+from .device.kernel import Queue
 from .device.shared import own_of, shared_words
 from .device.warp import bytes_at, SENTINEL
 from .flags import (
@@ -37,7 +37,8 @@ from .flags import (
     POLLS_PER_CLOCK_READ,
     SLEEP_SECONDS,
 )
-from .layout import Group, n_experts_on_rank
+from .kernel_argument import MutPointer
+from .layout import Group
 from .token_format import BytePointer
 
 comptime NEVER = Int64(-1)
@@ -46,7 +47,7 @@ comptime WATCH_THREADS = 256
 
 
 @always_inline
-def _awaited_generation[is_combine: Bool](counters: EPLocalSyncCounters) -> UInt32:
+def _awaited_generation[is_combine: Bool](counters: Counters[...]) -> UInt32:
     comptime if is_combine:
         return next_generation(counters.generation(Word.COMBINE_RECEIVED))
     else:
@@ -56,14 +57,14 @@ def _awaited_generation[is_combine: Bool](counters: EPLocalSyncCounters) -> UInt
 @always_inline
 def _n_counts[group: Group, is_combine: Bool](my_rank: Int, peer_rank: Int) -> Int:
     var owner = peer_rank if is_combine else my_rank
-    return n_experts_on_rank(group.n_experts, group.n_ranks, owner)
+    return group.n_experts_on(owner)
 
 
 @always_inline
 def _count_offset[group: Group, is_combine: Bool](peer_rank: Int, i: Int) -> Int:
     """Locates one of them in this rank's counts buffer."""
     comptime if is_combine:
-        return group.combine_count_offset(peer_rank * group.n_local_experts() + i)
+        return group.combine_count_offset(group.expert_id(peer_rank, i))
     else:
         return group.dispatch_count_offset(group.pair(i, peer_rank))
 
@@ -73,11 +74,7 @@ def _count_offset[group: Group, is_combine: Bool](peer_rank: Int, i: Int) -> Int
 
 def watch_cpu[
     group: Group, is_combine: Bool
-](
-    waits_ns: Pointer[Int64, MutUntrackedOrigin],
-    my_counts: BytePointer,
-    counters: EPLocalSyncCounters[group.n_experts],
-):
+](waits_ns: MutPointer[Int64], my_counts: BytePointer, counters: Counters[group]):
     """Polls until every peer's counts are there, or time is up."""
     comptime n_ranks = group.n_ranks
     var my_rank = counters.my_rank()
@@ -121,7 +118,7 @@ def watch_cpu[
 
 def watch_kernel[
     group: Group, is_combine: Bool
-](waits_ns: Pointer[Int64, MutUntrackedOrigin], buffers: Buffers[group]):
+](waits_ns: MutPointer[Int64], buffers: Buffers[group]):
     """Watches one peer with each block.
 
     Launch: `grid_dim = n_ranks`, `block_dim = WATCH_THREADS`. The buffers are those
@@ -147,12 +144,12 @@ def watch_kernel[
             has_expired[unsafe_offset=0] = 1
     barrier()
     var dispatched = counters.generation(Word.COMBINE_OF)
-    var choices = counters.choices(dispatched, group)
+    var choices = counters.choices(dispatched)
     var n_items = 0
     if has_expired[unsafe_offset=0] == 0:
         comptime if not is_combine:
             n_items = _n_counts[group, False](my_rank, peer_rank)
-        elif group.has_sums():
+        elif group.has_sums:
             n_items = Int(counters.n_tokens_of(dispatched)[])
         else:
             n_items = Int(counters.n_tokens_of(dispatched)[]) * group.top_k
@@ -167,7 +164,7 @@ def watch_kernel[
             var offset = _count_offset[group, False](peer_rank, item)
             var word = load_acquire_sys(flag_at(my_counts, offset))
             return generation_of(word) == generation
-        elif not group.has_sums():
+        elif not group.has_sums:
             # Negative if there is no row, and if it is on this rank.
             var expert = choices[unsafe_offset=item]
             if expert < 0 or Int(expert) // n_local_experts != peer_rank:

@@ -26,21 +26,22 @@ from max_ep.arguments import (
     GivenRows,
     GivenTokens,
 )
-from max_ep.combine_rows.phase import CombineRows
+from max_ep.combine_rows.kernel import CombineRows
 from max_ep.counters import (
     choices_word,
-    EPLocalSyncCounters,
+    Counters,
     local_sync_counters_words,
     masked_word,
     N_FAILURE_WORDS,
     Word,
 )
-from max_ep.device.phase import Kernel, phase_kernel, Queue
-from max_ep.dispatch_by_rank.phase import DispatchByRank
+from max_ep.device.kernel import Kernel, kernel_entry, Queue
+from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
+from max_ep.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch import launch_combine, launch_dispatch
-from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN, Returns
+from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
 from max_ep.setup import init, N_SETUP_WORDS
 from max_ep.token_format import OutputTensors, SharedRows
 from max_ep.transport import PeerBuffers
@@ -72,7 +73,6 @@ def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) ->
         dispatch_msg_bytes=dispatch_msg_bytes,
         combine_msg_bytes=combine_msg_bytes,
         addressing=Addressing.BY_RANK,
-        returns=Returns.ROWS,
         is_padded=True,
         wide_ids=WIDE_IDS,
         masks=is_defined["MASKS"](),
@@ -91,13 +91,13 @@ comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
 
 
 @always_inline
-def _at[T: AnyType](address: Int) -> Pointer[T, MutUntrackedOrigin]:
+def _at[T: AnyType](address: Int) -> MutPointer[T]:
     """Makes a pointer of an address; a pointer is never null."""
     return {unsafe_from_address = address if address != 0 else MESSAGE_ALIGN}
 
 
 @always_inline
-def _imm[T: AnyType](address: Int) -> Pointer[T, ImmUntrackedOrigin]:
+def _imm[T: AnyType](address: Int) -> ImmPointer[T]:
     """Takes an address for reading."""
     return {unsafe_from_address = Int(_at[T](address))}
 
@@ -113,9 +113,9 @@ def _vector[
 
 def _load_phase[P: Kernel](context: DeviceContext) raises:
     """Loads the kernels of a phase."""
-    _ = context.compile_function[phase_kernel[P, True, False]]()
-    _ = context.compile_function[phase_kernel[P, False, True]]()
-    _ = context.compile_function[phase_kernel[P, True, True]]()
+    _ = context.compile_function[kernel_entry[P, True, False]]()
+    _ = context.compile_function[kernel_entry[P, False, True]]()
+    _ = context.compile_function[kernel_entry[P, True, True]]()
 
 
 def _load_kernels(context: DeviceContext) raises:
@@ -138,7 +138,7 @@ struct Rank(Movable):
     """How long a launch may wait."""
     var region: Int
     """Address of this rank's region."""
-    var counters: EPLocalSyncCounters[REGION.n_experts]
+    var counters: Counters[REGION]
     """This rank's local words."""
     var offsets: Array[UInt64, 6]
     """Of the buffers in a region: `[dispatch, combine][send, recv, counts]`."""
@@ -233,7 +233,7 @@ struct Rank(Movable):
         }
 
 
-def _rank(handle: Int) -> Pointer[Rank, MutUntrackedOrigin]:
+def _rank(handle: Int) -> MutPointer[Rank]:
     return {unsafe_from_address = handle}
 
 
@@ -392,7 +392,7 @@ def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) 
             given.n_tokens,
         ),
         DispatchedRows[DISPATCH, Format](
-            Format.rows_of(
+            Format.Rows.of(
                 OutputTensors(
                     _at[UInt8](given.rows),
                     _at[UInt8](given.scales),

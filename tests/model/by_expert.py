@@ -5,7 +5,7 @@ Ranks of several hosts, which SHMEM reaches, are not modelled.
 """
 
 from .launches import Agent, Launch
-from .steps import await_message, is_last_block, move, returns_early
+from .steps import await_message, elect_last_block, move, returns_early
 
 CODE = "dispatch by expert: "
 
@@ -42,7 +42,9 @@ def finish(launch: Launch, block: int, first: int) -> None:
             move(last, **{received: launch.next(received)[1]})
             publish_done(last, launch.direction)
 
-    is_last_block(launch.agent("end", block, range(first, len(launch.agents))), publish)
+    elect_last_block(
+        launch.agent("end", block, range(first, len(launch.agents))), publish
+    )
 
 
 def _index_choices(a: Agent) -> None:

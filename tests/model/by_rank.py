@@ -7,8 +7,8 @@ from .memory import SENTINEL
 from .steps import (
     await_message,
     await_readers,
+    elect_last_to_start,
     header_word,
-    is_last_to_start,
     move,
     publish_at_end,
     publish_earlier_reads,
@@ -187,40 +187,40 @@ def read_numbers(a: Agent) -> None:
 
 def lay_out_rows(a: Agent, indexer: int) -> None:
     n, _ = a.next("dispatch_received")
-    n_counting = a.world.n_counting_warps
-    counter = indexer - (a.world.n_index_warps - n_counting)
-    if counter >= 0:
-        _count_rows(a, counter)
+    n_scanners = a.world.n_scan_warps
+    scanner = indexer - (a.world.n_index_warps - n_scanners)
+    if scanner >= 0:
+        _count_rows(a, scanner)
     if a.block == 0:
-        a.block_load_acquire("COUNTED", n_counting)
-        for other in range(n_counting):
+        a.block_load_acquire("SCANNED", n_scanners)
+        for other in range(n_scanners):
             a.load(("block_pair_rows", a.rank, a.block, other), is_=1)
         a.store(("pair_rows", a.rank, indexer), 1, ("pair rows", n))
 
 
-def _count_rows(a: Agent, counter: int) -> None:
+def _count_rows(a: Agent, scanner: int) -> None:
     """One word stands for the rows before all pairs of a warp."""
-    n_counting = a.world.n_counting_warps
-    _read_counts(a, counter)
-    if n_counting > 1:
+    n_scanners = a.world.n_scan_warps
+    _read_counts(a, scanner)
+    if n_scanners > 1:
         a.block_arrive("SUMMED")
-        a.block_load_acquire("SUMMED", n_counting)
-        for other in range(n_counting):
+        a.block_load_acquire("SUMMED", n_scanners)
+        for other in range(n_scanners):
             a.load(("sums", a.rank, a.block, other), is_=1)
-    a.store(("block_pair_rows", a.rank, a.block, counter), 1)
-    a.block_arrive("COUNTED")
+    a.store(("block_pair_rows", a.rank, a.block, scanner), 1)
+    a.block_arrive("SCANNED")
 
 
-def _read_counts(a: Agent, counter: int) -> None:
+def _read_counts(a: Agent, scanner: int) -> None:
     n, generation = a.next("dispatch_received")
     pairs = [(e, src) for e in a.world.experts_of(a.rank) for src in a.world.ranks]
-    for expert, src in pairs[counter :: a.world.n_counting_warps]:
+    for expert, src in pairs[scanner :: a.world.n_scan_warps]:
         place, truth = (
             ("dispatch_count", a.rank, expert, src),
             ("count", n, src, expert),
         )
         a.load_relaxed(place, ("equals", generation), truth)
-    a.store(("sums", a.rank, a.block, counter), 1)
+    a.store(("sums", a.rank, a.block, scanner), 1)
 
 
 def receive_tokens(a: Agent, has_input: bool) -> None:
@@ -289,14 +289,14 @@ def _await_words(a: Agent, place: tuple, meant: tuple) -> None:
 
 
 def _are_counted(a: Agent) -> None:
-    a.block_load_acquire("COUNTED", a.world.n_counting_warps)
-    for counter in range(a.world.n_counting_warps):
-        a.load(("block_pair_rows", a.rank, a.block, counter), is_=1)
+    a.block_load_acquire("SCANNED", a.world.n_scan_warps)
+    for scanner in range(a.world.n_scan_warps):
+        a.load(("block_pair_rows", a.rank, a.block, scanner), is_=1)
 
 
 def _count(launch: Launch, block: int, is_fused: bool) -> None:
     """One warp of a block reads the header and counts the block; the last moves it."""
-    a = launch.agent("counting warp", block)
+    a = launch.agent("electing warp", block)
     received = "dispatch_received", "combine_received"
     header_word(a, "dispatch_sent", *received, "dispatch_drained")
     n, generation = launch.next("dispatch_sent")
@@ -309,7 +309,7 @@ def _count(launch: Launch, block: int, is_fused: bool) -> None:
         last.store(place, len(launch.world.tokens(n, launch.rank)), ("n_tokens", n))
         move(last, **words)
 
-    is_last_to_start(a, go_on)
+    elect_last_to_start(a, go_on)
 
 
 def phase(launch: Launch, sends: bool, receives: bool) -> None:
@@ -327,12 +327,12 @@ def phase(launch: Launch, sends: bool, receives: bool) -> None:
                 publish_earlier_reads(launch)
             numbers, indexers = _send(launch, block, receives)
         else:
-            a = launch.agent("counting warp", block)
+            a = launch.agent("electing warp", block)
             # Where it polls readers, it goes by `combine_sent`, too.
             sent = () if publishes_at_end else ("combine_sent",)
             header_word(a, "dispatch_received", "combine_received", *sent)
             if not publishes_at_end:
-                is_last_to_start(
+                elect_last_to_start(
                     a, lambda last: move(last, dispatch_received=generation)
                 )
             numbers = launch.agent("numbers warp", block)

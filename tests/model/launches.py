@@ -45,7 +45,7 @@ LOCAL_WORDS = {
 """Words that a rank keeps between launches (`counters.mojo`)."""
 
 BLOCK_WORDS = set(
-    "INDEXED TOKENS_READY SUMMED COUNTED PAIRS_READY sums n_tokens_of"
+    "INDEXED TOKENS_READY SUMMED SCANNED PAIRS_READY sums n_tokens_of"
     " block_pair_rows".split()
 )
 """Words in the shared memory of a block."""
@@ -70,7 +70,7 @@ class World:
     n_local_experts: int = 1
     n_blocks: int = 1
     n_index_warps: int = 1
-    most_counting_warps: int = 2
+    most_scan_warps: int = 2
     """How many of them read counts, the last ones; if there are so many."""
     n_chunks: int = 1  # of a token; each announces itself
     n_chunks_at_once: int = 1  # are sent before any of them is announced
@@ -145,8 +145,8 @@ class World:
         return self.mutation is not None and mutation in self.mutation.switches
 
     @property
-    def n_counting_warps(self) -> int:
-        return min(self.n_index_warps, self.most_counting_warps)
+    def n_scan_warps(self) -> int:
+        return min(self.n_index_warps, self.most_scan_warps)
 
     @property
     def publishes_at_dispatch_end(self) -> bool:

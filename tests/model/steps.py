@@ -20,11 +20,11 @@ def move(a: Agent, **words: int) -> None:
         a.store((word, a.rank), value)
 
 
-def is_last_to_start(a: Agent, then: Callable[[Agent], None]) -> None:
+def elect_last_to_start(a: Agent, then: Callable[[Agent], None]) -> None:
     a.arrive(then)
 
 
-def is_last_block(a: Agent, then: Callable[[Agent], None]) -> None:
+def elect_last_block(a: Agent, then: Callable[[Agent], None]) -> None:
     a.arrive(then)
 
 
@@ -101,4 +101,6 @@ def publish_at_end(launch: Launch, block: int, first: int) -> None:
         )
         publish_reads(last, word, truth)
 
-    is_last_block(launch.agent("end", block, range(first, len(launch.agents))), publish)
+    elect_last_block(
+        launch.agent("end", block, range(first, len(launch.agents))), publish
+    )

@@ -6,8 +6,8 @@ from .memory import SENTINEL
 from .steps import (
     await_kept_count,
     await_readers,
+    elect_last_to_start,
     header_word,
-    is_last_to_start,
     move,
     publish_at_end,
     publish_earlier_reads,
@@ -93,7 +93,7 @@ def add_tokens(a: Agent, n: int, of: int) -> None:
 
 def _count(launch: Launch, block: int, sends: bool, receives: bool) -> None:
     """One warp of a block reads the header and counts the block; the last moves it."""
-    a = launch.agent("counting warp", block)
+    a = launch.agent("electing warp", block)
     answered = launch.before["dispatch_received"]
     words = ["dispatch_received", "combine_received"]
     moves = dict(combine_of=answered, combine_sent=launch.next("combine_sent")[1])
@@ -106,7 +106,7 @@ def _count(launch: Launch, block: int, sends: bool, receives: bool) -> None:
         moves["combine_received"] = launch.next("combine_received")[1]
     header_word(a, *words)
     if sends or not launch.world.publishes_at_combine_end:
-        is_last_to_start(a, lambda last: move(last, **moves))
+        elect_last_to_start(a, lambda last: move(last, **moves))
 
 
 def phase(launch: Launch, sends: bool, receives: bool) -> None:

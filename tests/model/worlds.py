@@ -50,7 +50,7 @@ SUMS = dict(protocol="by_rank", has_sums=True)
 
 
 DROPS = dict(drops_rows=True)
-LANES = dict(most_counting_warps=1, indexes_in_lanes=True)
+LANES = dict(most_scan_warps=1, indexes_in_lanes=True)
 TWICE, ONCE = replays(FUSED, 2), replays(FUSED, 1)
 GATHER = dict(protocol="all_gather", has_metadata=True)
 SLOTS = dict(protocol="by_expert")

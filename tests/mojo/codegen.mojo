@@ -15,7 +15,7 @@ from groups import (
     ROWS,
     RowsBack,
 )
-from max_ep.device.phase import InputScales, Kernel
+from max_ep.device.kernel import InputScales, Kernel
 from max_ep.layout import MAX_TOP_K
 from max_ep.setup import clear_kernel
 
@@ -26,7 +26,7 @@ def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
 
 
 comptime Overlapped[keeps_rows: Bool = False] = RowsBack[
-    returns=ROWS, keeps_rows=keeps_rows
+    has_sums=False, keeps_rows=keeps_rows
 ]
 """By rank it overlaps the launch before it."""
 

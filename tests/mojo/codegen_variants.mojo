@@ -5,6 +5,7 @@ Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
 """
 from emitting import emit_combine, emit_dispatch, emit_phase
 from groups import (
+    ANY,
     AllGather,
     BF16,
     ByExpert,
@@ -20,7 +21,6 @@ from groups import (
     TOP_K,
 )
 from max_ep.formats.plain import BF16TokenFormat
-from max_ep.layout import Returns
 from max_ep.token_format import TokenFormat
 
 comptime SHORT = BF16TokenFormat[2048, TOP_K]
@@ -37,14 +37,14 @@ def by_expert[
 ](name: String) raises:
     emit_dispatch[ByExpert[Format, max_tokens, padded, shared, n_ranks, n_hosts]](name)
     comptime back = RowsBack[
-        B16, Returns.ANY, max_tokens, shared, n_ranks=n_ranks, n_hosts=n_hosts
+        B16, ANY, max_tokens, shared, n_ranks=n_ranks, n_hosts=n_hosts
     ]
     emit_combine[back](name)
 
 
 def by_rank[
     Format: TokenFormat,
-    returns: Returns,
+    returns: Int,
     n_ranks: Int,
     max_tokens: Int,
     padded: Bool = False,

@@ -6,7 +6,7 @@ makes of it. The programs `codegen*.mojo` use it; tests/test_codegen.py and
 tests/same_code.py read the files.
 """
 from max.gpu.host import get_gpu_target
-from max_ep.device.phase import InputScales, Kernel, phase_kernel
+from max_ep.device.kernel import InputScales, Kernel, kernel_entry
 from std.compile import compile_info
 from std.sys import argv
 
@@ -42,7 +42,7 @@ def emit_phase[
     """Compiles a phase's kernel, as `kernel.variant`; its end says which one."""
     comptime sends = not kernel.endswith("_wait")
     comptime receives = not kernel.endswith("_async")
-    comptime entry = phase_kernel[P, sends, receives, scales]
+    comptime entry = kernel_entry[P, sends, receives, scales]
     var name = String(kernel, ".", variant)
     emit[entry, links=not P.group.use_shmem](name)
     comptime if for_amd:

@@ -2,10 +2,10 @@
 """The kernel variants that the programs `codegen*.mojo` compile: of a large model, on
 eight GPUs unless said otherwise.
 """
-from max_ep.combine_rows.phase import CombineRows
-from max_ep.combine_sums.phase import CombineSums
-from max_ep.dispatch_by_expert.phase import DispatchByExpert
-from max_ep.dispatch_by_rank.phase import DispatchByRank
+from max_ep.combine_rows.kernel import CombineRows
+from max_ep.combine_sums.kernel import CombineSums
+from max_ep.dispatch_by_expert.kernel import DispatchByExpert
+from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.formats.block_scaled import BlockScaledTokenFormat
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.mxfp4 import MXFP4
@@ -17,7 +17,7 @@ from max_ep.formats.plain import (
     WithMetadataTokenFormat,
 )
 from max_ep.formats.scale_layouts import InTiles, RowByRow
-from max_ep.layout import Addressing, combine_msg_bytes, Group, Returns
+from max_ep.layout import Addressing, combine_msg_bytes, Group
 from max_ep.token_format import TokenFormat
 
 comptime HIDDEN = 7168
@@ -36,8 +36,10 @@ comptime MXFP8_TILES = BlockScaledTokenFormat[MXFP8, InTiles, HIDDEN, TOP_K]
 comptime MXFP4_ROWS = BlockScaledTokenFormat[MXFP4, RowByRow, HIDDEN, TOP_K]
 comptime NVFP4_ROWS = BlockScaledTokenFormat[NVFP4, RowByRow, HIDDEN, TOP_K]
 comptime NVFP4_TILES = BlockScaledTokenFormat[NVFP4, InTiles, HIDDEN, TOP_K]
-comptime ROWS = Returns.ROWS
-comptime SUMS = Returns.SUMS
+comptime ANY = 0
+"""Rows, of any addressing."""
+comptime ROWS = 1
+comptime SUMS = 2
 
 comptime ByExpert[
     Format: TokenFormat,
@@ -55,7 +57,7 @@ comptime ByExpert[
         hidden_size=Format.hidden_size,
         dispatch_msg_bytes=Format.msg_bytes,
         addressing=Addressing.BY_EXPERT,
-        returns=ROWS,
+        has_sums=False,
         is_padded=padded,
         fused_shared_expert=shared,
         n_ranks_per_node=n_ranks // n_hosts,
@@ -68,7 +70,7 @@ comptime ByExpert[
 
 comptime ByRank[
     Format: TokenFormat,
-    returns: Returns = ROWS,
+    returns: Int = ROWS,
     max_tokens: Int = FEW,
     padded: Bool = False,
     shared: Bool = False,
@@ -88,7 +90,7 @@ comptime ByRank[
         hidden_size=Format.hidden_size,
         dispatch_msg_bytes=Format.msg_bytes,
         addressing=addressing,
-        returns=returns,
+        has_sums=returns == SUMS,
         is_padded=padded,
         fused_shared_expert=shared,
         shares_gpu=oversubscribed,
@@ -116,7 +118,7 @@ comptime AllGather[
 
 comptime RowsBack[
     dtype: DType = DType.bfloat16,
-    returns: Returns = Returns.ANY,
+    returns: Int = ANY,
     max_tokens: Int = FEW,
     shared: Bool = False,
     keeps_rows: Bool = False,
@@ -132,8 +134,8 @@ comptime RowsBack[
         top_k=top_k,
         hidden_size=HIDDEN,
         combine_msg_bytes=combine_msg_bytes[dtype](HIDDEN),
-        addressing=(Addressing.ANY if returns == Returns.ANY else Addressing.BY_RANK),
-        returns=returns,
+        addressing=(Addressing.ANY if returns == ANY else Addressing.BY_RANK),
+        has_sums=returns == SUMS,
         fused_shared_expert=shared,
         n_ranks_per_node=n_ranks // n_hosts,
         use_shmem=n_hosts > 1,
@@ -162,7 +164,7 @@ comptime SumsBack[
         hidden_size=HIDDEN,
         combine_msg_bytes=combine_msg_bytes[partial](HIDDEN, block),
         addressing=Addressing.BY_RANK,
-        returns=SUMS,
+        has_sums=True,
         fused_shared_expert=shared,
         shares_gpu=oversubscribed,
         partial_block=block,

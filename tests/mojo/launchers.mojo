@@ -13,7 +13,7 @@ from max_ep import (
     Float32TokenFormat,
 )
 from max_ep.formats.plain import PlainRows
-from max_ep.layout import Addressing, Group, Returns
+from max_ep.layout import Addressing, Group
 from max_ep.token_format import SharedRows
 from ranks import Ranks, tensor, vector
 from std.testing import assert_equal, assert_raises
@@ -33,7 +33,6 @@ comptime group = Group(
     dispatch_msg_bytes=Format.msg_bytes,
     combine_msg_bytes=Format.msg_bytes,
     addressing=Addressing.BY_EXPERT,
-    returns=Returns.ROWS,
 )
 comptime F32 = DType.float32
 comptime I32 = DType.int32

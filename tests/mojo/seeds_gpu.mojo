@@ -8,7 +8,7 @@ captures. Prints OK, or raises. Run by tests/test_mojo.py.
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceBuffer, DeviceContext
 from max_ep import EPLocalSyncCounters, Float32TokenFormat
-from max_ep.device.phase import InputScales
+from max_ep.device.kernel import InputScales
 from max_ep.flags import FlagPointer
 from max_ep.formats.plain import PlainRows
 from max_ep.kernels import (
@@ -17,7 +17,7 @@ from max_ep.kernels import (
     dispatch_async_kernel,
     dispatch_wait_kernel,
 )
-from max_ep.layout import Addressing, Group, Returns
+from max_ep.layout import Addressing, Group
 from max_ep.token_format import BytePointer, SharedRows
 from ranks import MatrixLayout, set_up, Vector, vector
 from std.testing import assert_equal
@@ -40,7 +40,6 @@ comptime group = Group(
     dispatch_msg_bytes=Format.msg_bytes,
     combine_msg_bytes=Format.msg_bytes,
     addressing=Addressing.BY_EXPERT,
-    returns=Returns.ROWS,
 )
 comptime N_WORDS = EPLocalSyncCounters[N_EXPERTS].total_size(group)
 

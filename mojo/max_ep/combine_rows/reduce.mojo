@@ -10,7 +10,7 @@ from std.utils.numerics import nan
 from ..arguments import CombinedTokens
 from ..counters import expert_of_choice, NO_EXPERT, row_of_own, Word
 from ..device.block import Block
-from ..device.kept import is_dropped, record_rows_found
+from ..device.kept import await_dropped, record_rows_found
 from ..device.warp import any_lane, in_32_bits, load16, store16
 from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
@@ -46,7 +46,7 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
     """Where rows arrive for this token."""
     var expert_rows: BytePointer
     var choice: Int32
-    """What `EPLocalSyncCounters.choices` says of the lane's choice. If ranks mask, a row
+    """What `Counters.choices` says of the lane's choice. If ranks mask, a row
     that has arrived has the rank that sent it here, in place of its expert."""
     var weight: Float32
 
@@ -159,7 +159,7 @@ def _choice_or_sender[
 
 
 @always_inline
-def _is_bad_answer(
+def _refuse_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
     """Returns whether the result cannot be the dispatch's; records why."""
@@ -197,7 +197,7 @@ def reduce_tokens[
     var lane = block.lane
     var received = block.receiving()
     var recv_buf = block.recv_buf()
-    var choices = block.counters.choices(dispatch_generation, group)
+    var choices = block.counters.choices(dispatch_generation)
     # Few tokens are split into chunks: alone, a warp has at most one; with peers up to
     # four, since rows arrive one after another.
     comptime chunks_of_warp = 1 if group.n_ranks == 1 else 4
@@ -208,7 +208,7 @@ def reduce_tokens[
     ):
         n_chunks *= 2
     n_chunks = min(n_chunks, n_steps)
-    var is_broken = _is_bad_answer(n_tokens, dispatch_generation, block)
+    var is_broken = _refuse_bad_answer(n_tokens, dispatch_generation, block)
     while True:
         var item = block.next_item(NEXT_CHUNK)
         if item >= n_tokens * n_chunks:
@@ -222,7 +222,7 @@ def reduce_tokens[
             weight = combined.router_weights[unsafe_offset=token_idx * top_k + lane]
         comptime if group.drops_rows:
             if choice >= 0:
-                if is_dropped(choice, block):
+                if await_dropped(choice, block):
                     choice = NO_EXPERT
                 else:
                     choice = Int32(expert_of_choice(choice, group))

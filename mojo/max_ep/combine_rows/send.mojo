@@ -8,7 +8,7 @@ from max.gpu import barrier, block_idx, syncwarp, thread_idx
 from std.sys import size_of
 
 from ..arguments import GivenRows
-from ..counters import EPLocalSyncCounters, rank_of_relative
+from ..counters import Counters, rank_of_relative
 from ..device.block import Block
 from ..device.kept import publish_kept_counts
 from ..device.shared import shared_ints, SharedInts
@@ -29,7 +29,7 @@ struct SharedPairs[group: Group](TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def copied_from(counters: EPLocalSyncCounters) -> Self:
+    def copied_from(counters: Counters[...]) -> Self:
         """Copies what dispatch has recorded, and syncs the block."""
         comptime n_pairs = Self.group.n_pairs()
         var pairs = Self(shared_ints[n_pairs](), shared_ints[n_pairs]())
@@ -89,7 +89,7 @@ def send_rows[
             block.refuse(Failure.BAD_SOURCE, SEND, row, token_idx, k)
             return
         # I4: a choice has one expert, so one writer.
-        var expert_id = block.my_rank * group.n_local_experts() + local_expert
+        var expert_id = group.expert_id(block.my_rank, local_expert)
         var offset = UInt64(group.combine_message_offset(token_idx, k, block.my_rank))
         var message = block.recv_bufs[unsafe_offset=src_rank] + offset
         var put_to: UInt64 = 0

@@ -24,7 +24,7 @@ def _refuse(
 
 
 @always_inline
-def is_bad_answer(
+def refuse_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
     """Returns whether the result cannot be the dispatch's; records why."""
@@ -47,7 +47,7 @@ def is_bad_answer(
 
 
 @always_inline
-def is_nothing_dispatched(block: Block[...]) -> Bool:
+def refuse_no_dispatch(block: Block[...]) -> Bool:
     """Returns whether there is no dispatch to answer; records it."""
     if block.before.dispatch_received != 0:
         return False
@@ -55,7 +55,7 @@ def is_nothing_dispatched(block: Block[...]) -> Bool:
 
 
 @always_inline
-def has_too_few_rows(
+def refuse_too_few_rows(
     n_rows: Int, n_rows_max: Int, phase: Int, block: Block[...]
 ) -> Bool:
     """Returns whether rows are fewer than dispatch delivered; records it."""

@@ -22,7 +22,7 @@ from ..device.warp import (
     store16,
 )
 from ..failures import Failure
-from ..flags import load_relaxed_sys_16, store_relaxed_sys_16, Wait
+from ..flags import load_relaxed_sys_16, store_relaxed_sys_16
 from ..formats.quantized_sums import QuantizedSums
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes
@@ -204,7 +204,7 @@ struct PartialFormat[
         comptime n_vectors = Self.n_partial_vectors
         var awaited = owners if share < Self.n_shares else 0
         var come = awaited
-        var wait = Wait(block.deadline)
+        var n_polls = 0
         while True:
             var missing = -1
             comptime for i in range(group.n_ranks * n_vectors):
@@ -213,10 +213,10 @@ struct PartialFormat[
                     missing = rank
             if missing < 0:
                 break
-            if block.gives_up(wait, missing):
+            if block.give_up_if_late(n_polls, missing):
                 come &= ~(UInt32(1) << UInt32(missing))
                 # The next one that is missing is given up at once.
-                wait.n_polls -= 1
+                n_polls -= 1
             comptime for i in range(group.n_ranks * n_vectors):
                 comptime rank = i // n_vectors
                 if (come >> UInt32(rank)) & 1 != 0 and loaded[i][3] == SENTINEL:
@@ -334,9 +334,9 @@ def _await_16[
     """Waits for 16 bytes of a partial sum, and puts `SENTINEL` back if it `restores`.
     """
     var bytes = first_loaded
-    var wait = Wait(block.deadline)
+    var n_polls = 0
     while bytes[3] == SENTINEL:
-        if block.gives_up(wait, owner_rank):
+        if block.give_up_if_late(n_polls, owner_rank):
             block.fail(Failure.NO_MESSAGE, owner_rank, -1, 0)
             return (bytes, False)
         bytes = load_relaxed_sys_16(p)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a warp adds up tokens from own rows and partial sums.
 
-The order of additions is fixed (`phase.mojo`) and does not depend on arrival. A warp
+The order of additions is fixed (`kernel.mojo`) and does not depend on arrival. A warp
 polls the 16 bytes of a partial sum when it needs them, and then restores `SENTINEL`.
 """
 import max.gpu.primitives.warp as warp
@@ -10,7 +10,7 @@ from std.utils.numerics import nan
 
 from ..counters import NO_ROW, rank_elsewhere
 from ..device.block import Block
-from ..device.kept import is_dropped, record_rows_found
+from ..device.kept import await_dropped, record_rows_found
 from ..device.schedule import Schedule
 from ..device.warp import any_lane, any_of_lanes, SENTINEL
 from ..layout import Group
@@ -81,13 +81,11 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                     owner = -1
             comptime if Self.group.drops_rows:
                 if owner >= 0:
-                    var choices = block.counters.choices(
-                        block.before.dispatch_received, Self.group
-                    )
+                    var choices = block.counters.choices(block.before.dispatch_received)
                     var choice = choices[
                         unsafe_offset=Self.group.choice(token_idx, lane)
                     ]
-                    if is_dropped(choice, block):
+                    if await_dropped(choice, block):
                         owner = -1
                 record_rows_found(token_idx, row >= 0 or owner >= 0, block)
             var owners: UInt32 = 0

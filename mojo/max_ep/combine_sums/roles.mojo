@@ -2,12 +2,12 @@
 """Control words and roles of the warps of a block of `CombineSums`.
 
 Each warp may send, and then takes part in adding up. The last three warps also do the
-work that is done once per block or launch (`phase.mojo`).
+work that is done once per block or launch (`kernel.mojo`).
 
 `SavedRoutes` is the record that dispatch made of a token, one choice per lane. With
 few tokens a warp can load its first record while the launch reads its header.
 """
-from ..counters import EPLocalSyncCounters, NO_ROW
+from ..counters import Counters, NO_ROW
 from ..device.schedule import Schedule
 from ..layout import Group
 
@@ -34,7 +34,7 @@ struct SavedRoutes(TrivialRegisterPassable):
     var n_tokens: Int32
     """Tokens of its source: if the token is past them, the rest is meaningless."""
     var row: Int32
-    """As in `EPLocalSyncCounters.received_rows`."""
+    """As in `Counters.received_rows`."""
     var weight: Float32
     """Its router weight, if it has a row here."""
 
@@ -42,15 +42,11 @@ struct SavedRoutes(TrivialRegisterPassable):
     @always_inline
     def of[
         group: Group
-    ](counters: EPLocalSyncCounters, source: Int, token_idx: Int, lane: Int) -> Self:
+    ](counters: Counters[...], source: Int, token_idx: Int, lane: Int) -> Self:
         """Reads the record of a token, all at once."""
-        var saved = Self(
-            counters.received_tokens(group)[unsafe_offset=source], NO_ROW, 0
-        )
+        var saved = Self(counters.received_tokens()[unsafe_offset=source], NO_ROW, 0)
         if lane < group.top_k and token_idx < group.max_tokens_per_rank:
             var choice = group.choice(token_idx, lane)
-            saved.row = counters.received_rows(group, source)[unsafe_offset=choice]
-            saved.weight = counters.received_weights(group, source)[
-                unsafe_offset=choice
-            ]
+            saved.row = counters.received_rows(source)[unsafe_offset=choice]
+            saved.weight = counters.received_weights(source)[unsafe_offset=choice]
         return saved

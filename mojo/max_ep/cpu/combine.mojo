@@ -19,6 +19,7 @@ from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..failures import Failure
 from ..formats.quantized_sums import QuantizedSums
 from ..flags import count_of, generation_of, message_flag
+from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
@@ -77,11 +78,11 @@ def _own_terms[
 ]:
     """Finds the rows of a token that the last `dispatch_wait` put here."""
     var terms = _Terms[dtype, group.top_k]()
-    var n_tokens = rank.counters.received_tokens(group)[unsafe_offset=source]
+    var n_tokens = rank.counters.received_tokens()[unsafe_offset=source]
     if token_idx >= Int(n_tokens):
         return terms^
-    var rows = rank.counters.received_rows(group, source)
-    var weights = rank.counters.received_weights(group, source)
+    var rows = rank.counters.received_rows(source)
+    var weights = rank.counters.received_weights(source)
     for k in range(group.top_k):
         var choice = group.choice(token_idx, k)
         var row = rows[unsafe_offset=choice]
@@ -115,7 +116,7 @@ def cpu_combine_async[
     # it; it writes nothing.
     if rank.n_experts() > 0:
         rank.await_readers(group.combine_done_offset(0), only_owners=False)
-    comptime if group.has_sums():
+    comptime if group.has_sums:
         _send_sums[dtype, partial_dtype](given.rows, rank)
     else:
         _send_rows[dtype](given.rows, given.src_info, rank)
@@ -131,9 +132,7 @@ def cpu_combine_async[
 
 def _check_rows[
     group: Group, //
-](
-    n_rows_max: Int, src_info: Pointer[Int32, ImmUntrackedOrigin], rank: CpuRank[group]
-) raises:
+](n_rows_max: Int, src_info: ImmPointer[Int32], rank: CpuRank[group]) raises:
     """Checks, before anything is sent, that `src_info` is the last dispatch's."""
     var counters = rank.counters
     if counters.generation(Word.DISPATCH_RECEIVED) == 0:
@@ -157,11 +156,7 @@ def _check_rows[
 
 def _send_rows[
     group: Group, //, dtype: DType
-](
-    expert_rows: SharedRows,
-    src_info: Pointer[Int32, ImmUntrackedOrigin],
-    rank: CpuRank[group],
-):
+](expert_rows: SharedRows, src_info: ImmPointer[Int32], rank: CpuRank[group]):
     comptime msg_bytes = group.combine_msg_bytes
     var n_rows = n_rows_of_pairs(rank.n_pairs, rank.counters)
     var is_streaming = should_stream(n_rows, msg_bytes)
@@ -200,7 +195,7 @@ def _send_sums[
     rank.counters.set_generation(
         Word.COMBINE_OF, rank.counters.generation(Word.DISPATCH_RECEIVED)
     )
-    var n_tokens_of = rank.counters.received_tokens(group)
+    var n_tokens_of = rank.counters.received_tokens()
     var n_tokens = 0
     for source in range(group.n_ranks):
         n_tokens += Int(n_tokens_of[unsafe_offset=source])
@@ -263,7 +258,7 @@ def cpu_combine_wait[
 ) raises:
     var n_tokens = combined.n_tokens
     comptime width = _width[group.hidden_size]
-    comptime has_sums = group.has_sums()
+    comptime has_sums = group.has_sums
     comptime sent_dtype = partial_dtype if has_sums else dtype
     comptime n_places = group.n_ranks if has_sums else group.top_k
     # If ranks mask, each owner has a place for the row of a choice.
@@ -336,7 +331,7 @@ def cpu_combine_wait[
     for token_idx in range(n_tokens):
         n_found += found[token_idx]
         comptime if group.drops_rows:
-            rank.counters.rows_found(group, token_idx)[] = Int32(found[token_idx])
+            rank.counters.rows_found(token_idx)[] = Int32(found[token_idx])
     if n_found != n_rows:
         comptime if has_sums:
             raise rank.error(

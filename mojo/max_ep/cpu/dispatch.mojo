@@ -18,7 +18,7 @@ same bits in both protocols, and every source may overwrite its tokens.
 from ..arguments import DispatchedRows, GivenTokens
 from ..counters import NO_ROW, relative_rank, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
-from ..device.phase import InputScales
+from ..device.kernel import InputScales
 from ..dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
@@ -29,6 +29,7 @@ from ..dispatch_by_rank.entries import (
     weight_word,
 )
 from ..flags import count_of, flag_at, generation_of, message_flag
+from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
@@ -143,7 +144,7 @@ def _write_entry[
         Int(plan.ids[unsafe_offset=choice]),
         Int(plan.positions[choice]),
     )
-    comptime if group.has_sums():
+    comptime if group.has_sums:
         var weight: Float32 = 1
         comptime if router_top_k == 0:
             weight = given.router_weights[unsafe_offset=choice]
@@ -183,7 +184,7 @@ def _publish_counts[
 @fieldwise_init
 struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
     var rows: Self.token_fmt_type.Rows
-    var src_info: Pointer[Int32, MutUntrackedOrigin]
+    var src_info: MutPointer[Int32]
     var is_streaming: Bool
 
     @always_inline
@@ -268,10 +269,10 @@ def _place_tokens[
         for src_rank in range(group.n_ranks):
             var offset = group.dispatch_n_tokens_offset(src_rank)
             n_tokens_of[src_rank] = rank.count_from(src_rank, offset)
-    comptime if group.has_sums():
+    comptime if group.has_sums:
         for src_rank in range(group.n_ranks):
             var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
-            rank.counters.received_tokens(group)[unsafe_offset=source] = Int32(
+            rank.counters.received_tokens()[unsafe_offset=source] = Int32(
                 n_tokens_of[src_rank]
             )
 
@@ -312,11 +313,11 @@ def _place_choice[
             is_here = position_of_entry(entry[]) < rank.counters.pair_count(pair)
     if is_here:
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
-    comptime if group.has_sums():
+    comptime if group.has_sums:
         var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
-        rank.counters.received_rows(group, source)[unsafe_offset=choice] = Int32(row)
+        rank.counters.received_rows(source)[unsafe_offset=choice] = Int32(row)
         if is_here:
-            rank.counters.received_weights(group, source)[
+            rank.counters.received_weights(source)[
                 unsafe_offset=choice
             ] = weight_of_word(entry[unsafe_offset=1])
     if not is_here:

@@ -4,9 +4,10 @@
 Positions are in token order, and rows are sorted by local expert, source rank, token,
 choice. So results do not depend on timing.
 """
-from ..counters import EPLocalSyncCounters, Word
+from ..counters import Counters, Word
 from ..failures import Failure, what_failed
 from ..kept_rows import keep_rows
+from ..kernel_argument import ImmPointer
 from ..layout import Group
 from ..row_tables import RowTables
 from .rank import CpuRank
@@ -17,7 +18,7 @@ comptime _NO_POSITION = Int32(-1)
 struct SendPlan[group: Group](Movable):
     """The position of each choice among the choices of its expert."""
 
-    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    var ids: ImmPointer[Int32]
     var positions: List[Int32]
     """Position of each choice in its pair, or `_NO_POSITION`."""
     var counts: List[Int]
@@ -25,7 +26,7 @@ struct SendPlan[group: Group](Movable):
     """Choices whose id is outside `[-1, n_experts)` or whose pair is full."""
     var first_dropped: Int
 
-    def __init__(out self, ids: Pointer[Int32, ImmUntrackedOrigin], n_tokens: Int):
+    def __init__(out self, ids: ImmPointer[Int32], n_tokens: Int):
         """Gives each choice the next place of its pair."""
         var n_choices = n_tokens * Self.group.top_k
         self.ids = ids
@@ -137,7 +138,7 @@ def _drop_rows[
         for src_rank in range(group.n_ranks):
             var pair = group.pair(local_expert, src_rank)
             n_dropped += announced[pair] - counts[pair]
-        rank.counters.rows_dropped(group, local_expert)[] = Int32(n_dropped)
+        rank.counters.rows_dropped(local_expert)[] = Int32(n_dropped)
 
 
 struct RowCursor(TrivialRegisterPassable):
@@ -154,7 +155,7 @@ struct RowCursor(TrivialRegisterPassable):
         self.row = 0
         self._n_before = 0
 
-    def advance(mut self, i: Int, counters: EPLocalSyncCounters):
+    def advance(mut self, i: Int, counters: Counters[...]):
         while self._n_before + counters.pair_count(self.pair) <= i:
             self._n_before += counters.pair_count(self.pair)
             self.pair += 1
@@ -162,7 +163,7 @@ struct RowCursor(TrivialRegisterPassable):
         self.row = counters.pair_row(self.pair) + self.slot
 
 
-def n_rows_of_pairs(n_pairs: Int, counters: EPLocalSyncCounters) -> Int:
+def n_rows_of_pairs(n_pairs: Int, counters: Counters[...]) -> Int:
     """Counts the rows of the last dispatch, without a shared expert's."""
     var n_rows = 0
     for pair in range(n_pairs):
@@ -171,7 +172,7 @@ def n_rows_of_pairs(n_pairs: Int, counters: EPLocalSyncCounters) -> Int:
 
 
 def hash_src_info(
-    src_info: Pointer[mut=_, Int32, _], n_pairs: Int, counters: EPLocalSyncCounters
+    src_info: Pointer[mut=_, Int32, _], n_pairs: Int, counters: Counters[...]
 ) -> Int32:
     """Digests `src_info`, so that combine recognizes the last dispatch's."""
     var digest = UInt32(n_rows_of_pairs(n_pairs, counters))

@@ -5,7 +5,7 @@
 for ranks that mask it.
 """
 from ..arguments import Call
-from ..counters import EPLocalSyncCounters, N_FAILURE_WORDS, Word
+from ..counters import Counters, N_FAILURE_WORDS, Word
 from ..failures import Failure, NEXT, place_of, raise_failure, what_failed
 from ..flags import (
     count_of,
@@ -23,7 +23,7 @@ from ..flags import (
     publish,
     SLEEP_SECONDS,
 )
-from ..layout import FLAG_BYTES, Group, n_experts_on_rank
+from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import PeerBuffers
 from std.time import sleep
@@ -45,7 +45,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     var my_rank: Int
     var last: UInt32
     var generation: UInt32
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
     var recv_bufs: PeerBuffers[Self.group.n_ranks]
     var recv_counts: PeerBuffers[Self.group.n_ranks]
     var timeout_ms: Int
@@ -74,7 +74,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         comptime if Self.group.masks:
             var now = ms_of(now_ns())
             if phase == 0:
-                self.counters.step_began_ms(Self.group)[] = now.cast[DType.int32]()
+                self.counters.step_began_ms()[] = now.cast[DType.int32]()
             self._give_heartbeat(now)
 
     def recv_buf(self) -> BytePointer:
@@ -83,15 +83,14 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     def staged_token(self, token_idx: Int) -> BytePointer:
         """Points to where one of this rank's own tokens is encoded."""
         return self.recv_buf().unsafe_offset(
-            Self.group.staged_from_recv(self.my_rank)
-            + Self.group.dispatch_staged_offset(token_idx)
+            Self.group.staged_from_recv(self.my_rank, token_idx)
         )
 
     def n_experts(self) -> Int:
-        return n_experts_on_rank(Self.group.n_experts, Self.group.n_ranks, self.my_rank)
+        return Self.group.n_experts_on(self.my_rank)
 
     def expert_id(self, local_expert: Int) -> Int:
-        return self.my_rank * Self.group.n_local_experts() + local_expert
+        return Self.group.expert_id(self.my_rank, local_expert)
 
     def flag(self, rank: Int, offset: Int) -> FlagPointer:
         return flag_at(self.recv_counts[rank], offset)
@@ -100,7 +99,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         return self.flag(self.my_rank, offset)
 
     def is_masked(self, rank: Int) -> Bool:
-        return self.counters.is_masked(Self.group, rank)
+        return self.counters.is_masked(rank)
 
     def publish(self, rank: Int, offset: Int, count: Int = 0):
         """Publishes a count or a done word to a rank that is not masked."""
@@ -163,7 +162,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
                         0,
                     ]
                     raise_failure(record, self.my_rank, self.timeout_ms)
-                self.counters.masked(Self.group, missing_rank)[] = 1
+                self.counters.masked(missing_rank)[] = 1
                 return
             if masks and n_polls % _POLLS_PER_HEARTBEAT == 0:
                 self._give_heartbeat(now)
@@ -182,7 +181,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         One that waits for others as long as this one, and longer, is late, too.
         """
         var timeout_ms = self.timeout_ms
-        var step_began = self.counters.step_began_ms(Self.group)[]
+        var step_began = self.counters.step_began_ms()[]
         var seen = load_acquire_sys(self.my_flag(Self._heartbeats + rank * FLAG_BYTES))
         var silent_ms = min(
             _ms_since(step_began.cast[DType.uint32](), now),

@@ -20,7 +20,7 @@ from max.gpu import (
 )
 
 from ..arguments import Buffers
-from ..counters import EPLocalSyncCounters, LaunchHeader, Word
+from ..counters import Counters, LaunchHeader, Word
 from ..failures import Failure, is_missing, phase_of, RECEIVE, record_failure, SEND
 from ..flags import (
     arrive_on_gpu,
@@ -37,14 +37,13 @@ from ..flags import (
     POLLS_PER_CLOCK_READ,
     publish,
     SharedWord,
-    Wait,
 )
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
-from .liveness import Clock, is_lost
+from .liveness import mask_if_late
 from .shared import share_addresses, shared_words, SharedAddresses
-from .start import is_in_order, is_last_block, mask_of
+from .start import check_header, elect_last_block, mask_of
 from .warp import any_lane, bytes_at
 
 
@@ -61,7 +60,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     var before: LaunchHeader
     var control: SharedWord
     """The block's control words, all 0 at first."""
-    var counters: EPLocalSyncCounters[Self.group.n_experts]
+    var counters: Counters[Self.group]
     var recv_bufs: SharedAddresses
     """Receive buffers of all ranks, of dispatch or of combine."""
     var counts: SharedAddresses
@@ -76,7 +75,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     ](
         word: Int32,
         mask: Int32,
-        counters: EPLocalSyncCounters[Self.group.n_experts],
+        counters: Counters[Self.group],
         recv_bufs: SharedAddresses,
         counts: SharedAddresses,
         phase: Int,
@@ -93,7 +92,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         if warp_idx == 0:
             # One warp decides for its block: a failure that is recorded meanwhile
             # must not make some warps leave and others wait for them.
-            var can_go = is_in_order[Self.group](word, counters, phase)
+            var can_go = check_header(word, counters, phase)
             if lane == 0:
                 control[unsafe_offset=n_control] = 1 if can_go else 0
         elif warp_idx == 1:
@@ -119,7 +118,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     def set_up[n_control: Int](buffers: Buffers[Self.group], mask: Int32 = 0) -> Self:
         """Sets up a block of a portable phase; a block barrier must follow.
 
-        Every warp calls it, once it knows that the launch `can_start`.
+        Every warp calls it, once it knows that the launch `load_and_check_header`.
         """
         var counters = buffers.counters
         var control = shared_words[n_control]()
@@ -246,25 +245,20 @@ struct Block[group: Group](TrivialRegisterPassable):
         return (self.mask >> UInt32(rank)) & 1 != 0
 
     @always_inline
-    def gives_up(self, mut wait: Wait, rank: Int) -> Bool:
+    def give_up_if_late(self, mut n_polls: Int, rank: Int) -> Bool:
         """Counts a poll without success; returns whether to wait no longer for a rank.
 
         If ranks mask, it is masked from then on.
         """
-        wait.n_polls += 1
+        n_polls += 1
         comptime if Self.group.masks:
             if self.is_masked(rank):
                 return True
-        if wait.n_polls % POLLS_PER_CLOCK_READ != 0:
+        if n_polls % POLLS_PER_CLOCK_READ != 0:
             return False
         comptime if Self.group.masks:
-            return is_lost[Self.group](self.clock(), rank)
-        return wait.deadline.has_passed()
-
-    @always_inline
-    def clock(self) -> Clock[Self.group]:
-        """Describes the time of the launch to what is read after many polls."""
-        return Clock[Self.group](self.counters.words, self.counts, self.deadline.end_ns)
+            return mask_if_late(self, rank)
+        return self.deadline.has_passed()
 
     # ------------------------------------------------------------------------- waits
 
@@ -282,9 +276,9 @@ struct Block[group: Group](TrivialRegisterPassable):
             # I3: no slot is written before its last reader is done with it.
             var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
             var word = load_acquire_sys(flag)
-            var wait = Wait(self.deadline)
+            var n_polls = 0
             while not is_not_before(_read_of[in_lower_half](word), generation):
-                if self.gives_up(wait, rank):
+                if self.give_up_if_late(n_polls, rank):
                     comptime if not Self.group.masks:
                         record_failure(
                             self.counters.at(Word.FAILURE),
@@ -324,9 +318,9 @@ struct Block[group: Group](TrivialRegisterPassable):
         self, flag: FlagPointer, missing_rank: Int, expert_id: Int = -1
     ) -> UInt64:
         var word = load_acquire_sys(flag)
-        var wait = Wait(self.deadline)
+        var n_polls = 0
         while generation_of(word) != self.receiving():
-            if self.gives_up(wait, missing_rank):
+            if self.give_up_if_late(n_polls, missing_rank):
                 self.fail(Failure.NO_MESSAGE, missing_rank, expert_id, word)
                 break
             word = load_acquire_sys(flag)
@@ -348,7 +342,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             publish(flag_at(bytes_at(to), offset), generation, 0)
 
     @always_inline
-    def is_last_to_start(self, warp_idx: Int) -> Bool:
+    def elect_last_to_start(self, warp_idx: Int) -> Bool:
         """Selects one thread, once all blocks have read the header; all call it."""
         if self.warp_idx != warp_idx or self.lane != 0:
             return False
@@ -374,7 +368,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     @always_inline
     def end_wait(self):
         """Ends a launch that only receives, by rank, and publishes what it has read."""
-        if not is_last_block(self.counters):
+        if not elect_last_block(self.counters):
             return
         if self.lane == 0:
             self.advance[False, True]()
@@ -390,7 +384,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         One warp calls it. A word holds both: dispatch in its upper half, combine
         in its lower one.
         """
-        # After `is_last_block` one lane has acquired what all blocks did.
+        # After `elect_last_block` one lane has acquired what all blocks did.
         syncwarp()
         for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
             publish(

@@ -11,14 +11,14 @@ from std.bit import pop_count
 
 from ..counters import expert_of_choice, position_of_choice
 from ..flags import count_of, flag_at, generation_of, store_relaxed_sys
-from ..layout import Group, n_experts_on_rank
+from ..layout import Group
 from .block import Block
 
 
 @always_inline
 def _count_offset[group: Group](expert_id: Int) -> Int:
     """Locates the combine count of an expert from the counts that a block has."""
-    comptime if group.has_sums():
+    comptime if group.has_sums:
         return group.combine_count_offset(expert_id) - (
             group.dispatch_counts_from_combine_counts()
         )
@@ -33,15 +33,12 @@ def publish_kept_counts[group: Group](block: Block[group]):
     """
     var my_rank = block.my_rank
     for pair in range(
-        block.lane,
-        n_experts_on_rank(group.n_experts, group.n_ranks, my_rank) * group.n_ranks,
-        WARP_SIZE,
+        block.lane, group.n_experts_on(my_rank) * group.n_ranks, WARP_SIZE
     ):
         var local_expert, src_rank = divmod(pair, group.n_ranks)
         store_relaxed_sys(
             block.flag(
-                src_rank,
-                _count_offset[group](my_rank * group.n_local_experts() + local_expert),
+                src_rank, _count_offset[group](group.expert_id(my_rank, local_expert))
             ),
             block.sending(),
             block.counters.pair_count(pair),
@@ -49,7 +46,7 @@ def publish_kept_counts[group: Group](block: Block[group]):
 
 
 @always_inline
-def is_dropped[group: Group](choice: Int32, block: Block[group]) -> Bool:
+def await_dropped[group: Group](choice: Int32, block: Block[group]) -> Bool:
     """Waits for the count of a choice's expert; returns whether it has no row there.
 
     If the count does not come, the row, which is awaited next, does not come either.
@@ -70,4 +67,4 @@ def record_rows_found[group: Group](token_idx: Int, has_row: Bool, block: Block[
     """Records how many rows a token's result has; lane `k` knows of choice `k`."""
     var n_found = pop_count(warp.vote[DType.uint32](has_row))
     if block.lane == 0:
-        block.counters.rows_found(group, token_idx)[] = Int32(n_found)
+        block.counters.rows_found(token_idx)[] = Int32(n_found)

@@ -5,6 +5,7 @@ from std.memory import unsafe_stack_allocation
 from std.sys import align_of
 
 from ..flags import SharedWord
+from ..kernel_argument import MutPointer
 from ..transport import mapped_address
 
 comptime SharedInts = Pointer[
@@ -37,9 +38,7 @@ def shared_ints[n: Int, alignment: Int = align_of[Int32]()]() -> SharedInts:
 @always_inline
 def own_of[
     T: AnyType, p2p_world_size: Int, //
-](
-    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size], my_rank: Int
-) -> UInt64:
+](buffers: Array[MutPointer[T], p2p_world_size], my_rank: Int) -> UInt64:
     """Finds this rank's buffer among those of its host."""
     var own: UInt64 = 0
     comptime for i in range(p2p_world_size):
@@ -52,9 +51,7 @@ def own_of[
 def share_addresses[
     T: AnyType, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
 ](
-    buffers: Array[Pointer[T, MutUntrackedOrigin], p2p_world_size],
-    my_rank: Int,
-    offset: Int = 0,
+    buffers: Array[MutPointer[T], p2p_world_size], my_rank: Int, offset: Int = 0
 ) -> SharedAddresses:
     """Copies kernel arguments to shared memory; a block barrier must follow."""
     var table = unsafe_stack_allocation[

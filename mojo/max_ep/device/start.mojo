@@ -8,9 +8,10 @@ import max.gpu.primitives.warp as warp
 from max.gpu import barrier, grid_dim, lane_id, warp_id, WARP_SIZE
 from std.sys import inlined_assembly
 
-from ..counters import EPLocalSyncCounters, N_HEADER_WORDS, wanted_word, Word
+from ..counters import Counters, N_HEADER_WORDS, wanted_word, Word
 from ..failures import Failure, is_fatal, phase_of, record_failure
 from ..flags import arrive_on_gpu
+from ..kernel_argument import MutPointer
 from ..layout import Group
 from .warp import any_lane
 
@@ -35,7 +36,7 @@ def await_launch_before():
 
 
 @always_inline
-def _load_now(word: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
+def _load_now(word: MutPointer[Int32]) -> Int32:
     """Issues a load here: the compiler would move it to its first use, which is after
     all loads that are in flight with it."""
     return inlined_assembly[
@@ -47,7 +48,7 @@ def _load_now(word: Pointer[Int32, MutUntrackedOrigin]) -> Int32:
 
 
 @always_inline
-def header_word(counters: EPLocalSyncCounters) -> Int32:
+def header_word(counters: Counters[...]) -> Int32:
     """Issues the load of the counters' header, which `Block.begin` needs.
 
     The load overlaps with what the kernel does before `Block.begin`.
@@ -57,12 +58,12 @@ def header_word(counters: EPLocalSyncCounters) -> Int32:
 
 
 @always_inline
-def mask_word[group: Group](counters: EPLocalSyncCounters[group.n_experts]) -> Int32:
+def mask_word[group: Group, //](counters: Counters[group]) -> Int32:
     """Issues the load of a lane's word of the mask; it overlaps that of the header."""
     comptime if not group.masks:
         return 0
     comptime assert group.n_ranks <= WARP_SIZE, "a lane has one word"
-    return _load_now(counters.masked(group, min(Int(lane_id()), group.n_ranks - 1)))
+    return _load_now(counters.masked(min(Int(lane_id()), group.n_ranks - 1)))
 
 
 @always_inline
@@ -74,7 +75,9 @@ def mask_of[group: Group](word: Int32) -> UInt32:
 
 
 @always_inline
-def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
+def load_and_check_header[
+    group: Group, //
+](counters: Counters[group], phase: Int) -> Bool:
     """Returns whether a launch may touch anything but its counters and results.
 
     The launcher has checked that there are enough counters, so the header may be read
@@ -85,14 +88,14 @@ def can_start[group: Group](counters: EPLocalSyncCounters, phase: Int) -> Bool:
     var found: Int32 = 0
     if lane_id() < N_HEADER_WORDS:
         found = counters.words[unsafe_offset=lane_id()]
-    return is_in_order[group](found, counters, phase)
+    return check_header(found, counters, phase)
 
 
 @always_inline
-def is_in_order[
-    group: Group
-](found: Int32, counters: EPLocalSyncCounters, phase: Int) -> Bool:
-    """Returns whether a header allows a launch; see `can_start`."""
+def check_header[
+    group: Group, //
+](found: Int32, counters: Counters[group], phase: Int) -> Bool:
+    """Returns whether a header allows a launch; see `load_and_check_header`."""
     comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane checks one word"
     var lane = Int(lane_id())
     var wanted: Int32 = 0
@@ -116,7 +119,7 @@ def is_in_order[
 
 
 @always_inline
-def is_last_block(counters: EPLocalSyncCounters) -> Bool:
+def elect_last_block(counters: Counters[...]) -> Bool:
     """Selects one warp of the grid once all blocks have done their work.
 
     Every thread of every block calls it, once, at the end of a launch. If one

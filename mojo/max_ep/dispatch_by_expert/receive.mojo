@@ -21,9 +21,8 @@ from ..flags import (
     load_relaxed_sys,
     message_flag,
     store_release_block,
-    Wait,
 )
-from ..layout import Group, n_experts_on_rank
+from ..layout import Group
 from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .send import NEXT_ITEM, PAIRS_READY, SendSchedule, staged
 
@@ -95,7 +94,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         var word = self.block.await_message(
             message_flag(message, Self.Format.msg_bytes),
             pair % group.n_ranks,
-            self.block.my_rank * group.n_local_experts() + pair // group.n_ranks,
+            group.expert_of_pair(self.block.my_rank, pair),
         )
         if any_lane(generation_of(word) != self.generation):
             return False
@@ -106,7 +105,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             if pair % group.n_ranks == self.block.my_rank:
                 # Combine reads the row where it is. The sender has read the
                 # expert that stood here before it published the message.
-                self.block.counters.choices(self.generation, group)[
+                self.block.counters.choices(self.generation)[
                     unsafe_offset=count_of(word)
                 ] = own_row(row)
         self._place(message, rows, row)
@@ -184,11 +183,9 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         var lane = self.block.lane
         var my_rank = self.block.my_rank
         var my_counts = self.block.my_counts()
-        var end = (
-            n_experts_on_rank(group.n_experts, group.n_ranks, my_rank) * group.n_ranks
-        )
+        var end = group.n_experts_on(my_rank) * group.n_ranks
         var words = Array[UInt64, in_flight](fill=0)
-        var wait = Wait(self.block.deadline)
+        var n_polls = 0
         var missing = 0
         # All words that are missing are polled again at once.
         while missing >= 0 and not is_late:
@@ -203,13 +200,13 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 var pair = first + i * WARP_SIZE + lane
                 if pair < end and generation_of(words[i]) != self.generation:
                     missing = pair
-            if self.block.gives_up(wait, missing % group.n_ranks):
+            if self.block.give_up_if_late(n_polls, missing % group.n_ranks):
                 is_late = missing >= 0
         if is_late:
             self.block.fail(
                 Failure.NO_COUNT,
                 missing % group.n_ranks,
-                my_rank * group.n_local_experts() + missing // group.n_ranks,
+                group.expert_of_pair(my_rank, missing),
                 load_relaxed_sys(
                     flag_at(my_counts, group.dispatch_count_offset(missing))
                 ),

@@ -12,7 +12,7 @@ from ..arguments import GivenTokens
 from ..counters import NO_EXPERT, Word
 from ..device.block import Block
 from ..device.encode import EncodedSteps, steps_in_flight
-from ..device.phase import InputScales
+from ..device.kernel import InputScales
 from ..device.schedule import n_steps_of, vector_of_lane
 from ..device.shared import shared_words
 from ..device.warp import bytes_at, in_32_bits, shuffle_address
@@ -74,9 +74,7 @@ struct SendSchedule(TrivialRegisterPassable):
 @always_inline
 def staged[group: Group](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
     """Locates where a token waits for its place among this rank's rows."""
-    return recv_buf.unsafe_offset(
-        group.staged_from_recv(0) + group.dispatch_staged_offset(token_idx)
-    )
+    return recv_buf.unsafe_offset(group.staged_from_recv(0, token_idx))
 
 
 @fieldwise_init
@@ -154,8 +152,8 @@ struct Sender[
         comptime group = Self.group
         comptime top_k = group.top_k
         var lane = self.block.lane
-        var choices = self.block.counters.choices(self.generation, group)
-        var slots = self.block.counters.slots(group)
+        var choices = self.block.counters.choices(self.generation)
+        var slots = self.block.counters.slots()
         var n_counted = 0
         var n_indexed: UInt32 = 0
         for item in range(Int(block_idx.x), self.schedule.n_items, Int(grid_dim.x)):
@@ -278,8 +276,8 @@ struct Sender[
         comptime group = Self.group
         var my_rank = self.block.my_rank
         var recv_bufs = self.block.recv_bufs
-        var choices = self.block.counters.choices(self.generation, group)
-        var slots = self.block.counters.slots(group)
+        var choices = self.block.counters.choices(self.generation)
+        var slots = self.block.counters.slots()
         var place = _Place(choices[unsafe_offset=choice], 0, 0)
         if place.expert != NO_EXPERT:
             var dst_rank, local_expert = divmod(

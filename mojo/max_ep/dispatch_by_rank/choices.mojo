@@ -11,6 +11,7 @@ from std.memory import bitcast
 from ..counters import NO_EXPERT
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import sum_of_lanes
+from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
 from .roles import N_INDEX_WARPS
 
@@ -75,9 +76,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
     In an all-gather each token chooses every rank, with a weight of 1.
     """
 
-    var ids: Pointer[Int32, ImmUntrackedOrigin]
+    var ids: ImmPointer[Int32]
     """`[n_choices]`; in an all-gather `[n_tokens][router_top_k]`."""
-    var weights: Pointer[Float32, ImmUntrackedOrigin]
+    var weights: ImmPointer[Float32]
     """`[n_choices]`; read if combine returns sums."""
     var n_choices: Int
     var shared_ids: SharedInts
@@ -87,18 +88,18 @@ struct Choices[group: Group](TrivialRegisterPassable):
     """`[n_counted][WARP_SIZE]`: for each expert that this block counts, how many of the
     ids that each of its warps has copied are of that expert."""
 
-    comptime _loads_weights = Self.group.has_sums() and not Self.group.sends_to_all()
+    comptime _loads_weights = Self.group.has_sums and not Self.group.sends_to_all()
 
     @always_inline
     def __init__(
         out self,
-        topk_ids: Pointer[Int32, ImmUntrackedOrigin],
-        router_weights: Pointer[Float32, ImmUntrackedOrigin],
+        topk_ids: ImmPointer[Int32],
+        router_weights: ImmPointer[Float32],
         n_tokens: Int,
     ):
         """Makes those of a launch; none is shared yet."""
         comptime n_weights = min(_N_SHARED_WEIGHTS, Self.group.n_choices())
-        comptime has_sums = Self.group.has_sums()
+        comptime has_sums = Self.group.has_sums
         self.ids = topk_ids
         self.weights = router_weights
         self.n_choices = n_tokens * Self.group.top_k
@@ -142,7 +143,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def load_weight(self, choice: Int) -> Float32:
-        comptime if not Self.group.has_sums():
+        comptime if not Self.group.has_sums:
             return 0
         comptime if Self.group.sends_to_all():
             return 1

@@ -13,7 +13,7 @@ from ..counters import relative_rank, Word
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
-from ..device.liveness import decided_of, is_lost, NEVER_DECIDED, UNDECIDED
+from ..device.liveness import mask_if_late, NEVER_DECIDED, read_decision, UNDECIDED
 from ..failures import Failure, RECEIVE, record_failure
 from ..flags import (
     arrive_in_block,
@@ -27,12 +27,11 @@ from ..flags import (
     POLLS_PER_CLOCK_READ,
     store_relaxed_gpu,
     store_release_block,
-    Wait,
 )
 from ..kept_rows import largest_level
-from ..layout import Group, MESSAGE_ALIGN, n_experts_on_rank
+from ..layout import Group, MESSAGE_ALIGN
 from ..row_tables import RowTables
-from .roles import COUNTED, FAILED, N_INDEX_WARPS, NO_NUMBERS, SUMMED, TOKENS_READY
+from .roles import SCANNED, FAILED, N_INDEX_WARPS, NO_NUMBERS, SUMMED, TOKENS_READY
 
 comptime _LOADS_OF_LANE = 4
 comptime _PAIRS_OF_LANE = 2 * _LOADS_OF_LANE
@@ -42,7 +41,7 @@ comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
 
 
 @always_inline
-def n_counting_warps[group: Group]() -> Int:
+def n_scan_warps[group: Group]() -> Int:
     """Counts the index warps that count: the last ones, which index least."""
     return min(N_INDEX_WARPS, ceildiv(group.n_pairs(), _PAIRS_AT_ONCE))
 
@@ -50,9 +49,7 @@ def n_counting_warps[group: Group]() -> Int:
 @always_inline
 def _pairs_of_warp[group: Group]() -> Int:
     """Counts the pairs that each of them counts."""
-    comptime stride = ceildiv(
-        group.n_pairs(), n_counting_warps[group]() * _PAIRS_AT_ONCE
-    )
+    comptime stride = ceildiv(group.n_pairs(), n_scan_warps[group]() * _PAIRS_AT_ONCE)
     return stride * _PAIRS_AT_ONCE
 
 
@@ -70,9 +67,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     var pair_rows: SharedInts
     """The rows before each pair, packed, and before the end."""
     var sums: SharedInts
-    """Of each counting warp: the rows of its pairs."""
+    """Of each scan warp: the rows of its pairs."""
     var largest_of: SharedInts
-    """Of each counting warp: the rows of its largest pair."""
+    """Of each scan warp: the rows of its largest pair."""
     var n_tokens_of: SharedInts
     """The tokens of each source, and the most."""
 
@@ -80,9 +77,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     def __init__(out self, block: Block[Self.group], tables: RowTables[Self.group]):
         self.block = block
         self.tables = tables
-        comptime n_counting = n_counting_warps[Self.group]()
+        comptime n_scanners = n_scan_warps[Self.group]()
         self.pair_rows = shared_ints[
-            n_counting * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
+            n_scanners * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
         ]()
         self.sums = shared_ints[N_INDEX_WARPS]()
         self.largest_of = shared_ints[N_INDEX_WARPS]()
@@ -136,15 +133,14 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
         All blocks must take the same, for they lay out the same rows. The first block
         decides, and masks the source. Others take a word that comes early, then what
-        the first has decided. `place`: that of `EPLocalSyncCounters.decided`.
+        the first has decided. `place`: that of `Counters.decided`.
         """
-        var clock = self.block.clock()
         var generation = self.block.receiving()
         if block_idx.x == 0:
-            if is_lost[Self.group](clock, src_rank):
+            if mask_if_late(self.block, src_rank):
                 return flag_word(generation, 0)
             return UNDECIDED
-        var word = decided_of[Self.group](clock, place)
+        var word = read_decision(self.block, place)
         if word == NEVER_DECIDED:
             record_failure(
                 self.block.counters.at(Word.FAILURE),
@@ -163,7 +159,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     def _publish_decision(self, word: UInt64, place: Int):
         """Publishes what the first block took, for blocks that are late."""
         if block_idx.x == 0:
-            store_relaxed_gpu(self.block.counters.decided(Self.group, place), word)
+            store_relaxed_gpu(self.block.counters.decided(place), word)
 
     @always_inline
     def _read_numbers(self) -> Bool:
@@ -178,16 +174,18 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             # A rank that was masked may be late, and its words may come now.
             if self.block.is_masked(src_rank):
                 word = flag_word(generation, 0)
-            var wait = Wait(self.block.deadline)
+            var n_polls = 0
             var place = Self.group.n_pairs() + src_rank
             while generation_of(word) != generation:
                 comptime if Self.group.masks:
-                    wait.n_polls += 1
-                    if wait.n_polls % POLLS_PER_CLOCK_READ == 0:
+                    n_polls += 1
+                    if n_polls % POLLS_PER_CLOCK_READ == 0:
                         word = self._settle(src_rank, place)
                         if generation_of(word) == generation:
                             break
-                if not Self.group.masks and self.block.gives_up(wait, src_rank):
+                if not Self.group.masks and self.block.give_up_if_late(
+                    n_polls, src_rank
+                ):
                     self.block.fail(Failure.NO_COUNT, src_rank, -1, word)
                     is_late = True
                     break
@@ -197,9 +195,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var n = 0 if is_late else count_of(word)
             self.n_tokens_of[unsafe_offset=src_rank] = Int32(n)
             most = max(most, Int32(n))
-            comptime if Self.group.has_sums():
+            comptime if Self.group.has_sums:
                 if block_idx.x == 0:
-                    self.block.counters.received_tokens(Self.group)[
+                    self.block.counters.received_tokens()[
                         unsafe_offset=relative_rank(
                             self.block.my_rank, src_rank, Self.group.n_ranks
                         )
@@ -236,8 +234,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def await_pair_rows(self) -> Bool:
         """Waits for the rows of all pairs."""
-        comptime n_counting = n_counting_warps[Self.group]()
-        while load_acquire_block(self.block.word(COUNTED)) < UInt32(n_counting):
+        comptime n_scanners = n_scan_warps[Self.group]()
+        while load_acquire_block(self.block.word(SCANNED)) < UInt32(n_scanners):
             pass
         return load_acquire_block(self.block.word(FAILED)) == 0
 
@@ -256,7 +254,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 var pair = pair_of_lane(first, i, self.block.lane)
                 if self.block.is_masked(pair % Self.group.n_ranks):
                     is_missing[i] = False
-        var wait = Wait(self.block.deadline)
+        var n_polls = 0
         while True:
             comptime for i in range(0, _PAIRS_OF_LANE, 2):
                 if is_missing[i] or is_missing[i + 1]:
@@ -272,8 +270,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if missing < 0:
                 break
             comptime if Self.group.masks:
-                wait.n_polls += 1
-                if wait.n_polls % POLLS_PER_CLOCK_READ == 0:
+                n_polls += 1
+                if n_polls % POLLS_PER_CLOCK_READ == 0:
                     var pair = pair_of_lane(first, missing, self.block.lane)
                     var word = self._settle(pair % Self.group.n_ranks, pair)
                     if generation_of(word) == generation:
@@ -282,14 +280,13 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                                 words[i] = word
                                 is_missing[i] = False
                         # Then at once the next one.
-                        wait.n_polls -= 1
-            if not Self.group.masks and self.block.gives_up(wait, 0):
+                        n_polls -= 1
+            if not Self.group.masks and self.block.give_up_if_late(n_polls, 0):
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(
                     Failure.NO_COUNT,
                     pair % Self.group.n_ranks,
-                    self.block.my_rank * Self.group.n_local_experts()
-                    + pair // Self.group.n_ranks,
+                    Self.group.expert_of_pair(self.block.my_rank, pair),
                     load_relaxed_sys(
                         flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                     ),
@@ -310,12 +307,10 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         return not any_lane(is_late)
 
     @always_inline
-    def _read_counts(self, n_before_all: Int32, counter: Int) -> Bool:
+    def _read_counts(self, n_before_all: Int32, scanner: Int) -> Bool:
         """Waits for some counts and adds them up, with one warp."""
-        var n_held = n_experts_on_rank(
-            Self.group.n_experts, Self.group.n_ranks, self.block.my_rank
-        )
-        var begin = counter * _pairs_of_warp[Self.group]()
+        var n_held = Self.group.n_experts_on(self.block.my_rank)
+        var begin = scanner * _pairs_of_warp[Self.group]()
         var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
         var n_before = n_before_all
         var largest: Int32 = 0
@@ -350,57 +345,57 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             n_before = warp.shuffle_idx(n, UInt32(WARP_SIZE - 1))
         largest = max_of_lanes(largest)
         if self.block.lane == 0:
-            self.sums[unsafe_offset=counter] = n_before
-            self.largest_of[unsafe_offset=counter] = largest
+            self.sums[unsafe_offset=scanner] = n_before
+            self.largest_of[unsafe_offset=scanner] = largest
         return True
 
     @always_inline
-    def _add_sums_before(self, n_shared: Int, counter: Int) -> Int32:
+    def _add_sums_before(self, n_shared: Int, scanner: Int) -> Int32:
         """Adds the sums of earlier warps to this one's; returns all rows."""
-        comptime n_counting = n_counting_warps[Self.group]()
+        comptime n_scanners = n_scan_warps[Self.group]()
         var summed = self.block.word(SUMMED)
         # Even after a failure: the other warps wait for this without a deadline.
         syncwarp()
         if self.block.lane == 0:
             arrive_in_block(summed)
-        while load_acquire_block(summed) < UInt32(n_counting):
+        while load_acquire_block(summed) < UInt32(n_scanners):
             pass
         var sum: Int32 = 0
-        if self.block.lane < n_counting:
+        if self.block.lane < n_scanners:
             sum = self.sums[unsafe_offset=self.block.lane]
         var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
-        var n_rows = warp.shuffle_idx(sums_before, UInt32(n_counting))
-        var rows_before = warp.shuffle_idx(sums_before, UInt32(counter))
-        var begin = counter * _pairs_of_warp[Self.group]()
+        var n_rows = warp.shuffle_idx(sums_before, UInt32(n_scanners))
+        var rows_before = warp.shuffle_idx(sums_before, UInt32(scanner))
+        var begin = scanner * _pairs_of_warp[Self.group]()
         var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
         for pair in range(begin + self.block.lane, end, WARP_SIZE):
             self.pair_rows[unsafe_offset=pair] += rows_before
         return n_rows
 
     @always_inline
-    def _count_rows(self, n_shared: Int, n_rows_max: Int, counter: Int):
+    def _count_rows(self, n_shared: Int, n_rows_max: Int, scanner: Int):
         """Waits for counts and finds the rows before each pair, with a warp."""
-        comptime n_counting = n_counting_warps[Self.group]()
+        comptime n_scanners = n_scan_warps[Self.group]()
         var failed = self.block.word(FAILED)
         var is_there = self._read_counts(
-            Int32(n_shared) if n_counting == 1 else 0, counter
+            Int32(n_shared) if n_scanners == 1 else 0, scanner
         )
         if not is_there:
             self.block.counters.set_broken()
             if self.block.lane == 0:
-                self.sums[unsafe_offset=counter] = 0
+                self.sums[unsafe_offset=scanner] = 0
                 store_release_block(failed, 1)
         var n_rows: Int32
-        comptime if n_counting == 1:
+        comptime if n_scanners == 1:
             syncwarp()
             n_rows = self.sums[unsafe_offset=0]
         else:
-            n_rows = self._add_sums_before(n_shared, counter)
-        if counter == 0 and self.block.lane == 0:
+            n_rows = self._add_sums_before(n_shared, scanner)
+        if scanner == 0 and self.block.lane == 0:
             self.pair_rows[unsafe_offset=Self.group.n_pairs()] = n_rows
         comptime if Self.group.drops_rows:
             var n_kept = max(n_rows_max - Self.group.n_shared_max(), 0)
-            if counter == 0:
+            if scanner == 0:
                 self._drop_rows(n_kept)
             n_rows = min(n_rows, Int32(n_shared + n_kept))
         var n_rows_needed = self.tables.n_rows_needed(Int(n_rows))
@@ -411,27 +406,25 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                     Failure.TOO_MANY_ROWS, RECEIVE, 0, n_rows_needed, n_rows_max
                 )
                 store_release_block(failed, 1)
-        # Even after a failure: the block waits for all counting warps without a deadline.
+        # Even after a failure: the block waits for all scan warps without a deadline.
         syncwarp()
         if self.block.lane == 0:
-            arrive_in_block(self.block.word(COUNTED))
+            arrive_in_block(self.block.word(SCANNED))
         # AFTER: `pair_rows` holds the rows before each pair, once all have arrived.
 
     @always_inline
     def _drop_rows(self, n_rows_max: Int):
-        """Reduces the rows of pairs to those that fit, with the first counting warp."""
+        """Reduces the rows of pairs to those that fit, with the first scan warp."""
         comptime n_pairs = Self.group.n_pairs()
-        comptime n_counting = n_counting_warps[Self.group]()
+        comptime n_scanners = n_scan_warps[Self.group]()
         # The others have added up their pairs.
-        while load_acquire_block(self.block.word(COUNTED)) < UInt32(n_counting - 1):
+        while load_acquire_block(self.block.word(SCANNED)) < UInt32(n_scanners - 1):
             pass
         syncwarp()
         var lane = self.block.lane
         if block_idx.x == 0:
             for i in range(lane, Self.group.n_local_experts(), WARP_SIZE):
-                self.block.counters.rows_dropped(Self.group, i)[] = Int32(
-                    self._rows_of_expert(i)
-                )
+                self.block.counters.rows_dropped(i)[] = Int32(self._rows_of_expert(i))
         var n_before = self.rows_before(0)
         if self.rows_before(n_pairs) - n_before <= n_rows_max:
             return
@@ -462,10 +455,10 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def lay_out_rows(self, n_shared: Int, n_rows_max: Int, indexer: Int):
         """Waits for counts and lays out the rows, with an index warp."""
-        comptime n_counting = n_counting_warps[Self.group]()
-        var counter = indexer - (N_INDEX_WARPS - n_counting)
-        if counter >= 0:
-            self._count_rows(n_shared, n_rows_max, counter)
+        comptime n_scanners = n_scan_warps[Self.group]()
+        var scanner = indexer - (N_INDEX_WARPS - n_scanners)
+        if scanner >= 0:
+            self._count_rows(n_shared, n_rows_max, scanner)
         if block_idx.x != 0:
             return
         # The first block says where rows are: in the outputs, and for combine.
@@ -489,9 +482,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if src_rank == 0:
                 comptime if Self.group.drops_rows:
                     # It holds the rows that have been announced.
-                    self.block.counters.rows_dropped(
-                        Self.group, local_expert
-                    )[] -= Int32(self._rows_of_expert(local_expert))
+                    self.block.counters.rows_dropped(local_expert)[] -= Int32(
+                        self._rows_of_expert(local_expert)
+                    )
                 self.tables.write_expert(
                     local_expert,
                     first_row,
@@ -500,7 +493,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         if indexer != 0:
             return
         var largest: Int32 = 0
-        if self.block.lane < n_counting:
+        if self.block.lane < n_scanners:
             largest = self.largest_of[unsafe_offset=self.block.lane]
         largest = max_of_lanes(largest)
         if self.block.lane == 0:

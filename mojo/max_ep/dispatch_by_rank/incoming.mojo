@@ -12,7 +12,7 @@ from ..device.block import Block
 from ..device.schedule import InlineSplit, n_steps_of, vector_of_lane
 from ..device.warp import ACCESSES_IN_FLIGHT, load16, SENTINEL, store16
 from ..failures import Failure
-from ..flags import flag_at, flag_word, load_relaxed_sys, load_relaxed_sys_16, Wait
+from ..flags import flag_at, flag_word, load_relaxed_sys, load_relaxed_sys_16
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes, TokenFormat
 
@@ -32,11 +32,11 @@ def await_words[
 ](words: BytePointer, src_rank: Int, block: Block[...]) -> LaneBytes:
     """Waits for an entry, or routing metadata, with one lane."""
     var bytes = _load_words[are_two](words)
-    var wait = Wait(block.deadline)
+    var n_polls = 0
     while True:
         if bytes[1] == block.receiving():
             return bytes
-        if block.gives_up(wait, src_rank):
+        if block.give_up_if_late(n_polls, src_rank):
             block.fail(Failure.NO_MESSAGE, src_rank, -1, flag_word(bytes[1], 0))
             return bytes
         bytes = _load_words[are_two](words)
@@ -80,7 +80,7 @@ struct _LaneVectors(TrivialRegisterPassable):
     ](self, mut loaded: Array[LaneBytes, n], src_rank: Int, block: Block[...]) -> Bool:
         """Waits until inline ones are there, flips back, and puts `SENTINEL` back."""
         # All that are missing are polled again at once.
-        var wait = Wait(block.deadline)
+        var n_polls = 0
         while True:
             var is_missing = False
             comptime for i in range(n):
@@ -88,7 +88,7 @@ struct _LaneVectors(TrivialRegisterPassable):
                     is_missing = True
             if not is_missing:
                 break
-            if block.gives_up(wait, src_rank):
+            if block.give_up_if_late(n_polls, src_rank):
                 block.fail(Failure.NO_MESSAGE, src_rank, -1, 0)
                 return False
             comptime for i in range(n):

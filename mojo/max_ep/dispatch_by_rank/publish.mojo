@@ -76,9 +76,9 @@ def publish_entry[
     var has_place = is_expert and position < group.max_tokens_per_rank
     # A choice that gets a row on this rank is recorded by who makes the row.
     var owner_rank = Int(choice.id) // group.n_local_experts()
-    var is_recorded = group.has_sums() or not has_place or owner_rank != block.my_rank
+    var is_recorded = group.has_sums or not has_place or owner_rank != block.my_rank
     if lane == 0 and is_recorded:
-        block.counters.choices(generation, group)[unsafe_offset=number] = sent_choice(
+        block.counters.choices(generation)[unsafe_offset=number] = sent_choice(
             choice.id, position, group
         ) if has_place else NO_EXPERT
     # The token of a choice without a place is sent like any other, so its entry
@@ -93,7 +93,7 @@ def publish_entry[
         var rank = nth_peer(block.my_rank, i, group.n_ranks)
         var to = bytes_at(block.recv_bufs[unsafe_offset=rank] + offset)
         # I1: only this rank writes entries of its choices.
-        comptime if group.has_sums():
+        comptime if group.has_sums:
             store_relaxed_sys_16(
                 to, two_words(word, weight_word(generation, choice.weight))
             )

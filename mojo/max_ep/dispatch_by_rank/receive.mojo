@@ -130,7 +130,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     @always_inline
     def _read_entry(self, token: Token) -> _Destination:
         """Waits for the entry of a lane's choice of a token."""
-        comptime has_sums = Self.group.has_sums()
+        comptime has_sums = Self.group.has_sums
         comptime n_local_experts = Self.group.n_local_experts()
         var my_rank = self.block.my_rank
         var choice = Self.group.choice(token.idx, self.block.lane)
@@ -270,12 +270,12 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     @always_inline
     def _record_row(self, token: Token, row: Int32):
-        comptime if Self.group.has_sums():
+        comptime if Self.group.has_sums:
             if self.block.lane < Self.group.top_k:
                 var source = relative_rank(
                     self.block.my_rank, token.src_rank, Self.group.n_ranks
                 )
-                self.block.counters.received_rows(Self.group, source)[
+                self.block.counters.received_rows(source)[
                     unsafe_offset=Self.group.choice(token.idx, self.block.lane)
                 ] = row
 
@@ -284,28 +284,28 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         self, token: Token, to: _Destination, wanted: UInt32, is_shared: Bool
     ) -> Bool:
         """Records where the rows of a token come from, with one warp."""
-        comptime drops_own = Self.group.drops_rows and not Self.group.has_sums()
+        comptime drops_own = Self.group.drops_rows and not Self.group.has_sums
         var lane = self.block.lane
         if to.has_row:
             self.dispatched.src_info[unsafe_offset=2 * Int(to.row)] = Int32(token.idx)
             self.dispatched.src_info[unsafe_offset=2 * Int(to.row) + 1] = Int32(lane)
-            comptime if not Self.group.has_sums():
+            comptime if not Self.group.has_sums:
                 # `publish_entry` leaves these choices out.
                 if token.src_rank == self.block.my_rank:
-                    self.block.counters.choices(self.block.receiving(), Self.group)[
+                    self.block.counters.choices(self.block.receiving())[
                         unsafe_offset=Self.group.choice(token.idx, lane)
                     ] = own_row(Int(to.row))
         elif drops_own and to.is_here and token.src_rank == self.block.my_rank:
-            self.block.counters.choices(self.block.receiving(), Self.group)[
+            self.block.counters.choices(self.block.receiving())[
                 unsafe_offset=Self.group.choice(token.idx, lane)
             ] = NO_EXPERT
         self._record_row(token, to.row)
-        comptime if Self.group.has_sums():
+        comptime if Self.group.has_sums:
             if lane < Self.group.top_k:
                 var source = relative_rank(
                     self.block.my_rank, token.src_rank, Self.group.n_ranks
                 )
-                self.block.counters.received_weights(Self.group, source)[
+                self.block.counters.received_weights(source)[
                     unsafe_offset=Self.group.choice(token.idx, lane)
                 ] = to.weight
         comptime if Self.Format.router_top_k > 0:

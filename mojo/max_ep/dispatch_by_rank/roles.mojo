@@ -3,7 +3,7 @@
 
 The first warp publishes how many tokens this rank sends, and reads the numbers of
 the others. The last `N_INDEX_WARPS` write entries and counts; the last
-`n_counting_warps` of these then read the counts of all ranks. The warps between send;
+`n_scan_warps` of these then read the counts of all ranks. The warps between send;
 in async alone, index warps send afterwards. All but the index warps receive, and they
 too where warps take work from a counter.
 """
@@ -20,7 +20,7 @@ comptime FIRST_SENDER = 1
 """The first warp that sends."""
 
 # Warps with another task first: if they send at all, they start sending later.
-comptime COUNTING_WARP = 6
+comptime ELECTING_WARP = 6
 """The warp that counts the blocks that have begun."""
 comptime DONE_WARP = 7
 """The warp that publishes earlier reads, or polls done words."""
@@ -30,7 +30,7 @@ comptime NO_NUMBERS = UInt32(2)
 """Value of `TOKENS_READY` if they did not come."""
 comptime SUMMED = 1
 """Control word: index warps that have the sum of their counts."""
-comptime COUNTED = 2
+comptime SCANNED = 2
 """Control word: index warps that have the rows of their pairs."""
 comptime FAILED = 3
 """Control word: whether a count is missing or the rows do not fit."""
@@ -94,4 +94,4 @@ def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
 
     Index warps have no round: some of them count.
     """
-    return Schedule.of_receivers(warp_idx, n_warps - N_INDEX_WARPS, COUNTING_WARP)
+    return Schedule.of_receivers(warp_idx, n_warps - N_INDEX_WARPS, ELECTING_WARP)

@@ -21,6 +21,7 @@ from ..device.schedule import (
 )
 from ..device.warp import any_lane, bytes_at, divmod_32, lanes_like, shuffle_address
 from ..flags import flag_at, publish
+from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
 from ..token_format import TokenFormat
 from .choices import Choices
@@ -28,14 +29,14 @@ from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND
 
 
 @fieldwise_init
-struct Receivers(TrivialRegisterPassable):
+struct Targets(TrivialRegisterPassable):
     """Who gets a token, as a lane of a warp knows it."""
 
     var dst_rank: Int32
     """Of choice `lane`: its rank, or -1."""
     var is_target: Bool
     """Whether this lane is the first of those with its rank, a peer."""
-    var targets: UInt32
+    var lanes: UInt32
     var is_own: Bool
     """Whether this rank gets it through its own region."""
 
@@ -64,26 +65,26 @@ struct Receivers(TrivialRegisterPassable):
 
     @always_inline
     def are_any(self) -> Bool:
-        return self.targets != 0 or self.is_own
+        return self.lanes != 0 or self.is_own
 
     @always_inline
     def count(self) -> Int:
-        return Int(pop_count(self.targets)) + Int(self.is_own)
+        return Int(pop_count(self.lanes)) + Int(self.is_own)
 
     @always_inline
     def nth(self, n: Int, my_rank: Int) -> Int:
         """Finds the rank of one, or -1; all lanes call it, each with its `n`."""
         var dst_rank = -1
-        var receiver = 0
-        var rest = self.targets
+        var i = 0
+        var rest = self.lanes
         while rest != 0:
             var k = count_trailing_zeros(rest)
             rest &= rest - 1
             var rank = warp.shuffle_idx(self.dst_rank, k)
-            if n == receiver:
+            if n == i:
                 dst_rank = Int(rank)
-            receiver += 1
-        if self.is_own and n == receiver:
+            i += 1
+        if self.is_own and n == i:
             dst_rank = my_rank
         return dst_rank
 
@@ -92,16 +93,14 @@ struct Receivers(TrivialRegisterPassable):
 struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
     """What a lane has of some steps of a token, as it is given."""
 
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    var tokens: ImmPointer[Scalar[Self.input_type]]
     """`[n_tokens][hidden_size]`."""
     var elements: Array[
         SIMD[Self.input_type, Self.Format.lane_elements], Self.in_flight
     ]
 
     @always_inline
-    def __init__(
-        out self, tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
-    ):
+    def __init__(out self, tokens: ImmPointer[Scalar[Self.input_type]]):
         self.tokens = tokens
         self.elements = {fill = 0}
 
@@ -126,7 +125,7 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
         self,
         first: Int,
         end: Int,
-        receivers: Receivers,
+        targets: Targets,
         address: UInt64,
         own: UInt64,
         lane: Int,
@@ -134,24 +133,18 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
         """Encodes the loaded steps once, writes them to all who get them."""
         var encoded = EncodedSteps[Self.Format, Self.in_flight]()
         encoded.encode[is_scaled=False](self.elements, 1, lane)
-        var rest = receivers.targets
+        var rest = targets.lanes
         while rest != 0:
             var k = Int(count_trailing_zeros(rest))
             rest &= rest - 1
             encoded.store[is_inline](shuffle_address(address, k), first, end, lane)
-        if receivers.is_own:
+        if targets.is_own:
             encoded.store[is_inline](own, first, end, lane)
 
     @always_inline
     def send[
         group: Group, //, is_inline: Bool
-    ](
-        mut self,
-        chunk: Chunk,
-        is_loaded: Bool,
-        receivers: Receivers,
-        block: Block[group],
-    ):
+    ](mut self, chunk: Chunk, is_loaded: Bool, targets: Targets, block: Block[group]):
         """Encodes a chunk of a token once, and writes it to all who get it."""
         var offset: UInt64
         comptime if is_inline:
@@ -159,23 +152,21 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
         else:
             offset = UInt64(group.token_offset(block.my_rank, chunk.whole))
         var address: UInt64 = 0
-        if receivers.is_target:
-            address = block.recv_bufs[unsafe_offset=Int(receivers.dst_rank)] + offset
+        if targets.is_target:
+            address = block.recv_bufs[unsafe_offset=Int(targets.dst_rank)] + offset
         var own = block.recv_bufs[unsafe_offset=block.my_rank] + offset
         comptime split = InlineSplit[n_steps_of[Self.Format]()]
         comptime if is_inline and split.most_steps <= Self.in_flight:
             # Less code than a loop.
             if not is_loaded:
                 self.load(chunk.whole, chunk.begin, chunk.end, block.lane)
-            self._store[True](
-                chunk.begin, chunk.end, receivers, address, own, block.lane
-            )
+            self._store[True](chunk.begin, chunk.end, targets, address, own, block.lane)
         else:
             for first in range(chunk.begin, chunk.end, Self.in_flight):
                 if first != chunk.begin or not is_loaded:
                     self.load(chunk.whole, first, chunk.end, block.lane)
                 self._store[is_inline](
-                    first, chunk.end, receivers, address, own, block.lane
+                    first, chunk.end, targets, address, own, block.lane
                 )
 
 
@@ -211,12 +202,12 @@ struct TokenSender[
     """Elements of the first steps of the first inline chunk."""
     var id: Int32
     """Expert id of choice `lane` of its token."""
-    var receivers: Receivers
+    var targets: Targets
 
     @always_inline
     def __init__(
         out self,
-        tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin],
+        tokens: ImmPointer[Scalar[Self.input_type]],
         choices: Choices[Self.group],
         n_tokens: Int,
         n_senders: Int,
@@ -237,7 +228,7 @@ struct TokenSender[
         )
         self.inline = {tokens}
         self.id = NO_EXPERT
-        self.receivers = Receivers(-1, False, 0, False)
+        self.targets = Targets(-1, False, 0, False)
 
     @always_inline
     def prefetch(mut self):
@@ -251,16 +242,16 @@ struct TokenSender[
                     )
 
     @always_inline
-    def find_receivers(mut self, header_word: Int32):
+    def find_targets(mut self, header_word: Int32):
         """Finds out who gets it, as soon as the header is there."""
         if self.has_chunk:
-            self.receivers = Receivers.of[Self.group, Self.has_input](
+            self.targets = Targets.of[Self.group, Self.has_input](
                 self.id, LaunchHeader.my_rank_of(header_word), Int(lane_id())
             )
 
     @always_inline
-    def _receivers_of(self, token_idx: Int, block: Block[Self.group]) -> Receivers:
-        return Receivers.of[Self.group, Self.has_input](
+    def _targets_of(self, token_idx: Int, block: Block[Self.group]) -> Targets:
+        return Targets.of[Self.group, Self.has_input](
             self.choices.id_of_lane(token_idx, block.lane), block.my_rank, block.lane
         )
 
@@ -286,16 +277,16 @@ struct TokenSender[
             return
         var is_loaded = True
         while True:
-            if self.receivers.are_any():
+            if self.targets.are_any():
                 # I1: only this rank writes the tokens of its number.
-                self.inline.send[True](self.chunk, is_loaded, self.receivers, block)
+                self.inline.send[True](self.chunk, is_loaded, self.targets, block)
             # Strides, no counter: that would be one more trip to shared memory.
             self.number += self.n_senders * Int(grid_dim.x)
             if self.number >= n_all:
                 return
             is_loaded = False
             self.chunk = split.chunk(self.number)
-            self.receivers = self._receivers_of(self.chunk.whole, block)
+            self.targets = self._targets_of(self.chunk.whole, block)
 
     @always_inline
     def _send_chunks(self, block: Block[Self.group]):
@@ -317,17 +308,15 @@ struct TokenSender[
         while True:
             var token_idx, bundle = divmod_32(number, n_bundles)
             var chunk = chunks_of_token[n_steps](token_idx, bundle, n_bundles)
-            var receivers = self._receivers_of(token_idx, block)
-            if receivers.are_any():
+            var targets = self._targets_of(token_idx, block)
+            if targets.are_any():
                 # I1: only this rank writes the tokens of its number.
-                lane.send[False](chunk, False, receivers, block)
+                lane.send[False](chunk, False, targets, block)
             syncwarp()
             # I2: a chunk's flag is published after all of the chunk. Each lane
             # publishes a flag, so the warp waits only once until its stores arrive.
-            for first in range(0, receivers.count() << shift, WARP_SIZE):
-                var dst_rank = receivers.nth(
-                    (first + block.lane) >> shift, block.my_rank
-                )
+            for first in range(0, targets.count() << shift, WARP_SIZE):
+                var dst_rank = targets.nth((first + block.lane) >> shift, block.my_rank)
                 if dst_rank >= 0:
                     var chunk_idx = block.lane & ((1 << shift) - 1)
                     var offset = Self.group.chunk_flag_offset(

@@ -9,8 +9,9 @@ from std.bit import log2_floor
 from std.memory import bitcast
 from std.sys import size_of
 
+from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN, scaled_token_bytes
-from ..token_format import BytePointer, LaneBytes, LaneWire, OutputTensors, TokenFormat
+from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
 from .casts import bits_of_magnitude, WIDTH
 from .scale_layouts import ScaledRows
 
@@ -84,13 +85,7 @@ trait BlockNumbers:
 struct BlockScaledTokenFormat[
     Numbers: BlockNumbers, Rows_: ScaledRows, hidden_size_: Int, top_k_: Int
 ](TokenFormat):
-    """Quantizes on sending.
-
-    Parameters:
-        Numbers: What values and scales are.
-        Rows_: Where scales go at the receiver.
-        hidden_size_: Elements of a token, a multiple of the block.
-        top_k_: Experts of a token.
+    """Quantizes on sending; `Numbers` are values and scales, `Rows_` where scales go.
     """
 
     comptime hidden_size = Self.hidden_size_
@@ -121,25 +116,11 @@ struct BlockScaledTokenFormat[
 
     @staticmethod
     @always_inline
-    def rows_of(outputs: OutputTensors) -> Self.Rows:
-        return Self.Rows.of(outputs)
-
-    @staticmethod
-    @always_inline
-    def _scales_of(
-        message: BytePointer,
-    ) -> Pointer[Scalar[Self.scale_type], MutUntrackedOrigin]:
-        return message.unsafe_offset(Self.value_bytes).unsafe_bitcast[
-            Scalar[Self.scale_type]
-        ]()
-
-    @staticmethod
-    @always_inline
     def encode[
         input_type: DType, is_scaled: Bool
     ](
         message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
         """Quantizes a token; see `BlockNumbers`."""
@@ -152,7 +133,7 @@ struct BlockScaledTokenFormat[
         input_type: DType, is_scaled: Bool
     ](
         message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
         block: Int,
     ):
@@ -175,9 +156,9 @@ struct BlockScaledTokenFormat[
                 (block * n_parts + part) * part_bytes,
                 Self.Numbers.values_of(parts[part] * scale.factor),
             )
-        Self._scales_of(message)[unsafe_offset=block] = scale.bits.cast[
-            Self.scale_type
-        ]()
+        message.unsafe_offset(Self.value_bytes).unsafe_bitcast[
+            Scalar[Self.scale_type]
+        ]()[unsafe_offset=block] = scale.bits.cast[Self.scale_type]()
 
     @staticmethod
     @always_inline
@@ -240,13 +221,4 @@ struct BlockScaledTokenFormat[
     @always_inline
     def place_scales(rows: Self.Rows, row: Int, vector: Int, scales: LaneBytes):
         comptime n = MESSAGE_ALIGN // Self.scale_bytes
-        rows.place[Self.n_blocks](
-            rows.first_scale[Self.n_blocks](row),
-            vector * n,
-            bitcast[Self.scale_type, n](scales),
-        )
-
-    @staticmethod
-    @always_inline
-    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        return rows.values().unsafe_offset(row * Self.value_bytes)
+        rows.place[Self.n_blocks](row, vector * n, bitcast[Self.scale_type, n](scales))

@@ -31,11 +31,7 @@ def power_of_two_at_least(x: Float32) -> Float32:
 
 
 struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
-    """The numbers of blockwise FP8.
-
-    Parameters:
-        power_of_two_scales: Whether scales are rounded up to powers of two.
-    """
+    """The numbers of blockwise FP8."""
 
     comptime block = FP8_BLOCK
     comptime value_bits = 8

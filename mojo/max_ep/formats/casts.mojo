@@ -66,10 +66,7 @@ def is_nan_of_bits(magnitude: UInt32) -> Bool:
 
 @always_inline
 def power_of_e8m0(e8m0: UInt32) -> Float32:
-    """Makes the power of two that a scale divides by; NaN for the NaN, 255.
-
-    Args:
-        e8m0: At most 253, or 255: the reciprocals are not subnormal.
+    """Makes the power of two that a scale, at most 253, divides by; NaN for the NaN, 255.
     """
     var bits = (UInt32(254) - e8m0) << 23
     return bitcast[DType.float32](bits if e8m0 != 255 else UInt32(0x7FC0_0000))

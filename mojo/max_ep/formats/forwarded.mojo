@@ -13,8 +13,9 @@ from std.sys import is_gpu, size_of
 
 from ..cpu_copy import copy_bytes
 from ..for_each import lane_of_item, Work
+from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes, LaneWire, OutputTensors, TokenFormat
+from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
 from .block_scaled import BlockNumbers, BlockScaledTokenFormat
 from .casts import WIDTH
 from .nvfp4 import NVFP4
@@ -35,12 +36,7 @@ struct ForwardedTokenFormat[
 ](TokenFormat):
     """Sends values and scales as they are given, and delivers them as the format does.
 
-    Parameters:
-        Numbers: What values and scales are.
-        Rows_: Where scales go at the receiver.
-        hidden_size_: Elements of a token, a multiple of the block.
-        top_k_: Experts of a token.
-        has_row_scale: Whether a float32 in 16 bytes, a scale of the token, comes last.
+    `has_row_scale`: whether a float32 in 16 bytes, a scale of the token, comes last.
     """
 
     comptime Quantizing = BlockScaledTokenFormat[
@@ -64,16 +60,11 @@ struct ForwardedTokenFormat[
 
     @staticmethod
     @always_inline
-    def rows_of(outputs: OutputTensors) -> Self.Rows:
-        return Self.Rows.of(outputs)
-
-    @staticmethod
-    @always_inline
     def encode[
         input_type: DType, is_scaled: Bool
     ](
         message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
         copy_bytes(
@@ -99,11 +90,6 @@ struct ForwardedTokenFormat[
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
         return True
-
-    @staticmethod
-    @always_inline
-    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        return rows.values().unsafe_offset(row * Self.row_bytes)
 
     @staticmethod
     @always_inline
@@ -167,7 +153,7 @@ struct QuantizeTokens[input_type: DType, hidden_size: Int](Work):
 
     var joined: BytePointer
     """Result, `[n_tokens]` of what dispatch forwards."""
-    var tokens: Pointer[Scalar[Self.input_type], ImmUntrackedOrigin]
+    var tokens: ImmPointer[Scalar[Self.input_type]]
     """`[n_tokens][hidden_size]`."""
 
     @always_inline

@@ -8,7 +8,7 @@ from std.memory import bitcast
 from std.sys import size_of
 
 from ..cpu_copy import copy_bytes
-from ..kernel_argument import unused
+from ..kernel_argument import ImmPointer, MutPointer, unused
 from ..layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
 from ..token_format import BytePointer, LaneWire, OutputRows, OutputTensors, TokenFormat
 
@@ -19,17 +19,26 @@ struct PlainRows(OutputRows):
 
     var tokens: BytePointer
     """Rows, `[n_rows_max][hidden_size]` in the wire's element type."""
-    var expert_ids: Pointer[Int32, MutUntrackedOrigin]
+    var expert_ids: MutPointer[Int32]
     """All-gather: routing map, `[n_rows_max][router_top_k]`; after the last row, -1."""
-    var probs: Pointer[Float32, MutUntrackedOrigin]
+    var probs: MutPointer[Float32]
     """All-gather: probabilities, `[n_rows_max][router_top_k]`; after the last row, 0."""
-    var n_gathered: Pointer[Int32, MutUntrackedOrigin]
+    var n_gathered: MutPointer[Int32]
     """All-gather: `[1]`, number of rows."""
 
     def __init__(out self, tokens: BytePointer):
         """Takes the tensor of a dispatch that is no all-gather."""
         self = unused[Self]()
         self.tokens = tokens
+
+    @staticmethod
+    @always_inline
+    def of(outputs: OutputTensors) -> Self:
+        return {outputs.tokens, outputs.routing_map, outputs.probs, outputs.n_gathered}
+
+    @always_inline
+    def values(self) -> BytePointer:
+        return self.tokens
 
 
 struct PlainTokenFormat[
@@ -53,16 +62,11 @@ struct PlainTokenFormat[
 
     @staticmethod
     @always_inline
-    def rows_of(outputs: OutputTensors) -> Self.Rows:
-        return {outputs.tokens, outputs.routing_map, outputs.probs, outputs.n_gathered}
-
-    @staticmethod
-    @always_inline
     def encode[
         input_type: DType, is_scaled: Bool
     ](
         message: BytePointer,
-        token: Pointer[Scalar[input_type], ImmUntrackedOrigin],
+        token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
         comptime if Self.wire_type == input_type and not is_scaled:
@@ -102,11 +106,6 @@ struct PlainTokenFormat[
     @always_inline
     def is_identity[input_type: DType]() -> Bool:
         return Self.wire_type == input_type
-
-    @staticmethod
-    @always_inline
-    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        return rows.tokens.unsafe_offset(row * Self.value_bytes)
 
     @staticmethod
     @always_inline

@@ -10,6 +10,7 @@ from std.math import fma
 from std.memory import bitcast
 from std.sys import size_of
 
+from ..kernel_argument import ImmPointer
 from ..token_format import BytePointer, LaneBytes, LaneWire
 from .block_scaled import BlockNumbers, BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8, FP8_BLOCK
@@ -19,11 +20,7 @@ from .scale_layouts import RowByRow
 
 
 struct QuantizedSums[block: Int, hidden_size: Int]:
-    """How a partial sum is laid out: values, then scales.
-
-    Parameters:
-        block: Elements that share a scale, `Group.partial_block`.
-        hidden_size: Elements of a sum.
+    """How a partial sum is laid out: values, then scales; `block` is that of `Group`.
     """
 
     comptime Numbers: BlockNumbers = (
@@ -37,9 +34,7 @@ struct QuantizedSums[block: Int, hidden_size: Int]:
     @staticmethod
     @always_inline
     def encode(message: BytePointer, sum: List[Float32]):
-        var elements = Pointer[Float32, ImmUntrackedOrigin](
-            unsafe_from_address=Int(sum.unsafe_ptr())
-        )
+        var elements = ImmPointer[Float32](unsafe_from_address=Int(sum.unsafe_ptr()))
         Self.Format.encode[DType.float32, False](message, elements, 1)
 
     @staticmethod

@@ -6,73 +6,35 @@ On the wire a token's scales follow its values. A format is compiled for one lay
 from std.math import ceildiv
 from std.sys import size_of
 
+from ..kernel_argument import MutPointer
 from ..token_format import BytePointer, OutputRows, OutputTensors
 
 
 trait ScaledRows(OutputRows):
     """Output tensors of values and scales."""
 
-    @staticmethod
-    def of(outputs: OutputTensors) -> Self:
-        """Takes them from those of the op."""
-        ...
-
-    def values(self) -> BytePointer:
-        """Points to the values, `[n_rows]` of the format's `value_bytes`."""
-        ...
-
-    def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        """Locates the scale of a row's first block.
-
-        Parameters:
-            n_blocks: Scales of a row.
-
-        Args:
-            row: The row.
-
-        Returns:
-            Which scale of the tensor it is.
-        """
-        ...
-
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
-    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
-        """Puts some scales of a row where they belong.
+    ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
+        """Puts the bits of some of a row's `n_blocks` scales where they belong.
 
-        Parameters:
-            scale_type: An unsigned integer of the scale's size.
-            n: How many; those after the last block of the row are left out.
-            n_blocks: Scales of a row.
-
-        Args:
-            start: What `first_scale` says of the row.
-            first: The block that the first of them is of, a multiple of `n`.
-            scales: Their bits.
+        `first`: the block that the first is of, a multiple of `n`. Scales behind the last
+        block are left out.
         """
         ...
 
     @always_inline
     def place_row_scale(self, row: Int, scale: Float32):
-        """Puts the scale of a whole row where it belongs.
-
-        Args:
-            row: The row.
-            scale: Its scale.
-        """
+        """Puts the scale of a whole row where it belongs."""
         pass
 
 
 @fieldwise_init
 struct WithRowScales[Rows: ScaledRows](ScaledRows):
-    """Scales of blocks where `Rows` has them, and one of each row.
-
-    Parameters:
-        Rows: Where scales of blocks go.
-    """
+    """Scales of blocks where `Rows` has them, and one of each row."""
 
     var rows: Self.Rows
-    var row_scales: Pointer[Float32, MutUntrackedOrigin]
+    var row_scales: MutPointer[Float32]
     """Scales of rows, `[n_rows_max]`."""
 
     comptime depend_on_expert = Self.Rows.depend_on_expert
@@ -92,14 +54,10 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
         return self.rows.values()
 
     @always_inline
-    def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        return self.rows.first_scale[n_blocks](row)
-
-    @always_inline
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
-    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
-        self.rows.place[n_blocks](start, first, scales)
+    ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
+        self.rows.place[n_blocks](row, first, scales)
 
     @always_inline
     def place_row_scale(self, row: Int, scale: Float32):
@@ -110,13 +68,13 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
 struct TransposedRows(ScaledRows):
     """Transposed scales, as FP8 matmuls read them.
 
-    Scales: `[n_groups][n_blocks][rows_per_group]`.
+    Scales: `[n_panels][n_blocks][rows_per_panel]`.
     """
 
     var tokens: BytePointer
     """Values, `[n_rows_max][hidden_size]` of one byte each."""
     var scales: BytePointer
-    var rows_per_group: Int
+    var rows_per_panel: Int
     """Rows whose scales stand together: all of them where rows are packed,
     those of one expert where they are padded."""
 
@@ -130,18 +88,20 @@ struct TransposedRows(ScaledRows):
         return self.tokens
 
     @always_inline
-    def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        var group, row_in_group = divmod(row, self.rows_per_group)
-        return group * n_blocks * self.rows_per_group + row_in_group
+    def first_scale(self, row: Int, n_blocks: Int) -> Int:
+        """Locates the scale of a row's first block."""
+        var panel, row_in_panel = divmod(row, self.rows_per_panel)
+        return panel * n_blocks * self.rows_per_panel + row_in_panel
 
     @always_inline
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
-    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+    ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
         var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
+        var start = self.first_scale(row, n_blocks)
         comptime for i in range(n):
             if n == 1 or first + i < n_blocks:
-                to[unsafe_offset=start + (first + i) * self.rows_per_group] = scales[i]
+                to[unsafe_offset=start + (first + i) * self.rows_per_panel] = scales[i]
 
 
 @fieldwise_init
@@ -149,7 +109,7 @@ struct PackedExponents(ScaledRows):
     """The exponents of float32 scales that are powers of two, four in a word, transposed
     as `TransposedRows`. DeepEP calls it UE8M0.
 
-    Scales: `[n_groups][n_blocks / 4][rows_per_group][4]` bytes.
+    Scales: `[n_panels][n_blocks / 4][rows_per_panel][4]` bytes.
     """
 
     var rows: TransposedRows
@@ -165,21 +125,17 @@ struct PackedExponents(ScaledRows):
         return self.rows.values()
 
     @always_inline
-    def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        """Locates the word of a row's first blocks."""
-        return self.rows.first_scale[n_blocks // 4](row)
-
-    @always_inline
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
-    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+    ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
         comptime assert scale_type == DType.uint32 and n_blocks % 4 == 0
         var exponents = (scales >> 23).cast[DType.uint8]()
+        var start = self.rows.first_scale(row, n_blocks // 4)
         comptime for i in range(n):
             var word, byte = divmod(first + i, 4)
             if n == 1 or first + i < n_blocks:
                 self.rows.scales[
-                    unsafe_offset=4 * (start + word * self.rows.rows_per_group) + byte
+                    unsafe_offset=4 * (start + word * self.rows.rows_per_panel) + byte
                 ] = exponents[i]
 
 
@@ -200,22 +156,17 @@ struct RowByRow(ScaledRows):
         return self.tokens
 
     @always_inline
-    def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        return row * n_blocks
-
-    @always_inline
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
-    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+    ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
         var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
+        var at = row * n_blocks + first
         comptime if n_blocks % n == 0:
-            to.unsafe_store[alignment=n * size_of[Scalar[scale_type]]()](
-                start + first, scales
-            )
+            to.unsafe_store[alignment=n * size_of[Scalar[scale_type]]()](at, scales)
         else:
             comptime for i in range(n):
                 if first + i < n_blocks:
-                    to[unsafe_offset=start + first + i] = scales[i]
+                    to[unsafe_offset=at + i] = scales[i]
 
 
 @fieldwise_init
@@ -250,17 +201,14 @@ struct InTiles(ScaledRows):
         return self.tokens
 
     @always_inline
-    def first_scale[n_blocks: Int](self, row: Int) -> Int:
-        var tile, row_in_tile = divmod(row + self.shift, 128)
-        var inner = row_in_tile % 32 * 4 + row_in_tile // 32
-        return (tile * ceildiv(n_blocks, 4) * 128 + inner) * 4
-
-    @always_inline
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
-    ](self, start: Int, first: Int, scales: SIMD[scale_type, n]):
+    ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
         comptime assert size_of[Scalar[scale_type]]() == 1, "tiles hold bytes"
         var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
+        var tile, row_in_tile = divmod(row + self.shift, 128)
+        var inner = row_in_tile % 32 * 4 + row_in_tile // 32
+        var start = (tile * ceildiv(n_blocks, 4) * 128 + inner) * 4
         comptime for i in range(0, n, 4):
             if first + i < n_blocks:
                 var four = SIMD[scale_type, 4](0)

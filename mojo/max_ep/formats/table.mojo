@@ -52,7 +52,7 @@ comptime FormatOf[
     DType.bfloat16 if name == "bfloat16" else DType.float32,
     hidden_size,
     top_k,
-    max(router_top_k, 0),
+    router_top_k,
 ] if router_top_k > 0 or name == "bfloat16" or name == "float32" else (
     ForwardedTokenFormat[
         NumbersOf[name], _RowsOf[scales], hidden_size, top_k

@@ -21,7 +21,7 @@ from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..device.block import Block
-from ..device.phase import Kernel
+from ..device.kernel import Kernel
 from ..device.shared import share_addresses
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
@@ -35,7 +35,7 @@ from .index_small import index_one_by_one, LaneIndex
 from .publish import publish_n_tokens, send_metadata
 from .receive import Receiver
 from .roles import (
-    COUNTING_WARP,
+    ELECTING_WARP,
     DONE_WARP,
     N_CONTROL,
     N_INDEX_WARPS,
@@ -78,7 +78,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         )
         # If combine sends rows, the next launch publishes no done words of dispatch.
         comptime publishes_at_end = not sends and (
-            Self.group.shares_gpu or not Self.group.has_sums()
+            Self.group.shares_gpu or not Self.group.has_sums
         )
         var n_tokens = in_32_bits(self.given.n_tokens)
         var choices = Choices[Self.group](
@@ -95,7 +95,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         var lane_index = LaneIndex[Self.group](choices)
         await_launch_before()
         var word = header_word(self.buffers.counters)
-        var mask = mask_word[Self.group](self.buffers.counters)
+        var mask = mask_word(self.buffers.counters)
         comptime if sends:
             # What depends on the arguments alone, if tokens are few.
             sender.prefetch()
@@ -108,7 +108,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         var counts = share_addresses[Self.group.n_ranks, False](self.buffers.counts, 0)
         comptime if sends:
             choices.share()
-            sender.find_receivers(word)
+            sender.find_targets(word)
         var block = Block[Self.group].begin[N_CONTROL](
             word,
             mask,
@@ -123,7 +123,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             return
         var indexer = block.warp_idx - (Self.n_warps - N_INDEX_WARPS)
         comptime if not publishes_at_end:
-            if block.is_last_to_start(COUNTING_WARP):
+            if block.elect_last_to_start(ELECTING_WARP):
                 comptime if sends:
                     block.counters.n_tokens_of(block.sending())[] = Int32(n_tokens)
                 block.advance[sends, receives]()
@@ -137,7 +137,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 publish_n_tokens(n_tokens, block)
             # AFTER: this generation's entries, counts and tokens are on their way.
         comptime if receives:
-            comptime if Self.group.has_sums() and not publishes_at_end:
+            comptime if Self.group.has_sums and not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == DONE_WARP:
                     block.prefetch_done_words()
             var n_own = n_tokens if sends else block.before.n_tokens(block.receiving())

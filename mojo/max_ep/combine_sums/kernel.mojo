@@ -17,10 +17,10 @@ if ranks may share a GPU. A launch that fails writes NaN where it has no result.
 from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, CombinedTokens
-from ..combine_rows.phase import fill_with_nan
-from ..counters import EPLocalSyncCounters
+from ..combine_rows.kernel import fill_with_nan
+from ..counters import Counters
 from ..device.block import Block
-from ..device.phase import Kernel
+from ..device.kernel import Kernel
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
 from ..device.start import await_launch_before, header_word, mask_word
@@ -28,7 +28,7 @@ from ..device.warp import in_32_bits
 from ..failures import RECEIVE, SEND
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
-from .checks import has_too_few_rows, is_bad_answer, is_nothing_dispatched
+from .checks import refuse_too_few_rows, refuse_bad_answer, refuse_no_dispatch
 from .partials import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
 from .receive import Receiver
 from .roles import N_CONTROL, N_WARPS_MIN, receive_schedule, SavedRoutes
@@ -71,7 +71,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)
-        var mask = mask_word[group](counters)
+        var mask = mask_word(counters)
         # How many rows dispatch has delivered: this load does not depend on the header,
         # so both are in flight together.
         var n_rows = counters.pair_row(group.n_pairs())
@@ -85,9 +85,9 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         )
         var is_refused = not block.can_go
         comptime if sends:
-            is_refused = is_refused or is_nothing_dispatched(block)
+            is_refused = is_refused or refuse_no_dispatch(block)
         comptime if receives:
-            is_refused = is_refused or has_too_few_rows(
+            is_refused = is_refused or refuse_too_few_rows(
                 n_rows, self.rows.n_rows, code, block
             )
         if is_refused:
@@ -97,12 +97,12 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                 )
             return
         comptime if not publishes_at_end:
-            if block.is_last_to_start(n_warps - 2):
+            if block.elect_last_to_start(n_warps - 2):
                 block.advance[sends, receives]()
         comptime if sends:
             block.publish_earlier_reads(n_warps - 3)
             comptime if not receives:
-                if has_too_few_rows(n_rows, self.rows.n_rows, code, block):
+                if refuse_too_few_rows(n_rows, self.rows.n_rows, code, block):
                     return
             self._send(block, n_senders, prefetched)
             # AFTER: this generation's partial sums are on their way.
@@ -143,7 +143,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             self.rows.rows,
             BytePointer(unsafe_from_address=Int(self.combined.tokens)),
             n_tokens,
-            is_bad_answer(n_tokens, dispatch_generation, block),
+            refuse_bad_answer(n_tokens, dispatch_generation, block),
             prefetched,
             block.warp_idx >= n_senders,
         )
@@ -189,7 +189,7 @@ struct _First(TrivialRegisterPassable):
         return first
 
     @always_inline
-    def saved_routes[group: Group](self, counters: EPLocalSyncCounters) -> SavedRoutes:
+    def saved_routes[group: Group](self, counters: Counters[...]) -> SavedRoutes:
         return SavedRoutes.of[group](
             counters, self.source, self.token_idx, Int(lane_id())
         )

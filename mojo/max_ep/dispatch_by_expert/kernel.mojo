@@ -18,9 +18,9 @@ from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..counters import Word
 from ..device.block import Block
-from ..device.phase import InputScales, Kernel
+from ..device.kernel import InputScales, Kernel
 from ..device.shared import own_of
-from ..device.start import can_start, is_last_block
+from ..device.start import load_and_check_header, elect_last_block
 from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, record_failure, SEND
 from ..flags import next_generation
@@ -58,12 +58,12 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
         comptime has_shared = group.fused_shared_expert
         comptime n_warps = group.num_threads // WARP_SIZE
         var counters = self.buffers.counters
-        if not can_start[group](counters, SEND if sends else RECEIVE):
+        if not load_and_check_header(counters, SEND if sends else RECEIVE):
             comptime if receives:
                 self._deliver_nothing()
             return
         comptime if has_shared and not sends:
-            if not self._has_sent():
+            if not self._check_sent():
                 self._deliver_nothing()
                 return
         var block = Block[group].set_up[N_CONTROL](self.buffers)
@@ -100,7 +100,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 # Whatever this block's warps have staged is there after this.
                 barrier()
                 receiver.place_own_tokens()
-        if not is_last_block(counters):
+        if not elect_last_block(counters):
             return
         comptime if sends:
             if block.lane == 0:
@@ -115,7 +115,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
             # AFTER: rows are complete; every source may overwrite its slots here.
 
     @always_inline
-    def _has_sent(self) -> Bool:
+    def _check_sent(self) -> Bool:
         """Returns whether this rank's tokens are staged for the shared expert."""
         var counters = self.buffers.counters
         var received = next_generation(counters.generation(Word.DISPATCH_RECEIVED))

@@ -12,7 +12,7 @@ from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream, LaunchAtt
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.utils import StaticTuple
 
-from ..kernel_argument import KernelArgument
+from ..kernel_argument import KernelArgument, MutPointer
 from ..layout import Group
 from ..shmem_modules import register_module
 
@@ -48,7 +48,7 @@ trait Kernel(Copyable, KernelArgument):
     # A multiprocessor has one block: all registers may be used.
     `nvvm.minctasm`=SIMDLength(1),
 )
-def phase_kernel[
+def kernel_entry[
     P: Kernel, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P):
     """The kernel of every phase.
@@ -101,7 +101,7 @@ struct Queue(Copyable):
         """Takes a caller's queue; address 0 is CUDA's default stream."""
         self.context = context
         self.external = context.create_external_stream(
-            Optional(Pointer[NoneType, MutUntrackedOrigin](unsafe_from_address=address))
+            Optional(MutPointer[NoneType](unsafe_from_address=address))
         )
 
     def stream(self) raises -> DeviceStream:
@@ -114,7 +114,7 @@ def enqueue[
     P: Kernel, //, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P, queue: Queue) raises:
     """Launches a phase, and returns at once."""
-    comptime kernel = phase_kernel[P, sends, receives, input_scales]
+    comptime kernel = kernel_entry[P, sends, receives, input_scales]
     var function = queue.context.compile_function[kernel]()
     comptime if P.group.use_shmem:
         register_module(function, queue.context)

@@ -16,11 +16,17 @@ from std.utils.numerics import nan
 
 from ..arguments import Buffers, CombinedTokens, GivenRows
 from ..device.block import Block
-from ..device.phase import Kernel
+from ..device.kernel import Kernel
 from ..device.shared import own_of
-from ..device.start import await_launch_before, can_start, is_last_block, mask_word
+from ..device.start import (
+    await_launch_before,
+    load_and_check_header,
+    elect_last_block,
+    mask_word,
+)
 from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, SEND
+from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
@@ -53,8 +59,8 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
         comptime group = Self.group
         comptime if group.is_by_rank():
             await_launch_before()
-        var mask = mask_word[group](self.buffers.counters)
-        if not can_start[group](self.buffers.counters, SEND if sends else RECEIVE):
+        var mask = mask_word(self.buffers.counters)
+        if not load_and_check_header(self.buffers.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
         var block = Block[group].set_up[N_CONTROL](self.buffers, mask)
@@ -97,7 +103,7 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
 @always_inline
 def fill_with_nan[
     combine_dtype: DType, //, num_threads: Int
-](result: Pointer[Scalar[combine_dtype], MutUntrackedOrigin], n_elements: Int):
+](result: MutPointer[Scalar[combine_dtype]], n_elements: Int):
     """Fills a result that is not computed, with all blocks."""
     var value = nan[DType.float32]().cast[combine_dtype]()
     for i in range(
@@ -111,7 +117,7 @@ def fill_with_nan[
 @always_inline
 def _finish[group: Group, //, sends: Bool, receives: Bool](block: Block[group]):
     """Ends a launch: its last block advances generations and publishes done words."""
-    if not is_last_block(block.counters):
+    if not elect_last_block(block.counters):
         return
     if block.lane == 0:
         block.advance[sends, receives]()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parses an op's parameter `config` into its `Group` and token format, at compile time.
+
+It is a string such as "n_experts=256 n_ranks=8 by_rank sums". `max_ep/graph/ops.py`
+writes it.
+"""
+from max.gpu.host.info import is_gpu
+
+from .formats.table import FormatOf
+from .layout import Addressing, combine_msg_bytes, Group
+from .token_format import TokenFormat
+
+
+def has_word(words: StaticString, word: StaticString) -> Bool:
+    return String(" ", word, " ") in String(" ", words, " ")
+
+
+def number_in(config: StaticString, name: StaticString) -> Int:
+    """Reads the number after `name=` in a space-separated list; 0 if it is missing."""
+    var all = String(" ", config, " ")
+    var begin = all.find(String(" ", name, "="))
+    if begin < 0:
+        return 0
+    var bytes = all.as_bytes()
+    var n = 0
+    for i in range(begin + name.byte_length() + 2, len(bytes)):
+        if bytes[i] == UInt8(ord(" ")):
+            break
+        n = n * 10 + Int(bytes[i]) - ord("0")
+    return n
+
+
+def group_of(
+    config: StaticString,
+    on_gpu: Bool,
+    dispatch_msg_bytes: Int = 0,
+    combine_msg_bytes: Int = 0,
+) -> Group:
+    """Reads the group out of an op's parameter `config`."""
+    var n_ranks = number_in(config, "n_ranks")
+    var per_node = number_in(config, "n_ranks_per_node")
+    return Group(
+        n_experts=number_in(config, "n_experts"),
+        n_ranks=n_ranks,
+        max_tokens_per_rank=number_in(config, "max_tokens_per_rank"),
+        top_k=number_in(config, "top_k"),
+        hidden_size=number_in(config, "hidden_size"),
+        dispatch_msg_bytes=dispatch_msg_bytes,
+        combine_msg_bytes=combine_msg_bytes,
+        addressing=Addressing.TO_ALL if has_word(config, "to_all") else (
+            Addressing.BY_RANK if has_word(config, "by_rank") else Addressing.BY_EXPERT
+        ),
+        has_sums=has_word(config, "sums"),
+        is_padded=has_word(config, "padded"),
+        fused_shared_expert=has_word(config, "fused_shared_expert"),
+        shares_gpu=has_word(config, "shares_gpu"),
+        n_ranks_per_node=per_node,
+        use_shmem=on_gpu and per_node < n_ranks,
+        n_sms=number_in(config, "n_sms"),
+        masks=has_word(config, "masks"),
+        drops_rows=has_word(config, "drops_rows"),
+        partial_block=number_in(config, "partial_block"),
+    )
+
+
+comptime FormatOfOp[format: StaticString, config: StaticString] = FormatOf[
+    format,
+    number_in(config, "hidden_size"),
+    number_in(config, "top_k"),
+    number_in(config, "router_top_k"),
+    "tiles" if has_word(config, "scales_in_tiles") else (
+        "rows" if has_word(config, "scales_in_rows") else (
+            "packed" if has_word(config, "scales_packed") else "transposed"
+        )
+    ),
+]
+
+comptime DispatchGroup[
+    target: StaticString, Format: TokenFormat, config: StaticString
+] = group_of(config, is_gpu[target](), dispatch_msg_bytes=Format.msg_bytes)
+
+comptime CombineGroup[
+    target: StaticString, dtype: DType, partial_dtype: DType, config: StaticString
+] = group_of(
+    config,
+    is_gpu[target](),
+    combine_msg_bytes=combine_msg_bytes[
+        partial_dtype if has_word(config, "sums") else dtype
+    ](number_in(config, "hidden_size"), number_in(config, "partial_block")),
+)
