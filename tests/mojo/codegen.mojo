@@ -26,7 +26,7 @@ def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
 
 
 comptime Overlapped[keeps_rows: Bool = False] = RowsBack[
-    has_sums=False, keeps_rows=keeps_rows
+    returns=ROWS, keeps_rows=keeps_rows
 ]
 """By rank it overlaps the launch before it."""
 
