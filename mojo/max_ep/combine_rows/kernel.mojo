@@ -30,8 +30,10 @@ from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
-from .roles import N_CONTROL, n_send_warps
 from .send import send_rows, SharedPairs
+
+comptime _N_CONTROL = 2
+"""`NEXT_ROW` and `NEXT_CHUNK`."""
 
 
 @fieldwise_init
@@ -63,18 +65,19 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
         if not load_and_check_header(self.buffers.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
-        var block = Block[group].set_up[N_CONTROL](self.buffers, mask)
+        var block = Block[group].set_up[_N_CONTROL](self.buffers, mask)
         comptime if sends:
             if block.before.dispatch_received == 0:
-                block.refuse(Failure.NOTHING_DISPATCHED, SEND)
+                block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
                 self._refuse[receives]()
-                block.counters.set_broken()
                 return
         comptime sends_own = Self.keeps_rows and sends != receives
         comptime if sends and (group.n_ranks > 1 or sends_own):
             var n_senders = group.num_threads // WARP_SIZE
             comptime if receives:
-                n_senders = n_send_warps(in_32_bits(self.combined.n_tokens), n_senders)
+                # The others reduce.
+                var most = 4 if in_32_bits(self.combined.n_tokens) > 256 else 8
+                n_senders = min(most, n_senders - 1)
             var pairs = SharedPairs[group].copied_from(block.counters)
             if block.warp_idx < n_senders:
                 send_rows[Self.dtype, sends_own](

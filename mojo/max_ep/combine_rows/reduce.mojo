@@ -16,8 +16,9 @@ from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
-from .roles import NEXT_CHUNK
 
+comptime NEXT_CHUNK = 1
+"""Control word of `CombineRows`: next chunk of a token to reduce."""
 comptime ROWS_IN_FLIGHT = 8
 
 comptime _Choices = SIMD[DType.int32, ROWS_IN_FLIGHT]

@@ -17,7 +17,9 @@ from ..failures import Failure, SEND
 from ..flags import message_flag, publish
 from ..layout import Group, plain_token_bytes
 from ..transport import put_message_warp
-from .roles import NEXT_ROW
+
+comptime NEXT_ROW = 0
+"""Control word of `CombineRows`: next row to send."""
 
 
 @fieldwise_init

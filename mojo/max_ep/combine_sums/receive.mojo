@@ -70,7 +70,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             var token_idx = chunk.whole
             var saved = self.prefetched
             if not are_few or not is_known:
-                saved = SavedRoutes.of[Self.group](block.counters, 0, token_idx, lane)
+                saved = SavedRoutes.of(block.counters, 0, token_idx, lane)
             is_known = False
             var row = saved.row
             if is_broken:

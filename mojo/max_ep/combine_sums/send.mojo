@@ -65,7 +65,7 @@ def send_partials[
             var source, token_idx = sum_to_send[group](chunk.whole)
             var saved = prefetched
             if not are_few or not is_prefetched:
-                saved = SavedRoutes.of[group](block.counters, source, token_idx, lane)
+                saved = SavedRoutes.of(block.counters, source, token_idx, lane)
             is_prefetched = False
             if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
                 continue

@@ -236,6 +236,14 @@ struct Block[group: Group](TrivialRegisterPassable):
             b,
         )
 
+    @always_inline
+    def refuse_and_break(
+        self, code: Int32, phase: Int, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
+    ):
+        """Records the same, and that the rank is broken."""
+        self.refuse(code, phase, expert_or_row, a, b)
+        self.counters.set_broken()
+
     # -------------------------------------------------------------------------- mask
 
     @always_inline
