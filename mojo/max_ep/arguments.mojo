@@ -56,7 +56,9 @@ def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtyp
 def mapped_buffers[
     group: Group, T: AnyType
 ](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped()]:
-    var first_rank = buffers.first_mapped()
+    var first_rank = 0
+    while buffers.addresses[unsafe_offset=first_rank] == 0:
+        first_rank += 1
     var result = Array[MutPointer[T], group.n_mapped()](
         fill=buffers[first_rank].unsafe_bitcast[T]()
     )
@@ -279,7 +281,7 @@ struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     var n_tokens: Int
 
 
-def _n_choices[Format: TokenFormat]() -> Int:
+def n_choices_of[Format: TokenFormat]() -> Int:
     """Counts the experts that the router gives a token."""
     return Format.router_top_k if Format.router_top_k > 0 else Format.top_k
 
@@ -294,22 +296,10 @@ def given_tokens[
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
-    check_shape(op, "topk_ids", topk_ids, n_tokens, _n_choices[Format]())
+    check_shape(op, "topk_ids", topk_ids, n_tokens, n_choices_of[Format]())
     check_shape(op, "input_tokens", tokens, n_tokens, Format.hidden_size)
     var no_weights = unused[ImmPointer[Float32]]()
     return {imm(tokens), imm(topk_ids), no_weights, n_tokens}
-
-
-def give_weights[
-    input_type: DType, group: Group, //, Format: TokenFormat
-](
-    call: Call[group],
-    mut given: GivenTokens[input_type],
-    router_weights: TileTensor[DType.float32, ...],
-) raises:
-    comptime n_choices = _n_choices[Format]()
-    check_shape(call.op, "router_weights", router_weights, given.n_tokens, n_choices)
-    given.router_weights = imm(router_weights)
 
 
 @fieldwise_init
@@ -322,7 +312,12 @@ struct DispatchedRows[group: Group, Format: TokenFormat](
     var n_rows_max: Int
     var tables: RowTables[Self.group]
     var src_info: MutPointer[Int32]
-    """`[n_rows_max][2]`: token on its source rank, and k."""
+    """`[n_rows_max][2]`: token on its source rank, and k; -1: of a shared expert."""
+
+    @always_inline
+    def set_source(self, row: Int, token_idx: Int, k: Int):
+        self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
+        self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
 
 
 def dispatched_rows[

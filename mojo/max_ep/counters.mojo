@@ -217,17 +217,11 @@ def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
 @always_inline
 def word_after_init(i: Int, my_rank: Int, timeout_ms: Int, group: Group) -> Int32:
     """Returns the value of a word before the first generation."""
-    if i == Word.MAGIC:
-        return COUNTERS_MAGIC
     if i == Word.MY_RANK:
         return Int32(my_rank)
     if i == Word.TIMEOUT_MS:
         return Int32(timeout_ms)
-    var words = group.words()
-    comptime for word in range(N_GROUP_WORDS):
-        if i == Word.GROUP + word:
-            return words[word]
-    return 0
+    return wanted_word(i, 0, group)
 
 
 def name_of_word(i: Int) -> String:
@@ -263,12 +257,6 @@ struct LaunchHeader(TrivialRegisterPassable):
     var most_received: Int
     var n_tokens_even: Int
     var n_tokens_odd: Int
-
-    @staticmethod
-    @always_inline
-    def my_rank_of(word: Int32) -> Int:
-        """Broadcasts only the rank to all lanes of a warp."""
-        return Int(warp.shuffle_idx(word, UInt32(Word.MY_RANK)))
 
     @staticmethod
     @always_inline

@@ -3,12 +3,8 @@
 
 The op stands behind the combine of the tokens: it reads the mask as that left it.
 """
-from layout import TileTensor
-from max.gpu.host import DeviceContext
-
-from .arguments import Call, check_shape, imm, mut_
 from .counters import Counters
-from .for_each import for_each, Work
+from .for_each import Work
 from .kernel_argument import ImmPointer, MutPointer
 from .layout import Group
 
@@ -44,29 +40,3 @@ struct FindDegraded[group: Group](Work):
                 live += weight
         self.degraded[unsafe_offset=i] = is_degraded
         self.live_share[unsafe_offset=i] = live / all if is_degraded and all > 0 else 1
-
-
-def launch_degraded[
-    group: Group, //, target: StaticString
-](
-    call: Call[group],
-    degraded: TileTensor[DType.bool, ...],
-    live_share: TileTensor[DType.float32, ...],
-    topk_ids: TileTensor[DType.int32, ...],
-    router_weights: TileTensor[DType.float32, ...],
-    context: DeviceContext,
-) raises:
-    var n_tokens = Int(degraded.dim[0]())
-    check_shape(call.op, "topk_ids", topk_ids, n_tokens, group.top_k)
-    check_shape(call.op, "router_weights", router_weights, n_tokens, group.top_k)
-    for_each[target](
-        n_tokens,
-        FindDegraded[group](
-            mut_(degraded),
-            mut_(live_share),
-            call.counters,
-            imm(topk_ids),
-            imm(router_weights),
-        ),
-        context,
-    )

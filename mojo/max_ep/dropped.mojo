@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank lacks because rows did not fit (`kept_rows.mojo`)."""
-from layout import TileTensor
-from max.gpu.host import DeviceContext
-
-from .arguments import Call, check_shape, check_size, imm, mut_
 from .counters import Counters
-from .for_each import for_each, Work
+from .for_each import Work
 from .kernel_argument import ImmPointer, MutPointer
 from .layout import Group
 
@@ -35,27 +31,3 @@ struct CountDropped[group: Group](Work):
                 self.topk_ids[unsafe_offset=Self.group.choice(i, k)] >= 0
             )
         self.of_tokens[unsafe_offset=i] = n_missing
-
-
-def launch_dropped[
-    group: Group, //, target: StaticString
-](
-    call: Call[group],
-    of_tokens: TileTensor[DType.int32, ...],
-    of_experts: TileTensor[DType.int32, ...],
-    topk_ids: TileTensor[DType.int32, ...],
-    context: DeviceContext,
-) raises:
-    """Counts, of each token, its choices without a row in the last combine, and of each
-    local expert, the rows that the last dispatch dropped."""
-    var n_tokens = Int(of_tokens.dim[0]())
-    call.check_n_tokens[target](n_tokens)
-    check_shape(call.op, "topk_ids", topk_ids, n_tokens, group.top_k)
-    check_size(call.op, "experts", Int(of_experts.dim[0]()), group.n_local_experts())
-    for_each[target](
-        n_tokens + group.n_local_experts(),
-        CountDropped[group](
-            mut_(of_tokens), mut_(of_experts), call.counters, imm(topk_ids), n_tokens
-        ),
-        context,
-    )

@@ -5,7 +5,7 @@ Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu import WARP_SIZE
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule
-from max_ep.device.schedule import InlineSplit, Schedule
+from max_ep.device.schedule import chunk_of, InlineSplit, Schedule
 from max_ep.dispatch_by_expert.send import SendSchedule
 from max_ep.dispatch_by_rank.counts import pair_of_lane
 from max_ep.dispatch_by_rank.entries import (
@@ -26,7 +26,6 @@ from max_ep.dispatch_by_rank.roles import (
     N_WARPS_MIN,
     receive_schedule,
 )
-from max_ep.dispatch_by_rank.send import chunks_of_token
 from max_ep.flags import (
     count_of,
     flag_word,
@@ -122,7 +121,7 @@ def check_bundles[n_steps: Int]() raises:
     for n_bundles in [1, 2, N_CHUNKS]:
         var step = 0
         for i in range(n_bundles):
-            var chunk = chunks_of_token[n_steps](7, i, n_bundles)
+            var chunk = chunk_of[n_steps](7, i, n_bundles)
             assert_equal(chunk.whole, 7)
             assert_equal(chunk.begin, step)
             step = chunk.end

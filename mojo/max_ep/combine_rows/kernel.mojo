@@ -30,7 +30,7 @@ from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
-from .send import send_rows, SharedPairs
+from .send import send_rows
 
 comptime _N_CONTROL = 2
 """`NEXT_ROW` and `NEXT_CHUNK`."""
@@ -78,11 +78,9 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
                 # The others reduce.
                 var most = 4 if in_32_bits(self.combined.n_tokens) > 256 else 8
                 n_senders = min(most, n_senders - 1)
-            var pairs = SharedPairs[group].copied_from(block.counters)
-            if block.warp_idx < n_senders:
-                send_rows[Self.dtype, sends_own](
-                    self.given, pairs, own_of(self.put_bufs, block.my_rank), block
-                )
+            send_rows[Self.dtype, sends_own](
+                self.given, n_senders, own_of(self.put_bufs, block.my_rank), block
+            )
         else:
             barrier()
         comptime if receives:

@@ -146,20 +146,6 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
 
 
 @always_inline
-def _choice_or_sender[
-    group: Group, own_are_sent: Bool
-](choice: Int32, my_rank: Int) -> Int32:
-    """Replaces a choice by the rank that sent its row, if ranks mask: each has places of
-    its own."""
-    comptime if group.masks:
-        if choice >= 0:
-            return choice // Int32(group.n_local_experts())
-        if own_are_sent and row_of_own(choice) >= 0:
-            return Int32(my_rank)
-    return choice
-
-
-@always_inline
 def _refuse_bad_answer(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
@@ -265,12 +251,13 @@ def reduce_tokens[
             record_rows_found(token_idx, choice != NO_EXPERT, block)
         is_broken = any_lane(is_broken)
         syncwarp()
-        Rows(
-            rows,
-            expert_rows.rows,
-            _choice_or_sender[group, own_are_sent](choice, block.my_rank),
-            weight,
-        ).reduce(
+        comptime if group.masks:
+            # The rank that sent the row, for each has places of its own.
+            if choice >= 0:
+                choice //= Int32(group.n_local_experts())
+            elif own_are_sent and row_of_own(choice) >= 0:
+                choice = Int32(block.my_rank)
+        Rows(rows, expert_rows.rows, choice, weight).reduce(
             output_tokens.unsafe_offset(token_idx * row_bytes),
             expert_rows.rows.unsafe_offset(token_idx * row_bytes),
             is_broken,

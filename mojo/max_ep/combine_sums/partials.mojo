@@ -98,36 +98,37 @@ struct PartialFormat[
 
     @staticmethod
     @always_inline
-    def put_partial(partial_sum: BytePointer, share: Int, sum: Self.Sum):
-        """Rounds a share once, and sends it."""
-        comptime n = Self.width // Self.n_partial_vectors
-        var rounded = sum.cast[Self.partial_dtype]()
-        comptime for i in range(Self.n_partial_vectors):
-            store_relaxed_sys_16(
-                Self.partial_vector(partial_sum, share, i),
-                avoid_sentinel(
-                    bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]())
-                ),
-            )
-
-    @staticmethod
-    @always_inline
-    def put_quantized(partial_sum: BytePointer, share: Int, sum: Self.Sum):
-        """Quantizes a share, and sends it; all lanes of a warp call it."""
-        var given = sum
-        comptime if Self.n_shares % WARP_SIZE != 0:
-            if share >= Self.n_shares:
-                given = 0
-        var wire = Self.Quantized.encode_lane(given, share % WARP_SIZE)
-        if share < Self.n_shares:
-            store_relaxed_sys_16(
-                Self.partial_vector(partial_sum, share, 0), avoid_sentinel(wire.values)
-            )
-        if share % WARP_SIZE == 0:
-            store_relaxed_sys_16(
-                Self.partial_vector(partial_sum, share, 1),
-                avoid_sentinel[Self.Quantized.Numbers.scales_flip](wire.scales),
-            )
+    def put(partial_sum: BytePointer, share: Int, sum: Self.Sum):
+        """Rounds a share once, and sends it; all lanes of a warp call it."""
+        var is_there = share < Self.n_shares
+        comptime if Self.is_quantized:
+            var given = sum
+            comptime if Self.n_shares % WARP_SIZE != 0:
+                if not is_there:
+                    given = 0
+            var wire = Self.Quantized.encode_lane(given, share % WARP_SIZE)
+            if is_there:
+                store_relaxed_sys_16(
+                    Self.partial_vector(partial_sum, share, 0),
+                    avoid_sentinel(wire.values),
+                )
+            if share % WARP_SIZE == 0:
+                store_relaxed_sys_16(
+                    Self.partial_vector(partial_sum, share, 1),
+                    avoid_sentinel[Self.Quantized.Numbers.scales_flip](wire.scales),
+                )
+        else:
+            if not is_there:
+                return
+            comptime n = Self.width // Self.n_partial_vectors
+            var rounded = sum.cast[Self.partial_dtype]()
+            comptime for i in range(Self.n_partial_vectors):
+                store_relaxed_sys_16(
+                    Self.partial_vector(partial_sum, share, i),
+                    avoid_sentinel(
+                        bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]())
+                    ),
+                )
 
     @staticmethod
     @always_inline

@@ -89,8 +89,4 @@ def send_partials[
                     if not block.await_readers():
                         return
                     is_waiting = False
-                comptime if Format.is_quantized:
-                    Format.put_quantized(to, share, sum)
-                else:
-                    if share < Format.n_shares:
-                        Format.put_partial(to, share, sum)
+                Format.put(to, share, sum)

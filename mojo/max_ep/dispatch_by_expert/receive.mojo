@@ -100,8 +100,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             return False
         if lane == 0:
             var token_idx, k = divmod(count_of(word), group.top_k)
-            self.dispatched.src_info[unsafe_offset=2 * row] = Int32(token_idx)
-            self.dispatched.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+            self.dispatched.set_source(row, token_idx, k)
             if pair % group.n_ranks == self.block.my_rank:
                 # Combine reads the row where it is. The sender has read the
                 # expert that stood here before it published the message.
@@ -261,5 +260,4 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             var token = staged[group](recv_buf, token_idx)
             self._place(token, self.dispatched.rows, token_idx)
             if self.block.lane == 0:
-                self.dispatched.src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
-                self.dispatched.src_info[unsafe_offset=2 * token_idx + 1] = -1
+                self.dispatched.set_source(token_idx, token_idx, -1)

@@ -287,8 +287,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         comptime drops_own = Self.group.drops_rows and not Self.group.has_sums
         var lane = self.block.lane
         if to.has_row:
-            self.dispatched.src_info[unsafe_offset=2 * Int(to.row)] = Int32(token.idx)
-            self.dispatched.src_info[unsafe_offset=2 * Int(to.row) + 1] = Int32(lane)
+            self.dispatched.set_source(Int(to.row), token.idx, lane)
             comptime if not Self.group.has_sums:
                 # `publish_entry` leaves these choices out.
                 if token.src_rank == self.block.my_rank:
@@ -317,8 +316,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 return False
         comptime if Self.group.fused_shared_expert:
             if is_shared and lane == 0:
-                self.dispatched.src_info[unsafe_offset=2 * token.idx] = Int32(token.idx)
-                self.dispatched.src_info[unsafe_offset=2 * token.idx + 1] = -1
+                self.dispatched.set_source(token.idx, token.idx, -1)
         return True
 
     @always_inline

@@ -23,13 +23,6 @@ comptime FP8_MIN_AMAX = Float32(1e-4)
 """Floor of a block's `amax`, so that a block of zeros has a usable scale."""
 
 
-@always_inline
-def power_of_two_at_least(x: Float32) -> Float32:
-    var bits = bitcast[DType.uint32](x)
-    comptime mantissa = UInt32(0x7F_FFFF)
-    return bitcast[DType.float32]((bits + mantissa) & ~mantissa)
-
-
 struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     """The numbers of blockwise FP8."""
 
@@ -63,7 +56,9 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
         var scale = amax / FP8_MAX
         var factor = FP8_MAX / amax
         comptime if Self.power_of_two_scales:
-            scale = power_of_two_at_least(scale)
+            comptime mantissa = UInt32(0x7F_FFFF)
+            var bits = bitcast[DType.uint32](scale)
+            scale = bitcast[DType.float32]((bits + mantissa) & ~mantissa)
             factor = 1 / scale
         return {bitcast[DType.uint32](scale), factor}
 
