@@ -310,6 +310,19 @@ struct Group(TrivialRegisterPassable):
         var n_local = self.n_local_experts()
         return max(0, min(n_local, self.n_experts - rank * n_local))
 
+    def relative_rank(self, my_rank: Int, src_rank: Int) -> Int:
+        """Numbers the sources relative to a rank: itself is 0, the next one 1.
+
+        So a launch finds what it has recorded of the first ones before it has read which
+        rank it is.
+        """
+        var source = src_rank - my_rank
+        return source + self.n_ranks if source < 0 else source
+
+    def rank_of_relative(self, my_rank: Int, source: Int) -> Int:
+        var rank = my_rank + source
+        return rank - self.n_ranks if rank >= self.n_ranks else rank
+
     def expert_id(self, rank: Int, local_expert: Int) -> Int:
         return rank * self.n_local_experts() + local_expert
 

@@ -18,7 +18,6 @@ from max_ep.dispatch_by_rank.entries import (
     weight_word,
 )
 from max_ep.dispatch_by_rank.index_large import run_of_block
-from max_ep.dispatch_by_rank.publish import nth_peer
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
     N_INDEX_WARPS,
@@ -143,9 +142,12 @@ def check_runs_of_blocks() raises:
 
 def check_peers_and_pairs() raises:
     """Each rank comes once, the own one last; each pair has one place in a warp."""
+    comptime group = Group(n_experts=5, n_ranks=5, max_tokens_per_rank=1, top_k=1)
     for my_rank in range(5):
-        for n in range(5):
-            assert_equal(nth_peer(my_rank, n, 5), (my_rank + 1 + n) % 5)
+        for n in range(1, 6):
+            var rank = group.rank_of_relative(my_rank, n)
+            assert_equal(rank, (my_rank + n) % 5)
+            assert_equal(group.relative_rank(my_rank, rank), n % 5)
     var n_of = List[Int](length=8 * WARP_SIZE, fill=0)
     for lane in range(WARP_SIZE):
         for i in range(8):

@@ -15,6 +15,7 @@ from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 from std.utils.numerics import nan
 
 from ..arguments import Buffers, CombinedTokens, GivenRows
+from ..counters import Word
 from ..device.block import Block
 from ..device.kernel import Kernel
 from ..device.shared import own_of
@@ -67,7 +68,7 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
             return
         var block = Block[group].set_up[_N_CONTROL](self.buffers, mask)
         comptime if sends:
-            if block.before.dispatch_received == 0:
+            if block.before.generation(Word.DISPATCH_RECEIVED) == 0:
                 block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
                 self._refuse[receives]()
                 return
@@ -84,11 +85,8 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
         else:
             barrier()
         comptime if receives:
-            var dispatch_generation = block.before.combine_of
-            comptime if sends:
-                dispatch_generation = block.before.dispatch_received
             reduce_tokens[Self.dtype, sends_own](
-                self.combined, self.given.rows, dispatch_generation, block
+                self.combined, self.given.rows, block.answered[sends](), block
             )
         _finish[sends, receives](block)
 

@@ -13,7 +13,7 @@ from ..device.block import Block
 from ..device.kept import await_dropped, record_rows_found
 from ..device.warp import any_lane, in_32_bits, load16, store16
 from ..failures import Failure, is_fatal, RECEIVE
-from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
+from ..flags import count_of, flag_word, generation_of, message_flag
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
 
@@ -153,11 +153,7 @@ def _refuse_bad_answer(
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
         block.refuse(Failure.BAD_N_TOKENS, RECEIVE, -1, n_tokens, n_sent)
-    # Choices are kept for two dispatches.
-    var dispatch_sent = block.before.dispatch_sent
-    if dispatch_sent != dispatch_generation and dispatch_sent != (
-        next_generation(dispatch_generation)
-    ):
+    if block.is_overtaken(dispatch_generation):
         block.refuse(Failure.OVERTAKEN, RECEIVE)
     # Or something has failed before.
     return is_fatal(block.counters.at(Word.FAILURE)[])

@@ -8,7 +8,7 @@ from max.gpu import barrier, block_idx, syncwarp, thread_idx
 from std.sys import size_of
 
 from ..arguments import GivenRows
-from ..counters import rank_of_relative
+from ..counters import Word
 from ..device.block import Block
 from ..device.kept import publish_kept_counts
 from ..device.shared import shared_ints
@@ -40,7 +40,7 @@ def send_rows[
     comptime row_bytes = plain_token_bytes(group.hidden_size, size_of[Scalar[dtype]]())
     var sent = block.sending()
     if not block.await_done_words(
-        group.combine_done_offset(0), block.before.combine_sent
+        group.combine_done_offset(0), block.before.generation(Word.COMBINE_SENT)
     ):
         return
     comptime if group.drops_rows:
@@ -58,7 +58,7 @@ def send_rows[
             return
         var slot, sent_pair = divmod(item, n_sent_pairs)
         var local_expert, source = divmod(sent_pair, n_sources)
-        var src_rank = rank_of_relative(block.my_rank, first + source, group.n_ranks)
+        var src_rank = group.rank_of_relative(block.my_rank, first + source)
         var pair = group.pair(local_expert, src_rank)
         # What dispatch has recorded of a source may be incomplete if it was masked.
         if block.is_masked(src_rank):

@@ -18,6 +18,7 @@ from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, CombinedTokens
 from ..combine_rows.kernel import fill_with_nan
+from ..counters import Word
 from ..device.block import Block
 from ..device.kernel import Kernel
 from ..device.schedule import Schedule
@@ -25,7 +26,6 @@ from ..device.shared import share_addresses
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, SEND
-from ..flags import next_generation
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
 from .partials import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
@@ -86,7 +86,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         )
         var is_refused = not block.can_go
         comptime if sends:
-            if not is_refused and block.before.dispatch_received == 0:
+            if not is_refused and block.before.generation(Word.DISPATCH_RECEIVED) == 0:
                 block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
                 is_refused = True
         comptime if receives:
@@ -107,7 +107,10 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                     return
             if block.warp_idx < n_senders:
                 comptime for are_few in [True, False]:
-                    if are_few_tokens(block.before.most_received) == are_few:
+                    if (
+                        are_few_tokens(block.before.number(Word.MOST_RECEIVED))
+                        == are_few
+                    ):
                         send_partials[Self.dtype, Self.partial_dtype, are_few](
                             self.rows.rows, n_senders, prefetched, block
                         )
@@ -116,16 +119,13 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             comptime if not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == n_warps - 1:
                     block.prefetch_done_words()
-            var dispatch_generation = block.before.combine_of
-            comptime if sends:
-                dispatch_generation = block.before.dispatch_received
             var n_tokens = in_32_bits(self.combined.n_tokens)
             var receiver = Receiver[group, Self.dtype, Self.partial_dtype](
                 block,
                 self.rows.rows,
                 BytePointer(unsafe_from_address=Int(self.combined.tokens)),
                 n_tokens,
-                _refuse_bad_answer(n_tokens, dispatch_generation, block),
+                _refuse_bad_answer(n_tokens, block.answered[sends](), block),
                 prefetched,
                 block.warp_idx >= n_senders,
             )
@@ -161,17 +161,13 @@ def _refuse_bad_answer(
         block.refuse_and_break(Failure.BAD_N_TOKENS, RECEIVE, -1, n_tokens, n_sent)
         return True
     # Where the own rows are, and their weights, is known of the last dispatch.
-    var last = block.before.dispatch_received
+    var last = block.before.generation(Word.DISPATCH_RECEIVED)
     if last != dispatch_generation:
         block.refuse_and_break(
             Failure.OTHER_ROWS, RECEIVE, -1, Int(dispatch_generation), Int(last)
         )
         return True
-    # The number of tokens is kept for two dispatches.
-    var dispatch_sent = block.before.dispatch_sent
-    if dispatch_sent != dispatch_generation and dispatch_sent != (
-        next_generation(dispatch_generation)
-    ):
+    if block.is_overtaken(dispatch_generation):
         block.refuse_and_break(Failure.OVERTAKEN, RECEIVE)
         return True
     return False

@@ -8,7 +8,7 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.utils.numerics import nan
 
-from ..counters import NO_ROW, rank_elsewhere
+from ..counters import NO_ROW, rank_elsewhere, Word
 from ..device.block import Block
 from ..device.kept import await_dropped, record_rows_found
 from ..device.schedule import Schedule
@@ -81,7 +81,9 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                     owner = -1
             comptime if Self.group.drops_rows:
                 if owner >= 0:
-                    var choices = block.counters.choices(block.before.dispatch_received)
+                    var choices = block.counters.choices(
+                        block.before.generation(Word.DISPATCH_RECEIVED)
+                    )
                     var choice = choices[
                         unsafe_offset=Self.group.choice(token_idx, lane)
                     ]

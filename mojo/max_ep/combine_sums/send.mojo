@@ -6,7 +6,7 @@ phase adds this rank's rows to them.
 """
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
-from ..counters import rank_of_relative
+from ..counters import Word
 from ..device.block import Block
 from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
@@ -47,7 +47,7 @@ def send_partials[
         var lane = block.lane
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
-        var most = block.before.most_received
+        var most = block.before.number(Word.MOST_RECEIVED)
         var split = sum_split[Format.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True
@@ -69,7 +69,7 @@ def send_partials[
             is_prefetched = False
             if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
                 continue
-            var src_rank = rank_of_relative(my_rank, source, group.n_ranks)
+            var src_rank = group.rank_of_relative(my_rank, source)
             # What dispatch has recorded of a source may be incomplete if it was masked.
             if block.is_masked(src_rank):
                 continue

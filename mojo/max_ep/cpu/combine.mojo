@@ -14,7 +14,7 @@ from std.math import fma, gcd
 from std.sys import size_of
 
 from ..arguments import CombinedTokens, GivenRows
-from ..counters import NO_ROW, rank_of_relative, Word
+from ..counters import NO_ROW, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..failures import Failure
 from ..formats.quantized_sums import QuantizedSums
@@ -219,7 +219,7 @@ def _send_sums[
             if source == 0 or terms.n == 0:
                 continue
             # I4: only this rank writes the sums of its number.
-            var src_rank = rank_of_relative(rank.my_rank, source, group.n_ranks)
+            var src_rank = group.rank_of_relative(rank.my_rank, source)
             if rank.is_masked(src_rank):
                 continue
             var message = rank.recv_bufs[src_rank].unsafe_offset(

@@ -16,7 +16,7 @@ announce them. After `dispatch_wait`: the rows are in the order of `plan.mojo`, 
 same bits in both protocols, and every source may overwrite its tokens.
 """
 from ..arguments import DispatchedRows, GivenTokens
-from ..counters import NO_ROW, relative_rank, Word
+from ..counters import NO_ROW, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..device.kernel import InputScales
 from ..dispatch_by_rank.entries import (
@@ -271,7 +271,7 @@ def _place_tokens[
             n_tokens_of[src_rank] = rank.count_from(src_rank, offset)
     comptime if group.has_sums:
         for src_rank in range(group.n_ranks):
-            var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
+            var source = group.relative_rank(rank.my_rank, src_rank)
             rank.counters.received_tokens()[unsafe_offset=source] = Int32(
                 n_tokens_of[src_rank]
             )
@@ -314,7 +314,7 @@ def _place_choice[
     if is_here:
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
     comptime if group.has_sums:
-        var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
+        var source = group.relative_rank(rank.my_rank, src_rank)
         rank.counters.received_rows(source)[unsafe_offset=choice] = Int32(row)
         if is_here:
             rank.counters.received_weights(source)[

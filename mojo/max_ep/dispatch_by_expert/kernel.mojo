@@ -122,13 +122,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
         if counters.generation(Word.DISPATCH_SENT) == received:
             return True
         record_failure(
-            counters.at(Word.FAILURE),
-            Failure.NOT_SENT,
-            RECEIVE,
-            counters.my_rank(),
-            -1,
-            received,
-            0,
+            counters, Failure.NOT_SENT, RECEIVE, counters.my_rank(), -1, received, 0
         )
         counters.set_broken()
         return False

@@ -9,7 +9,7 @@ from max.gpu import block_idx, syncwarp, WARP_SIZE
 from std.bit import pop_count
 from std.math import ceildiv
 
-from ..counters import relative_rank, Word
+from ..counters import Word
 from ..device.block import Block
 from ..device.shared import shared_ints, SharedInts
 from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
@@ -128,13 +128,17 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         )
 
     @always_inline
-    def _settle(self, src_rank: Int, place: Int) -> UInt64:
-        """Returns what to take in place of a word that has not come for long.
+    def _settle(self, mut n_polls: Int, src_rank: Int, place: Int) -> UInt64:
+        """Counts a poll without success; returns what to take in place of a word that has
+        not come for long.
 
         All blocks must take the same, for they lay out the same rows. The first block
         decides, and masks the source. Others take a word that comes early, then what
         the first has decided. `place`: that of `Counters.decided`.
         """
+        n_polls += 1
+        if n_polls % POLLS_PER_CLOCK_READ != 0:
+            return UNDECIDED
         var generation = self.block.receiving()
         if block_idx.x == 0:
             if mask_if_late(self.block, src_rank):
@@ -143,7 +147,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         var word = read_decision(self.block, place)
         if word == NEVER_DECIDED:
             record_failure(
-                self.block.counters.at(Word.FAILURE),
+                self.block.counters,
                 Failure.NO_COUNT,
                 RECEIVE,
                 src_rank,
@@ -162,8 +166,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             store_relaxed_gpu(self.block.counters.decided(place), word)
 
     @always_inline
-    def _read_numbers(self) -> Bool:
-        """Waits for the numbers of tokens of all sources, with one warp."""
+    def share_numbers(self) -> Bool:
+        """Awaits the numbers of tokens of all sources for the block, with one warp."""
         var generation = self.block.receiving()
         var my_counts = self.block.my_counts()
         var is_late = False
@@ -178,11 +182,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var place = Self.group.n_pairs() + src_rank
             while generation_of(word) != generation:
                 comptime if Self.group.masks:
-                    n_polls += 1
-                    if n_polls % POLLS_PER_CLOCK_READ == 0:
-                        word = self._settle(src_rank, place)
-                        if generation_of(word) == generation:
-                            break
+                    word = self._settle(n_polls, src_rank, place)
+                    if generation_of(word) == generation:
+                        break
                 if not Self.group.masks and self.block.give_up_if_late(
                     n_polls, src_rank
                 ):
@@ -198,8 +200,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             comptime if Self.group.has_sums:
                 if block_idx.x == 0:
                     self.block.counters.received_tokens()[
-                        unsafe_offset=relative_rank(
-                            self.block.my_rank, src_rank, Self.group.n_ranks
+                        unsafe_offset=Self.group.relative_rank(
+                            self.block.my_rank, src_rank
                         )
                     ] = Int32(n)
         most = warp.max(most)
@@ -207,12 +209,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             self.n_tokens_of[unsafe_offset=Self.group.n_ranks] = most
             if block_idx.x == 0:
                 self.block.counters.at(Word.MOST_RECEIVED)[] = most
-        return not any_lane(is_late)
-
-    @always_inline
-    def share_numbers(self) -> Bool:
-        """Awaits the numbers of tokens for the block, with one warp."""
-        var are_there = self._read_numbers()
+        var are_there = not any_lane(is_late)
         if not are_there:
             self.block.counters.set_broken()
         syncwarp()
@@ -270,17 +267,15 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if missing < 0:
                 break
             comptime if Self.group.masks:
-                n_polls += 1
-                if n_polls % POLLS_PER_CLOCK_READ == 0:
-                    var pair = pair_of_lane(first, missing, self.block.lane)
-                    var word = self._settle(pair % Self.group.n_ranks, pair)
-                    if generation_of(word) == generation:
-                        comptime for i in range(_PAIRS_OF_LANE):
-                            if i == missing:
-                                words[i] = word
-                                is_missing[i] = False
-                        # Then at once the next one.
-                        n_polls -= 1
+                var pair = pair_of_lane(first, missing, self.block.lane)
+                var word = self._settle(n_polls, pair % Self.group.n_ranks, pair)
+                if generation_of(word) == generation:
+                    comptime for i in range(_PAIRS_OF_LANE):
+                        if i == missing:
+                            words[i] = word
+                            is_missing[i] = False
+                    # Then at once the next one.
+                    n_polls -= 1
             if not Self.group.masks and self.block.give_up_if_late(n_polls, 0):
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(

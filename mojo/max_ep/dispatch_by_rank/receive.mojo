@@ -11,7 +11,7 @@ from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
 from ..arguments import DispatchedRows
-from ..counters import NO_EXPERT, NO_ROW, own_row, relative_rank, row_elsewhere
+from ..counters import NO_EXPERT, NO_ROW, own_row, row_elsewhere
 from ..device.block import Block
 from ..device.schedule import Chunk, FlaggedSplit, inline_split, n_steps_of, Schedule
 from ..device.warp import any_lane, bytes_at, divmod_32
@@ -272,8 +272,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     def _record_row(self, token: Token, row: Int32):
         comptime if Self.group.has_sums:
             if self.block.lane < Self.group.top_k:
-                var source = relative_rank(
-                    self.block.my_rank, token.src_rank, Self.group.n_ranks
+                var source = Self.group.relative_rank(
+                    self.block.my_rank, token.src_rank
                 )
                 self.block.counters.received_rows(source)[
                     unsafe_offset=Self.group.choice(token.idx, self.block.lane)
@@ -301,8 +301,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         self._record_row(token, to.row)
         comptime if Self.group.has_sums:
             if lane < Self.group.top_k:
-                var source = relative_rank(
-                    self.block.my_rank, token.src_rank, Self.group.n_ranks
+                var source = Self.group.relative_rank(
+                    self.block.my_rank, token.src_rank
                 )
                 self.block.counters.received_weights(source)[
                     unsafe_offset=Self.group.choice(token.idx, lane)
