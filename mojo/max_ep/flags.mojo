@@ -25,9 +25,10 @@ from .layout import source_info_offset
 
 comptime FlagPointer = MutPointer[UInt64]
 
-comptime SharedWord = Pointer[
-    UInt32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+comptime SharedPointer[T: AnyType] = Pointer[
+    T, MutUntrackedOrigin, address_space=AddressSpace.SHARED
 ]
+comptime SharedWord = SharedPointer[UInt32]
 """A word in the shared memory of a GPU block."""
 
 comptime POLLS_PER_CLOCK_READ = 64

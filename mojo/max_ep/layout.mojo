@@ -479,11 +479,7 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_message_offset(self.n_pairs(), 0)
 
     def dispatch_counts_bytes(self) -> Int:
-        if self.masks:
-            return self.heartbeat_offset(self.n_ranks)
-        if self.is_by_rank():
-            return self.dispatch_n_tokens_offset(self.n_ranks)
-        return self.dispatch_done_offset(self.n_ranks)
+        return self.heartbeat_offset(self.n_ranks if self.masks else 0)
 
     def combine_recv_bytes(self) -> Int:
         if self.has_sums:

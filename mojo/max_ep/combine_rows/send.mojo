@@ -11,7 +11,7 @@ from ..arguments import GivenRows
 from ..counters import Word
 from ..device.block import Block
 from ..device.kept import publish_kept_counts
-from ..device.shared import shared_ints
+from ..device.shared import shared
 from ..device.warp import bytes_at, copy_warp
 from ..failures import Failure, SEND
 from ..flags import message_flag, publish
@@ -29,8 +29,8 @@ def send_rows[
     """Sends this block's share of the rows, with its first warps; all warps call it."""
     # What dispatch has recorded of the pairs.
     comptime n_pairs = group.n_pairs()
-    var pair_rows = shared_ints[n_pairs]()
-    var pair_counts = shared_ints[n_pairs]()
+    var pair_rows = shared[Int32, n_pairs]()
+    var pair_counts = shared[Int32, n_pairs]()
     for pair in range(Int(thread_idx.x), n_pairs, group.num_threads):
         pair_rows[unsafe_offset=pair] = Int32(block.counters.pair_row(pair))
         pair_counts[unsafe_offset=pair] = Int32(block.counters.pair_count(pair))

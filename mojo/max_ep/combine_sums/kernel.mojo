@@ -28,7 +28,7 @@ from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, SEND
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
-from .partials import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
+from .partials import FEW_TOKENS, PartialFormat, SumSplit
 from .receive import Receiver
 from .roles import N_CONTROL, N_WARPS_MIN, receive_schedule, SavedRoutes
 from .send import send_partials, sum_to_send
@@ -105,12 +105,10 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             comptime if not receives:
                 if self._refuse_too_few_rows(n_rows, code, block):
                     return
+            var most = block.before.number(Word.MOST_RECEIVED)
             if block.warp_idx < n_senders:
                 comptime for are_few in [True, False]:
-                    if (
-                        are_few_tokens(block.before.number(Word.MOST_RECEIVED))
-                        == are_few
-                    ):
+                    if (most <= FEW_TOKENS) == are_few:
                         send_partials[Self.dtype, Self.partial_dtype, are_few](
                             self.rows.rows, n_senders, prefetched, block
                         )
@@ -130,7 +128,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                 block.warp_idx >= n_senders,
             )
             comptime for are_few in [True, False]:
-                if are_few_tokens(n_tokens) == are_few:
+                if (n_tokens <= FEW_TOKENS) == are_few:
                     receiver.add_tokens[are_few]()
             comptime if publishes_at_end:
                 block.end_wait()

@@ -348,13 +348,8 @@ def _await_16[
 
 
 comptime FEW_TOKENS = 64
-"""Tokens up to which sums are split into more chunks, with more rows in flight."""
-
-
-@always_inline
-def are_few_tokens(n_tokens: Int) -> Bool:
-    """Returns whether tokens are few: then latency matters, else throughput."""
-    return n_tokens <= FEW_TOKENS
+"""Tokens up to which sums are split into more chunks, with more rows in flight: then
+latency matters, else throughput."""
 
 
 @always_inline

@@ -42,7 +42,7 @@ from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
 from .liveness import mask_if_late
-from .shared import share_addresses, shared_words, SharedAddresses
+from .shared import share_addresses, shared, SharedAddresses
 from .start import check_header, elect_last_block, mask_of
 from .warp import any_lane, bytes_at
 
@@ -85,7 +85,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         Addresses that were shared before are visible afterwards.
         """
         comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
-        var control = shared_words[n_control + 1]()
+        var control = shared[UInt32, n_control + 1]()
         var lane = Int(lane_id())
         var warp_idx = Int(warp_id())
         var header = LaunchHeader.of(word)
@@ -121,7 +121,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         Every warp calls it, once it knows that the launch `load_and_check_header`.
         """
         var counters = buffers.counters
-        var control = shared_words[n_control]()
+        var control = shared[UInt32, n_control]()
         if thread_idx.x < n_control:
             control[unsafe_offset=thread_idx.x] = 0
         var header = LaunchHeader.read(counters)

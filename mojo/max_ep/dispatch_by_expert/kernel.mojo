@@ -68,8 +68,6 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 return
         var block = Block[group].set_up[N_CONTROL](self.buffers)
         var n_tokens = in_32_bits(self.given.n_tokens)
-        var sent = block.sending()
-        var received = block.receiving()
         comptime if sends:
             var n_senders = n_warps - 1
             comptime if receives:
@@ -78,7 +76,6 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 block,
                 self.given,
                 own_of(self.put_bufs, block.my_rank),
-                sent,
                 SendSchedule.of(n_tokens, group.top_k, Int(grid_dim.x)),
             ).run(n_senders)
         else:
@@ -89,9 +86,9 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 comptime if sends:
                     n_shared = n_tokens
                 else:
-                    n_shared = Int(counters.n_tokens_of(received)[])
+                    n_shared = Int(counters.n_tokens_of(block.receiving())[])
             var receiver = Receiver[group, Self.Format](
-                block, self.dispatched, received, n_shared
+                block, self.dispatched, n_shared
             )
             comptime if has_shared and not sends:
                 receiver.place_own_tokens()
@@ -104,14 +101,16 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
             return
         comptime if sends:
             if block.lane == 0:
-                counters.n_tokens_of(sent)[] = Int32(n_tokens)
+                counters.n_tokens_of(block.sending())[] = Int32(n_tokens)
                 block.advance[True, False]()
             # AFTER: this generation's counts are with their receivers, and its
             # messages are on their way.
         comptime if receives:
             if block.lane == 0:
                 block.advance[False, True]()
-            block.publish_done(group.dispatch_done_offset(block.my_rank), received)
+            block.publish_done(
+                group.dispatch_done_offset(block.my_rank), block.receiving()
+            )
             # AFTER: rows are complete; every source may overwrite its slots here.
 
     @always_inline

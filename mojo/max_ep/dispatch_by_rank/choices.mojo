@@ -9,7 +9,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 
 from ..counters import NO_EXPERT
-from ..device.shared import shared_ints, SharedInts
+from ..device.shared import shared, SharedInts
 from ..device.warp import sum_of_lanes
 from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
@@ -103,9 +103,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
         self.ids = topk_ids
         self.weights = router_weights
         self.n_choices = n_tokens * Self.group.top_k
-        self.shared_ids = shared_ints[n_shared_ids[Self.group](), MESSAGE_ALIGN]()
-        self.shared_weights = shared_ints[n_weights if has_sums else 1]()
-        self.counted = shared_ints[max(n_counted[Self.group]() * WARP_SIZE, 1)]()
+        self.shared_ids = shared[Int32, n_shared_ids[Self.group](), MESSAGE_ALIGN]()
+        self.shared_weights = shared[Int32, n_weights if has_sums else 1]()
+        self.counted = shared[Int32, max(n_counted[Self.group]() * WARP_SIZE, 1)]()
 
     @always_inline
     def are_in_lanes(self) -> Bool:

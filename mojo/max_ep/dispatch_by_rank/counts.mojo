@@ -11,7 +11,7 @@ from std.math import ceildiv
 
 from ..counters import Word
 from ..device.block import Block
-from ..device.shared import shared_ints, SharedInts
+from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
 from ..device.liveness import mask_if_late, NEVER_DECIDED, read_decision, UNDECIDED
 from ..failures import Failure, RECEIVE, record_failure
@@ -78,12 +78,12 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         self.block = block
         self.tables = tables
         comptime n_scanners = n_scan_warps[Self.group]()
-        self.pair_rows = shared_ints[
-            n_scanners * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
+        self.pair_rows = shared[
+            Int32, n_scanners * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
         ]()
-        self.sums = shared_ints[N_INDEX_WARPS]()
-        self.largest_of = shared_ints[N_INDEX_WARPS]()
-        self.n_tokens_of = shared_ints[Self.group.n_ranks + 1]()
+        self.sums = shared[Int32, N_INDEX_WARPS]()
+        self.largest_of = shared[Int32, N_INDEX_WARPS]()
+        self.n_tokens_of = shared[Int32, Self.group.n_ranks + 1]()
 
     @always_inline
     def n_tokens(self, src_rank: Int) -> Int:

@@ -14,7 +14,7 @@ dispatch. The oracle is `quantize_blockwise_fp8` in `max_ep/quantize.py`.
 from std.memory import bitcast
 
 from .block_scaled import BlockNumbers, BlockScale, BlockScaledTokenFormat
-from .casts import FP8_MAX, one_nan_e4m3fn, to_e4m3fn, WIDTH
+from .casts import FP8_MAX, WIDTH
 from .scale_layouts import TransposedRows
 
 comptime FP8_BLOCK = 128
@@ -32,12 +32,6 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     """The bits of float32."""
     comptime magnitude_type = DType.float32
     comptime least = FP8_MIN_AMAX
-
-    @staticmethod
-    @always_inline
-    def known_values(bits: UInt32) -> UInt32:
-        """NaN has one form."""
-        return one_nan_e4m3fn(bits)
 
     @staticmethod
     @always_inline
@@ -61,11 +55,6 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
             scale = bitcast[DType.float32]((bits + mantissa) & ~mantissa)
             factor = 1 / scale
         return {bitcast[DType.uint32](scale), factor}
-
-    @staticmethod
-    @always_inline
-    def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 16]:
-        return to_e4m3fn(x)
 
 
 comptime BlockwiseFP8TokenFormat[

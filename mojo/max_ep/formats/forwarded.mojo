@@ -6,13 +6,13 @@ A token is given as it stands on the wire: values, then scales, each of whole 16
 that a word of inline bytes says whether they have arrived (`BlockNumbers`).
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE
+from max.gpu import lane_id, WARP_SIZE
 from std.bit import log2_floor
 from std.memory import bitcast
 from std.sys import is_gpu, size_of
 
 from ..cpu_copy import copy_bytes
-from ..for_each import lane_of_item, Work
+from ..for_each import Work
 from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
@@ -160,7 +160,9 @@ struct QuantizeTokens[input_type: DType, hidden_size: Int](Work):
     def do(self, i: Int):
         comptime Format = BlockScaledTokenFormat[NVFP4, RowByRow, Self.hidden_size, 1]
         comptime token_bytes = Format.token_bytes + MESSAGE_ALIGN
-        var lane, n_lanes = lane_of_item()
+        var lane, n_lanes = 0, 1
+        comptime if is_gpu():
+            lane, n_lanes = Int(lane_id()), WARP_SIZE
         var joined = self.joined.unsafe_offset(i * token_bytes)
         var token = self.tokens.unsafe_offset(i * Self.hidden_size)
         var magnitudes = SIMD[DType.uint32, WIDTH](0)
