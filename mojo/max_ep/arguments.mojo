@@ -186,7 +186,27 @@ struct Call[group: Group](TrivialRegisterPassable):
     ) raises -> Self:
         """The same for an op that only receives, and has no send buffers."""
         comptime buffers = _peer_buffers[Self.group]
-        var counters = _counters_of[Self.group, target](op, atomic_counters)
+        # On a GPU the kernels check what they hold.
+        var counters = Counters[Self.group](mut_(atomic_counters))
+        var n_words = Int(atomic_counters.dim[0]())
+        if n_words < local_sync_counters_words(Self.group) or (
+            is_cpu[target]() and counters.at(Word.MAGIC)[] != COUNTERS_MAGIC
+        ):
+            raise Error(
+                t"max_ep: {op}: these atomic_counters are not initialized; pass the"
+                t" model_inputs() of an EPCommInitializer after its ep_init()."
+            )
+        comptime if is_cpu[target]():
+            for i in range(Word.GROUP, Word.GROUP + N_GROUP_WORDS):
+                var found = counters.at(i)[]
+                var wanted = wanted_word(i, found, Self.group)
+                if found != wanted:
+                    raise Error(
+                        t"max_ep: {op} on rank {counters.my_rank()}: ",
+                        what_failed(
+                            Failure.WRONG_COUNTERS, -1, i, Int(found), Int(wanted)
+                        ),
+                    )
         var recv_bufs = buffers(op, "recv_ptrs", recv_ptrs)
         var counts = buffers(op, "recv_count_ptrs", recv_count_ptrs)
         return Self(op, counters, recv_bufs, recv_bufs, counts)
@@ -213,33 +233,6 @@ struct Call[group: Group](TrivialRegisterPassable):
                 t" fewer at a time, or raise it.",
                 NEXT,
             )
-
-
-def _counters_of[
-    group: Group, target: StaticString
-](op: StaticString, atomic_counters: TileTensor[DType.int32, ...]) raises -> Counters[
-    group
-]:
-    """Finds this rank's words. On a GPU the kernels check what they hold."""
-    var counters = Counters[group](mut_(atomic_counters))
-    var is_large = Int(atomic_counters.dim[0]()) >= local_sync_counters_words(group)
-    comptime if is_gpu[target]():
-        if is_large:
-            return counters
-    if not is_large or counters.at(Word.MAGIC)[] != COUNTERS_MAGIC:
-        raise Error(
-            t"max_ep: {op}: these atomic_counters are not initialized; pass the"
-            t" model_inputs() of an EPCommInitializer after its ep_init()."
-        )
-    for i in range(Word.GROUP, Word.GROUP + N_GROUP_WORDS):
-        var found = counters.at(i)[]
-        var wanted = wanted_word(i, found, group)
-        if found != wanted:
-            raise Error(
-                t"max_ep: {op} on rank {counters.my_rank()}: ",
-                what_failed(Failure.WRONG_COUNTERS, -1, i, Int(found), Int(wanted)),
-            )
-    return counters
 
 
 def _peer_buffers[

@@ -36,12 +36,11 @@ from .arguments import (
     mut_,
     n_choices_of,
 )
-from .degraded import FindDegraded
 from .device.kernel import InputScales
-from .dropped import CountDropped
 from .for_each import for_each
 from .formats.forwarded import JoinWords, QuantizeTokens
 from .formats.table import has_format, NumbersOf
+from .missing import CountDropped, FindDegraded
 from .op_config import CombineGroup, DispatchGroup, FormatOfOp
 from .kernel_argument import ImmPointer, unused
 from .launch import launch_combine, launch_dispatch

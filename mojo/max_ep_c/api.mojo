@@ -41,7 +41,13 @@ from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch import launch_combine, launch_dispatch
-from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
+from max_ep.layout import (
+    Addressing,
+    combine_msg_bytes,
+    Group,
+    MESSAGE_ALIGN,
+    N_GROUP_WORDS,
+)
 from max_ep.setup import init, N_SETUP_WORDS
 from max_ep.token_format import OutputTensors, SharedRows
 from max_ep.transport import PeerBuffers
@@ -131,15 +137,11 @@ struct Rank(Movable):
     """What a process keeps of one region."""
 
     var context: DeviceContext
-    """The device."""
     var my_rank: Int
-    """This rank."""
     var timeout_ms: Int
-    """How long a launch may wait."""
     var region: Int
     """Address of this rank's region."""
     var counters: Counters[REGION]
-    """This rank's local words."""
     var offsets: Array[UInt64, 6]
     """Of the buffers in a region: `[dispatch, combine][send, recv, counts]`."""
     var addresses: Array[UInt64, 6 * N_RANKS]
@@ -189,17 +191,10 @@ struct Rank(Movable):
             Int64(self.my_rank),
             Int64(self.timeout_ms),
             1,
-            Int64(REGION.n_experts),
-            Int64(REGION.n_ranks),
-            Int64(REGION.max_tokens_per_rank),
-            Int64(REGION.top_k),
-            Int64(REGION.dispatch_msg_bytes),
-            Int64(REGION.combine_msg_bytes),
-            Int64(REGION.protocol()),
-            -1,
-            0,
-            0,
         ]
+        comptime for i in range(N_GROUP_WORDS):
+            setup.append(Int64(REGION.words()[i]))
+        setup.extend([-1, 0, 0])
         var rank_word = Int32(0)
         var n_words = local_sync_counters_words(REGION)
         var words = _vector[DType.int32](Int(self.counters.words), n_words)
@@ -360,7 +355,6 @@ struct DispatchArguments(TrivialRegisterPassable):
     var topk_ids: Int
     """`[n_tokens][TOP_K]`, int32 or int64."""
     var n_tokens: Int
-    """Tokens."""
     var rows: Int
     """`[n_local_experts][capacity][HIDDEN]`."""
     var scales: Int
@@ -439,7 +433,6 @@ struct CombineArguments(TrivialRegisterPassable):
     var combined: Int
     """`[n_tokens][COMBINE_HIDDEN]`."""
     var n_tokens: Int
-    """Tokens."""
     var weights: Int
     """Float32 `[n_tokens][TOP_K]`."""
 

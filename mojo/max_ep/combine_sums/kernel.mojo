@@ -61,7 +61,9 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         comptime if sends and group.n_ranks > 1:
             n_senders = n_warps
             comptime if receives:
-                n_senders = n_send_warps(in_32_bits(self.combined.n_tokens), n_warps)
+                # The others begin to add up tokens.
+                var n = in_32_bits(self.combined.n_tokens)
+                n_senders = min(16 if FEW_TOKENS < n and n <= 256 else 8, n_warps)
         # Chosen before the previous launch has ended, and before the peers' numbers of
         # tokens are known: if these are not few, what is loaded below is not used.
         var source, token_idx = _first_token[
@@ -169,12 +171,6 @@ def _refuse_bad_answer(
         block.refuse_and_break(Failure.OVERTAKEN, RECEIVE)
         return True
     return False
-
-
-@always_inline
-def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send before they add up tokens."""
-    return min(16 if FEW_TOKENS < n_tokens and n_tokens <= 256 else 8, n_warps)
 
 
 @always_inline

@@ -71,7 +71,9 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
         comptime if sends:
             var n_senders = n_warps - 1
             comptime if receives:
-                n_senders = n_send_warps(n_tokens, n_warps)
+                # Stores to peers queue up in a multiprocessor and delay all its other
+                # traffic: few warps send much (docs/performance.md).
+                n_senders = min(3 if n_tokens > 256 else 6, n_warps - 2)
             Sender[group, Self.Format, Self.input_type, input_scales](
                 block,
                 self.given,
@@ -133,13 +135,3 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
             self.dispatched.tables.write_no_rows(
                 Int(thread_idx.x), Self.group.num_threads
             )
-
-
-@always_inline
-def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send while the others receive.
-
-    Stores to peers queue up in a multiprocessor and delay all its other traffic, so
-    few warps send when there is much to send (docs/performance.md).
-    """
-    return min(3 if n_tokens > 256 else 6, n_warps - 2)
