@@ -223,7 +223,7 @@ def ep_combine_async_kernel_api[
     var call = Call[group].of[target](
         "combine_async", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
     )
-    var given = given_rows(call, input_tokens, src_info)
+    var given = given_rows[True](call, input_tokens, src_info)
     launch_combine[combine_dtype, target, Form.ASYNC](
         call, given, unused[CombinedTokens[combine_dtype]](), context
     )

@@ -356,14 +356,15 @@ struct GivenRows(KernelArgument, TrivialRegisterPassable):
 
 
 def given_rows[
-    group: Group, //
+    group: Group, //, sends: Bool
 ](
     call: Call[group], rows: TileTensor, src_info: TileTensor[DType.int32, ...]
 ) raises -> GivenRows:
-    var op = call.op
+    """Checks rows that are sent; a wait gets no `src_info`."""
     var n_rows = Int(rows.dim[0]())
-    check_shape(op, "src_info", src_info, n_rows, 2)
-    check_shape(op, "input_tokens", rows, n_rows, group.hidden_size)
+    comptime if sends:
+        check_shape(call.op, "src_info", src_info, n_rows, 2)
+        check_shape(call.op, "input_tokens", rows, n_rows, group.hidden_size)
     return {SharedRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows), imm(src_info)}
 
 

@@ -30,7 +30,6 @@ from .arguments import (
     Form,
     given_rows,
     given_tokens,
-    GivenRows,
     GivenTokens,
     imm,
     mut_,
@@ -42,10 +41,10 @@ from .formats.forwarded import JoinWords, QuantizeTokens
 from .formats.table import has_format, NumbersOf
 from .missing import CountDropped, FindDegraded
 from .op_config import CombineGroup, DispatchGroup, FormatOfOp
-from .kernel_argument import ImmPointer, unused
+from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
 from .setup import init
-from .token_format import BytePointer, OutputTensors, SharedRows
+from .token_format import BytePointer, OutputTensors
 from .watch import launch_watch
 
 comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]
@@ -250,14 +249,9 @@ struct Combine:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        var given = GivenRows(
-            SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0)),
-            unused[ImmPointer[Int32]](),
+        var given = given_rows[form.sends](
+            call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
         )
-        comptime if form.sends:
-            given = given_rows(
-                call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
-            )
         var combined = unused[CombinedTokens[combine_dtype]]()
         comptime if form.receives:
             combined = combined_tokens[target](

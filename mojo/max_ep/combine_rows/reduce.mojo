@@ -107,11 +107,15 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
         var parts = Array[LaneBytes, n](fill=0)
         comptime for i in range(n):
             if is_there and choices[i] != NO_EXPERT:
-                parts[i] = load16(
-                    self._row(first + i, choices[i]).unsafe_offset(
-                        vector * MESSAGE_ALIGN
-                    )
+                # If ranks mask, the choice is the rank that sent the row.
+                var row = self.received.unsafe_offset(
+                    Self.group.combine_message_offset(0, first + i, Int(choices[i]))
                 )
+                comptime if not Self.own_are_sent:
+                    var own = row_of_own(choices[i])
+                    if own >= 0:
+                        row = self.expert_rows.unsafe_offset(own * Self.row_bytes)
+                parts[i] = load16(row.unsafe_offset(vector * MESSAGE_ALIGN))
         comptime for i in range(n):
             if choices[i] != NO_EXPERT:
                 sum = fma(Self.Sum(weights[i]), Self._wide(parts[i]), sum)
@@ -126,18 +130,6 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
             choices[i] = warp.shuffle_idx(self.choice, UInt32(first + i))
             weights[i] = warp.shuffle_idx(self.weight, UInt32(first + i))
         return (choices, weights)
-
-    @always_inline
-    def _row(self, k: Int, choice: Int32) -> BytePointer:
-        comptime if not Self.own_are_sent:
-            var row = row_of_own(choice)
-            if row >= 0:
-                return self.expert_rows.unsafe_offset(row * Self.row_bytes)
-        comptime if Self.group.masks:
-            return self.received.unsafe_offset(
-                Self.group.combine_message_offset(0, k, Int(choice))
-            )
-        return self.received.unsafe_offset(Self.group.combine_message_offset(0, k))
 
     @staticmethod
     @always_inline

@@ -67,10 +67,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # Chosen before the previous launch has ended, and before the peers' numbers of
         # tokens are known: if these are not few, what is loaded below is not used.
         var source, token_idx = _first_token[
-            group,
-            PartialFormat[
-                Self.dtype, Self.partial_dtype, group.hidden_size, group.partial_block
-            ].n_steps,
+            group, PartialFormat[group, Self.dtype, Self.partial_dtype].n_steps
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)

@@ -28,9 +28,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
 ):
     """A warp that adds up tokens."""
 
-    comptime Format = PartialFormat[
-        Self.dtype, Self.partial_dtype, Self.group.hidden_size, Self.group.partial_block
-    ]
+    comptime Format = PartialFormat[Self.group, Self.dtype, Self.partial_dtype]
 
     var block: Block[Self.group]
     var expert_rows: BytePointer
@@ -114,7 +112,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                 )
                 var is_there = True
                 comptime if prefetches and Self.group.masks:
-                    owners = Format.await_partials[Self.group](
+                    owners = Format.await_partials(
                         loaded, recv_buf, token_idx, share, owners, block
                     )
                 comptime if prefetches:

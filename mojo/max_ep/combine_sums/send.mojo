@@ -34,9 +34,7 @@ def send_partials[
     prefetched: SavedRoutes,
     block: Block[group],
 ):
-    comptime Format = PartialFormat[
-        dtype, partial_dtype, group.hidden_size, group.partial_block
-    ]
+    comptime Format = PartialFormat[group, dtype, partial_dtype]
     comptime n_others = group.n_ranks - 1
     comptime if n_others > 0:
         comptime if group.drops_rows:

@@ -137,12 +137,12 @@ def _check_rows[
     var counters = rank.counters
     if counters.generation(Word.DISPATCH_RECEIVED) == 0:
         raise rank.refusal(Failure.NOTHING_DISPATCHED)
-    var end = counters.pair_row(rank.n_pairs)
+    var end = counters.pair_row(group.n_pairs())
     if end > n_rows_max:
         raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows_max)
-    var digest = hash_src_info(src_info, rank.n_pairs, counters)
+    var digest = hash_src_info(src_info, counters)
     var at = RowCursor()
-    for i in range(n_rows_of_pairs(rank.n_pairs, counters)):
+    for i in range(n_rows_of_pairs(counters)):
         at.advance(i, counters)
         var token_idx = Int(src_info[unsafe_offset=2 * at.row])
         var k = Int(src_info[unsafe_offset=2 * at.row + 1])
@@ -158,7 +158,7 @@ def _send_rows[
     group: Group, //, dtype: DType
 ](expert_rows: SharedRows, src_info: ImmPointer[Int32], rank: CpuRank[group]):
     comptime msg_bytes = group.combine_msg_bytes
-    var n_rows = n_rows_of_pairs(rank.n_pairs, rank.counters)
+    var n_rows = n_rows_of_pairs(rank.counters)
     var is_streaming = should_stream(n_rows, msg_bytes)
 
     def send_rows(begin: Int, end: Int) {imm}:
@@ -380,6 +380,6 @@ def _check_unsent_rows[
     var n_sent = Int(rank.counters.n_tokens_of(answered)[])
     if n_tokens != n_sent:
         raise rank.refusal(Failure.BAD_N_TOKENS, -1, n_tokens, n_sent)
-    var end = rank.counters.pair_row(rank.n_pairs)
+    var end = rank.counters.pair_row(group.n_pairs())
     if n_rows < end:
         raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows)

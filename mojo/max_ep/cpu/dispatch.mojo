@@ -234,9 +234,7 @@ def cpu_dispatch_wait[
 
     for_each_chunk(n_shared, msg_bytes, place_own_tokens)
     rank.counters.set_generation(Word.DISPATCH_RECEIVED, rank.generation)
-    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(
-        src_info, rank.n_pairs, rank.counters
-    )
+    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(src_info, rank.counters)
     rank.publish_done(group.dispatch_done_offset(0))
     # AFTER: rows are complete, and every source may overwrite its tokens here.
 

@@ -53,7 +53,6 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     process run one after another."""
     var deadline: Deadline
 
-    comptime n_pairs = Self.group.pair(Self.group.n_local_experts(), 0)
     comptime _heartbeats = Self.group.heartbeat_offset(0) + (
         0 if Self.group.dispatch_msg_bytes
         > 0 else Self.group.dispatch_counts_from_combine_counts()
