@@ -131,7 +131,7 @@ def clear_kernel(
 ):
     """Clears every flag and word of a rank; nobody may use them meanwhile.
 
-    MAX gives a rank two groups of counters. Launch: any grid, any block.
+    MAX gives a rank two sets of counters. Launch: any grid, any block.
     """
     var group = Group.of(group_words)
     var first = Int(global_idx.x)
@@ -162,8 +162,8 @@ def clear_kernel(
         _fill(recv, group.inline_token_offset(0, 0), end, SENTINEL)
     else:
         var msg_bytes = group.dispatch_msg_bytes
-        var staged = region
-        _clear_flags(staged, group.max_tokens_per_rank, msg_bytes)
+        # The send buffer is first.
+        _clear_flags(region, group.max_tokens_per_rank, msg_bytes)
         _clear_flags(recv, group.dispatch_recv_bytes() // msg_bytes, msg_bytes)
     recv = region.unsafe_offset(group.combine_recv_offset())
     if group.has_sums:

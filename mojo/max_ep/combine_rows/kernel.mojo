@@ -88,7 +88,16 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
             reduce_tokens[Self.dtype, sends_own](
                 self.combined, self.given.rows, block.answered[sends](), block
             )
-        _finish[sends, receives](block)
+        if not elect_last_block(block.counters):
+            return
+        if block.lane == 0:
+            block.advance[sends, receives]()
+        comptime if receives:
+            block.publish_done(
+                group.combine_done_offset(block.my_rank), block.receiving()
+            )
+        # AFTER: what is sent of this generation is on its way. What is received is
+        # complete, and every owner may overwrite its rows here.
 
     @always_inline
     def _refuse[receives: Bool](self):
@@ -111,16 +120,3 @@ def fill_with_nan[
         Int(grid_dim.x) * num_threads,
     ):
         result[unsafe_offset=i] = value
-
-
-@always_inline
-def _finish[group: Group, //, sends: Bool, receives: Bool](block: Block[group]):
-    """Ends a launch: its last block advances generations and publishes done words."""
-    if not elect_last_block(block.counters):
-        return
-    if block.lane == 0:
-        block.advance[sends, receives]()
-    comptime if receives:
-        block.publish_done(group.combine_done_offset(block.my_rank), block.receiving())
-    # AFTER: what is sent of this generation is on its way. What is received is
-    # complete, and every owner may overwrite its rows here.

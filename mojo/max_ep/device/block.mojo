@@ -118,7 +118,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     def set_up[n_control: Int](buffers: Buffers[Self.group], mask: Int32 = 0) -> Self:
         """Sets up a block of a portable phase; a block barrier must follow.
 
-        Every warp calls it, once it knows that the launch `load_and_check_header`.
+        Every warp calls it, after `load_and_check_header`.
         """
         var counters = buffers.counters
         var control = shared[UInt32, n_control]()

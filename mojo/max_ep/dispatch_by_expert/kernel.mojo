@@ -22,8 +22,7 @@ from ..device.kernel import InputScales, Kernel
 from ..device.shared import own_of
 from ..device.start import load_and_check_header, elect_last_block
 from ..device.warp import in_32_bits
-from ..failures import Failure, RECEIVE, record_failure, SEND
-from ..flags import next_generation
+from ..failures import Failure, RECEIVE, SEND
 from ..layout import Group
 from ..token_format import BytePointer, TokenFormat
 from .receive import Receiver
@@ -62,11 +61,14 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
             comptime if receives:
                 self._deliver_nothing()
             return
+        var block = Block[group].set_up[N_CONTROL](self.buffers)
         comptime if has_shared and not sends:
-            if not self._check_sent():
+            # The shared expert gets this rank's tokens, which it has staged.
+            var sent = block.before.generation(Word.DISPATCH_SENT)
+            if sent != block.receiving():
+                block.refuse_and_break(Failure.NOT_SENT, RECEIVE)
                 self._deliver_nothing()
                 return
-        var block = Block[group].set_up[N_CONTROL](self.buffers)
         var n_tokens = in_32_bits(self.given.n_tokens)
         comptime if sends:
             var n_senders = n_warps - 1
@@ -114,19 +116,6 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 group.dispatch_done_offset(block.my_rank), block.receiving()
             )
             # AFTER: rows are complete; every source may overwrite its slots here.
-
-    @always_inline
-    def _check_sent(self) -> Bool:
-        """Returns whether this rank's tokens are staged for the shared expert."""
-        var counters = self.buffers.counters
-        var received = next_generation(counters.generation(Word.DISPATCH_RECEIVED))
-        if counters.generation(Word.DISPATCH_SENT) == received:
-            return True
-        record_failure(
-            counters, Failure.NOT_SENT, RECEIVE, counters.my_rank(), -1, received, 0
-        )
-        counters.set_broken()
-        return False
 
     @always_inline
     def _deliver_nothing(self):

@@ -117,12 +117,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
         return not self.are_in_lanes() and self.n_choices <= N_SHARED_CHOICES
 
     @always_inline
-    def id(self, choice: Int) -> Int32:
-        if self.are_shared():
-            return self.shared_ids[unsafe_offset=choice]
-        return self.load_id(choice)
-
-    @always_inline
     def load_id(self, choice: Int) -> Int32:
         comptime if Self.group.sends_to_all():
             return Int32(UInt32(choice) % UInt32(Self.group.n_ranks))
@@ -139,7 +133,10 @@ struct Choices[group: Group](TrivialRegisterPassable):
             return NO_EXPERT
         if lane >= Self.group.top_k:
             return NO_EXPERT
-        return self.id(Self.group.choice(token_idx, lane))
+        var choice = Self.group.choice(token_idx, lane)
+        if self.are_shared():
+            return self.shared_ids[unsafe_offset=choice]
+        return self.load_id(choice)
 
     @always_inline
     def load_weight(self, choice: Int) -> Float32:
