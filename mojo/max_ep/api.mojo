@@ -85,9 +85,6 @@ from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import SharedRows, TokenFormat
 
 
-# ------------------------------------------------------------------------ dispatch
-
-
 def ep_dispatch_async_kernel_api[
     token_fmt_type: TokenFormat,
     n_experts: Int,
@@ -180,9 +177,6 @@ def ep_dispatch_wait_kernel_api[
         dispatched_rows[token_fmt_type](call, rows, row_offsets, expert_ids, src_info),
         context,
     )
-
-
-# ------------------------------------------------------------------------- combine
 
 
 def ep_combine_async_kernel_api[

@@ -146,9 +146,6 @@ def check_shape(
         check_size(op, String("columns of ", what), sizes[1], n_columns)
 
 
-# ------------------------------------------------------------------------ the call
-
-
 @fieldwise_init
 struct Call[group: Group](TrivialRegisterPassable):
     """An op on one rank: its name, its counters, and the buffers of all ranks."""

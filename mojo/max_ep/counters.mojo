@@ -159,7 +159,6 @@ def _received_word(group: Group) -> Int:
 
 
 def masked_word(group: Group) -> Int:
-    """Locates the mask, of a group that masks."""
     var n_words = _received_word(group)
     if group.has_sums:
         n_words += group.n_ranks * (1 + 2 * group.n_choices())
@@ -296,8 +295,6 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
 
     var words: MutPointer[Int32]
 
-    # ------------------------------------------------------------ the header
-
     @always_inline
     def at(self, word: Int) -> MutPointer[Int32]:
         return self.words.unsafe_offset(word)
@@ -326,8 +323,6 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
     @always_inline
     def n_tokens_of(self, generation: UInt32) -> MutPointer[Int32]:
         return self.at(Word.N_TOKENS + Int(generation & UInt32(1)))
-
-    # ------------------------------------------------------------- the arrays
 
     @always_inline
     def pair_row(self, pair: Int) -> Int:

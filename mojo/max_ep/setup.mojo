@@ -188,9 +188,6 @@ def go_on_kernel(
         _go_on(region, counters, group, Int(readmitted), (dispatched, combined))
 
 
-# ----------------------------------------------------------------------- the op
-
-
 def init[
     target: StaticString
 ](

@@ -67,9 +67,6 @@ def _count_offset[group: Group, is_combine: Bool](peer_rank: Int, i: Int) -> Int
         return group.dispatch_count_offset(group.pair(i, peer_rank))
 
 
-# ------------------------------------------------------------------ CPU ranks
-
-
 def watch_cpu[
     group: Group, is_combine: Bool
 ](waits_ns: MutPointer[Int64], my_counts: BytePointer, counters: Counters[group]):
@@ -101,9 +98,6 @@ def watch_cpu[
         if deadline.has_passed():
             return
         sleep(SLEEP_SECONDS)
-
-
-# ------------------------------------------------------------------ GPU ranks
 
 
 def watch_kernel[
@@ -187,9 +181,6 @@ def watch_kernel[
         waits_ns[unsafe_offset=peer_rank] = (
             elapsed if has_expired[unsafe_offset=0] == 0 else NEVER
         )
-
-
-# ------------------------------------------------------------------- launcher
 
 
 def launch_watch[

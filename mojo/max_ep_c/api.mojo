@@ -93,9 +93,6 @@ comptime REGION = _group(HIDDEN, Format.msg_bytes, COMBINE_BYTES)
 comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
 
 
-# ------------------------------------------------------------------------ a rank
-
-
 @always_inline
 def _at[T: AnyType](address: Int) -> MutPointer[T]:
     """Makes a pointer of an address; a pointer is never null."""
@@ -118,7 +115,6 @@ def _vector[
 
 
 def _load_phase[P: Kernel](context: DeviceContext) raises:
-    """Loads the kernels of a phase."""
     _ = context.compile_function[kernel_entry[P, True, False]]()
     _ = context.compile_function[kernel_entry[P, False, True]]()
     _ = context.compile_function[kernel_entry[P, True, True]]()
@@ -140,18 +136,15 @@ struct Rank(Movable):
     var my_rank: Int
     var timeout_ms: Int
     var region: Int
-    """Address of this rank's region."""
     var counters: Counters[REGION]
     var offsets: Array[UInt64, 6]
     """Of the buffers in a region: `[dispatch, combine][send, recv, counts]`."""
     var addresses: Array[UInt64, 6 * N_RANKS]
     """`[dispatch, combine][send, recv, counts][rank]`."""
     var queue: Queue
-    """The queue of the last launch."""
     var queue_address: Int
     """The driver's handle of it."""
     var error: String
-    """What the last call that failed says."""
 
     def __init__(
         out self, device: Int, rank: Int, timeout_ms: Int, region: Int, words: Int
@@ -173,7 +166,6 @@ struct Rank(Movable):
         self.error = String()
 
     def failed(mut self, error: Error) -> Int32:
-        """Keeps what a call says that failed."""
         self.error = String(error)
         return 1
 
@@ -340,8 +332,6 @@ def max_ep_failure(handle: Int, record: Int, text: Int, size: Int32) abi("C") ->
     except error:
         return _write(String(error), text, Int(size))
 
-
-# ------------------------------------------------------------------------ phases
 
 comptime FORMS = [Form.ASYNC, Form.WAIT, Form.FUSED]
 

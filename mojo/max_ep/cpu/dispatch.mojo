@@ -35,8 +35,6 @@ from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
 from .rank import CpuRank, write_source_info
 
-# ---------------------------------------------------------------------- sending
-
 
 def cpu_dispatch_async[
     input_type: DType,
@@ -176,9 +174,6 @@ def _publish_counts[
         var offset = group.dispatch_count_offset(group.pair(local_expert, rank.my_rank))
         rank.publish(dst_rank, offset, plan.counts[expert_id])
     rank.counters.set_generation(Word.DISPATCH_SENT, rank.generation)
-
-
-# -------------------------------------------------------------------- receiving
 
 
 @fieldwise_init

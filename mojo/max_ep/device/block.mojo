@@ -257,8 +257,6 @@ struct Block[group: Group](TrivialRegisterPassable):
         self.refuse(code, phase, expert_or_row, a, b)
         self.counters.set_broken()
 
-    # -------------------------------------------------------------------------- mask
-
     @always_inline
     def is_masked(self, rank: Int) -> Bool:
         comptime if not Self.group.masks:

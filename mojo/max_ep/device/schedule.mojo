@@ -61,7 +61,6 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     comptime _FEWER = min(Self.fewer, Self.n_steps)
 
     comptime most_steps = ceildiv(Self.n_steps, Self._FEWER)
-    """Steps of the largest chunk."""
 
     var are_more: Bool
     """Whether the larger number is used."""

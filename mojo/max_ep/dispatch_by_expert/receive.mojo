@@ -117,8 +117,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         )
         place_all_scales[Self.Format](message, rows, row, self.block.lane, WARP_SIZE)
 
-    # ------------------------------------------------------------------ counts
-
     @always_inline
     def _read_counts(self, pair_rows: SharedInts, pair_counts: SharedInts) -> Int:
         """Waits for the counts of all pairs and lays out the rows, with one warp.
@@ -240,8 +238,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 self.dispatched.tables.write_expert(
                     local_expert, first_row, n_expert_rows
                 )
-
-    # ------------------------------------------------------ the shared expert
 
     @always_inline
     def place_own_tokens(self):

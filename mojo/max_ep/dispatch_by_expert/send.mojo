@@ -67,7 +67,6 @@ struct SendSchedule(TrivialRegisterPassable):
 
     @always_inline
     def first_k(self, item: Int, top_k: Int, next: Int = 0) -> Int:
-        """Names the first choice of an item."""
         return (item % self.n_per_token + next) * top_k // self.n_per_token
 
 
@@ -124,8 +123,6 @@ struct Sender[
             Self.group.dispatch_done_offset(0),
             self.block.counters.generation(Word.DISPATCH_SENT),
         )
-
-    # -------------------------------------------------------- slots and counts
 
     @always_inline
     def _count_choices(self, histogram: SharedWord, begin: Int, end: Int):
@@ -227,8 +224,6 @@ struct Sender[
             store_relaxed_sys(
                 flag_at(bytes_at(to), offset), self.block.sending(), count
             )
-
-    # ---------------------------------------------------------------- messages
 
     @always_inline
     def _send(self, sender: Int, n_senders: Int):

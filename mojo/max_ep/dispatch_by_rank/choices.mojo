@@ -128,7 +128,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def id_of_lane(self, token_idx: Int, lane: Int) -> Int32:
-        """Reads the id of a lane's choice of a token."""
         comptime if Self.group.sends_to_all():
             return NO_EXPERT
         if lane >= Self.group.top_k:

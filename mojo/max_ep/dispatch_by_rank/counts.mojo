@@ -99,12 +99,10 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _rows_of_pair(self, pair: Int) -> Int:
-        """Counts the rows of a pair."""
         return self.rows_before(pair + 1) - self.rows_before(pair)
 
     @always_inline
     def _rows_of_expert(self, local_expert: Int) -> Int:
-        """Counts the rows of an expert."""
         return self.rows_before(Self.group.pair(local_expert + 1, 0)) - (
             self.rows_before(Self.group.pair(local_expert, 0))
         )
@@ -122,7 +120,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def has_row(self, pair: Int, position: Int32) -> Bool:
-        """Returns whether a pair has so many rows."""
         return self.pair_rows[unsafe_offset=pair] + position < (
             self.pair_rows[unsafe_offset=pair + 1]
         )
@@ -230,7 +227,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_pair_rows(self) -> Bool:
-        """Waits for the rows of all pairs."""
         comptime n_scanners = n_scan_warps[Self.group]()
         while load_acquire_block(self.block.word(SCANNED)) < UInt32(n_scanners):
             pass

@@ -101,9 +101,6 @@ struct ForwardedTokenFormat[
         Self.Quantizing.place_scales(rows, row, vector, scales)
 
 
-# ---------------------------------------------------------------------- the join
-
-
 @fieldwise_init
 struct JoinWords[Numbers: BlockNumbers, hidden_size: Int](Work):
     """Joins tokens that are given as values and scales; an item is 4 bytes of a token.
@@ -140,9 +137,6 @@ struct JoinWords[Numbers: BlockNumbers, hidden_size: Int](Work):
                 bits |= scales[unsafe_offset=j].cast[DType.uint32]() << UInt32(8 * j)
             bits = Self.Numbers.known_scales(bits)
         self.joined.unsafe_bitcast[UInt32]()[unsafe_offset=i] = bits
-
-
-# -------------------------------------------------------- scales of whole tokens
 
 
 @fieldwise_init
