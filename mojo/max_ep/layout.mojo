@@ -145,11 +145,6 @@ def combine_msg_bytes_of(
     )
 
 
-def source_info_offset(msg_bytes: Int) -> Int:
-    """Locates the source info of a message: where its token ends."""
-    return msg_bytes - SOURCE_INFO_BYTES
-
-
 struct Group(TrivialRegisterPassable):
     """The compile-time facts about a group, for one op.
 
@@ -330,10 +325,6 @@ struct Group(TrivialRegisterPassable):
         """Names the expert of a (local expert, source rank) pair of a rank."""
         return self.expert_id(rank, pair // self.n_ranks)
 
-    def n_ranks_with_experts(self) -> Int:
-        """Counts the ranks that hold experts: the first ones."""
-        return (self.n_experts + self.n_local_experts() - 1) // self.n_local_experts()
-
     def n_shared_max(self) -> Int:
         """Counts the rows that a fused shared expert can get."""
         return self.max_tokens_per_rank if self.fused_shared_expert else 0
@@ -361,12 +352,10 @@ struct Group(TrivialRegisterPassable):
 
     # ------------------------------------------------- inside dispatch buffers
 
-    def entry_bytes(self) -> Int:
-        """Counts the bytes of an entry: a word, or two with a router weight."""
-        return 2 * ENTRY_BYTES if self.has_sums else ENTRY_BYTES
-
     def entry_offset(self, src_rank: Int, choice: Int) -> Int:
-        return (src_rank * self.n_choices() + choice) * self.entry_bytes()
+        """Locates an entry: a word, or two with a router weight."""
+        var n_words = 2 if self.has_sums else 1
+        return (src_rank * self.n_choices() + choice) * n_words * ENTRY_BYTES
 
     def token_offset(self, src_rank: Int, token_idx: Int) -> Int:
         return (

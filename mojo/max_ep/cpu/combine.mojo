@@ -18,12 +18,12 @@ from ..counters import NO_ROW, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..failures import Failure
 from ..formats.quantized_sums import QuantizedSums
-from ..flags import count_of, generation_of, message_flag
+from ..flags import count_of, flag_word, generation_of, message_flag
 from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
-from .rank import CpuRank, write_source_info
+from .rank import CpuRank
 
 # ----------------------------------------------------------------- rows and sums
 
@@ -180,8 +180,8 @@ def _send_rows[
                 count=group.hidden_size * size_of[Scalar[dtype]](),
                 is_streaming=is_streaming,
             )
-            write_source_info(
-                message, msg_bytes, group.choice(token_idx, k), rank.generation
+            message_flag(message, msg_bytes)[] = flag_word(
+                rank.generation, group.choice(token_idx, k)
             )
 
     for_each_chunk(n_rows, msg_bytes, send_rows)
@@ -243,7 +243,7 @@ def _send_sums[
                 QuantizedSums[group.partial_block, group.hidden_size].encode(
                     message, before_quantized
                 )
-            write_source_info(message, msg_bytes, terms.n, rank.generation)
+            message_flag(message, msg_bytes)[] = flag_word(rank.generation, terms.n)
 
     for_each_chunk(n_tokens, 2 * msg_bytes, send_sums)
 

@@ -216,7 +216,11 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         if not shared.await_numbers():
             return
         var receiver = Receiver[Self.group, Self.Format, has_input](
-            self.dispatched, UInt64(Int(self.given.tokens)), shared, block
+            self.dispatched,
+            UInt64(Int(self.given.tokens)),
+            block.recv_buf(),
+            shared,
+            block,
         )
         comptime n_inline = Self.group.n_inline_tokens()
         if shared.most_tokens() <= n_inline:

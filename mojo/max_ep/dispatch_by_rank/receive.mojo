@@ -17,7 +17,7 @@ from ..device.schedule import Chunk, FlaggedSplit, inline_split, n_steps_of, Sch
 from ..device.warp import any_lane, bytes_at, divmod_32
 from ..flags import flag_at, generation_of
 from ..layout import Group
-from ..token_format import TokenFormat
+from ..token_format import BytePointer, TokenFormat
 from .counts import SharedCounts
 from .entries import (
     expert_of_entry,
@@ -57,6 +57,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     var dispatched: DispatchedRows[Self.group, Self.Format]
     var own_tokens: UInt64
     """This rank's tokens, if `has_input`."""
+    var recv_buf: BytePointer
+    """Loaded once: the block has it in shared memory."""
     var shared: SharedCounts[Self.group]
     var block: Block[Self.group]
 
@@ -117,11 +119,11 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 )
                 return Token(bytes, src_rank, token_idx, False, True)
         if are_all_inline or n_tokens <= Self.group.n_inline_tokens():
-            var bytes = self.block.recv_buf().unsafe_offset(
+            var bytes = self.recv_buf.unsafe_offset(
                 Self.group.inline_token_offset(src_rank, token_idx)
             )
             return Token(bytes, src_rank, token_idx, True, True)
-        var bytes = self.block.recv_buf().unsafe_offset(
+        var bytes = self.recv_buf.unsafe_offset(
             Self.group.token_offset(src_rank, token_idx)
         )
         return Token(bytes, src_rank, token_idx, False, False)
@@ -134,7 +136,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         var my_rank = self.block.my_rank
         var choice = Self.group.choice(token.idx, self.block.lane)
         var entry = await_words[has_sums](
-            self.block.recv_buf().unsafe_offset(
+            self.recv_buf.unsafe_offset(
                 Self.group.entry_offset(token.src_rank, choice)
             ),
             token.src_rank,
@@ -203,7 +205,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             return True
         if not are_all_inline and not token.is_loaded:
             var flag = flag_at(
-                self.block.recv_buf(),
+                self.recv_buf,
                 Self.group.chunk_flag_offset(token.src_rank, token.idx, chunk.idx),
             )
             var word = self.block.await_message(flag, token.src_rank)
@@ -324,7 +326,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         var is_late = False
         for k in range(self.block.lane, router_top_k, WARP_SIZE):
             var found = await_words[True](
-                self.block.recv_buf().unsafe_offset(
+                self.recv_buf.unsafe_offset(
                     Self.group.metadata_offset(
                         token.src_rank, token.idx, k, router_top_k
                     )
