@@ -40,16 +40,11 @@ struct Form(TrivialRegisterPassable):
         return Self(not op.endswith("_wait"), not op.endswith("_async"))
 
 
-# ------------------------------------------------------------------------ pointers
-
-
 def imm[dtype: DType](tensor: TileTensor[dtype, ...]) -> ImmPointer[Scalar[dtype]]:
-    """Takes a tensor's address for reading."""
     return ImmPointer[Scalar[dtype]](unsafe_from_address=Int(tensor.ptr))
 
 
 def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtype]]:
-    """Takes a tensor's address for writing."""
     return MutPointer[Scalar[dtype]](unsafe_from_address=Int(tensor.ptr))
 
 

@@ -206,7 +206,6 @@ def word_after_init(i: Int, my_rank: Int, timeout_ms: Int, group: Group) -> Int3
 
 
 def name_of_word(i: Int) -> String:
-    """Names a word that `wanted_word` checks."""
     var names: Array[StaticString, N_GROUP_WORDS] = [
         "n_experts",
         "n_ranks",

@@ -101,7 +101,6 @@ def _at[T: AnyType](address: Int) -> MutPointer[T]:
 
 @always_inline
 def _imm[T: AnyType](address: Int) -> ImmPointer[T]:
-    """Takes an address for reading."""
     return {unsafe_from_address = Int(_at[T](address))}
 
 
@@ -143,7 +142,6 @@ struct Rank(Movable):
     """`[dispatch, combine][send, recv, counts][rank]`."""
     var queue: Queue
     var queue_address: Int
-    """The driver's handle of it."""
     var error: String
 
     def __init__(

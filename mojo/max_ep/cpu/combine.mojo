@@ -25,8 +25,6 @@ from ..token_format import BytePointer, SharedRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
 from .rank import CpuRank
 
-# ----------------------------------------------------------------- rows and sums
-
 
 struct _Terms[dtype: DType, n_max: Int](Movable):
     var rows: Array[Int, Self.n_max]
@@ -102,9 +100,6 @@ def _row[group: Group, dtype: DType](expert_rows: SharedRows, row: Int) -> ByteP
 
 comptime _width[hidden_size: Int] = gcd(hidden_size, 32)
 """Columns of a row that are added at once."""
-
-
-# ---------------------------------------------------------------------- sending
 
 
 def cpu_combine_async[
@@ -246,9 +241,6 @@ def _send_sums[
             message_flag(message, msg_bytes)[] = flag_word(rank.generation, terms.n)
 
     for_each_chunk(n_tokens, 2 * msg_bytes, send_sums)
-
-
-# -------------------------------------------------------------------- receiving
 
 
 def cpu_combine_wait[

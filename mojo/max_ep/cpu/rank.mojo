@@ -166,7 +166,6 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             sleep(SLEEP_SECONDS)
 
     def _give_heartbeat(self, now: UInt32):
-        """Shows the peers that this rank is alive."""
         var place = Self._heartbeats + self.my_rank * FLAG_BYTES
         for rank in range(Self.group.n_ranks):
             if not self.is_masked(rank):

@@ -48,7 +48,6 @@ def n_scan_warps[group: Group]() -> Int:
 
 @always_inline
 def _pairs_of_warp[group: Group]() -> Int:
-    """Counts the pairs that each of them counts."""
     comptime stride = ceildiv(group.n_pairs(), n_scan_warps[group]() * _PAIRS_AT_ONCE)
     return stride * _PAIRS_AT_ONCE
 
