@@ -176,10 +176,9 @@ def _first_token[group: Group, n_steps: Int](n_senders: Int) -> Tuple[Int, Int]:
     tokens are few."""
     var split = SumSplit[n_steps, True](True)
     var warp_idx = Int(warp_id())
-    var round = receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first
-    var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
-    var first = (0, split.chunk(item).whole)
     if warp_idx < n_senders:
         var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
-        first = sum_to_send[group](split.chunk(number).whole)
-    return first
+        return sum_to_send[group](split.chunk(number).whole)
+    var round = receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first
+    var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
+    return (0, split.chunk(item).whole)

@@ -22,7 +22,8 @@ from ..device.kernel import InputScales, Kernel
 from ..device.shared import own_of
 from ..device.start import load_and_check_header, elect_last_block
 from ..device.warp import in_32_bits
-from ..failures import Failure, RECEIVE, SEND
+from ..failures import Failure, RECEIVE, record_failure, SEND
+from ..flags import next_generation
 from ..layout import Group
 from ..token_format import BytePointer, TokenFormat
 from .receive import Receiver
@@ -61,14 +62,18 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
             comptime if receives:
                 self._deliver_nothing()
             return
-        var block = Block[group].set_up[N_CONTROL](self.buffers)
         comptime if has_shared and not sends:
             # The shared expert gets this rank's tokens, which it has staged.
-            var sent = block.before.generation(Word.DISPATCH_SENT)
-            if sent != block.receiving():
-                block.refuse_and_break(Failure.NOT_SENT, RECEIVE)
+            var received = next_generation(counters.generation(Word.DISPATCH_RECEIVED))
+            if counters.generation(Word.DISPATCH_SENT) != received:
+                var rank = counters.my_rank()
+                record_failure(
+                    counters, Failure.NOT_SENT, RECEIVE, rank, -1, received, 0
+                )
+                counters.set_broken()
                 self._deliver_nothing()
                 return
+        var block = Block[group].set_up[N_CONTROL](self.buffers)
         var n_tokens = in_32_bits(self.given.n_tokens)
         comptime if sends:
             var n_senders = n_warps - 1
