@@ -118,9 +118,6 @@ def _go_on(
         _set_done(region, group, peer, generations)
 
 
-# ------------------------------------------------------------------- GPU ranks
-
-
 def clear_kernel(
     region: BytePointer,
     counters_0: MutPointer[Int32],
