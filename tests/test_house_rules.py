@@ -18,7 +18,7 @@ LAYERS = (
     "kernel_argument layout flags kept_rows cpu_copy for_each counters failures "
     "row_tables token_format formats transport shmem_modules arguments device "
     "dispatch_by_expert dispatch_by_rank combine_rows combine_sums kernels cpu setup "
-    "launch watch degraded dropped api op_config ops routing routing_ops"
+    "launch watch missing api op_config ops routing routing_ops"
 ).split()
 
 

@@ -85,9 +85,6 @@ from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import SharedRows, TokenFormat
 
 
-# ------------------------------------------------------------------------ dispatch
-
-
 def ep_dispatch_async_kernel_api[
     token_fmt_type: TokenFormat,
     n_experts: Int,
@@ -182,9 +179,6 @@ def ep_dispatch_wait_kernel_api[
     )
 
 
-# ------------------------------------------------------------------------- combine
-
-
 def ep_combine_async_kernel_api[
     combine_dtype: DType,
     hidden_size: Int,
@@ -223,7 +217,7 @@ def ep_combine_async_kernel_api[
     var call = Call[group].of[target](
         "combine_async", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
     )
-    var given = given_rows(call, input_tokens, src_info)
+    var given = given_rows[True](call, input_tokens, src_info)
     launch_combine[combine_dtype, target, Form.ASYNC](
         call, given, unused[CombinedTokens[combine_dtype]](), context
     )

@@ -40,23 +40,20 @@ struct Form(TrivialRegisterPassable):
         return Self(not op.endswith("_wait"), not op.endswith("_async"))
 
 
-# ------------------------------------------------------------------------ pointers
-
-
 def imm[dtype: DType](tensor: TileTensor[dtype, ...]) -> ImmPointer[Scalar[dtype]]:
-    """Takes a tensor's address for reading."""
     return ImmPointer[Scalar[dtype]](unsafe_from_address=Int(tensor.ptr))
 
 
 def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtype]]:
-    """Takes a tensor's address for writing."""
     return MutPointer[Scalar[dtype]](unsafe_from_address=Int(tensor.ptr))
 
 
 def mapped_buffers[
     group: Group, T: AnyType
 ](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped()]:
-    var first_rank = buffers.first_mapped()
+    var first_rank = 0
+    while buffers.addresses[unsafe_offset=first_rank] == 0:
+        first_rank += 1
     var result = Array[MutPointer[T], group.n_mapped()](
         fill=buffers[first_rank].unsafe_bitcast[T]()
     )
@@ -144,9 +141,6 @@ def check_shape(
         check_size(op, String("columns of ", what), sizes[1], n_columns)
 
 
-# ------------------------------------------------------------------------ the call
-
-
 @fieldwise_init
 struct Call[group: Group](TrivialRegisterPassable):
     """An op on one rank: its name, its counters, and the buffers of all ranks."""
@@ -184,7 +178,27 @@ struct Call[group: Group](TrivialRegisterPassable):
     ) raises -> Self:
         """The same for an op that only receives, and has no send buffers."""
         comptime buffers = _peer_buffers[Self.group]
-        var counters = _counters_of[Self.group, target](op, atomic_counters)
+        # On a GPU the kernels check what they hold.
+        var counters = Counters[Self.group](mut_(atomic_counters))
+        var n_words = Int(atomic_counters.dim[0]())
+        if n_words < local_sync_counters_words(Self.group) or (
+            is_cpu[target]() and counters.at(Word.MAGIC)[] != COUNTERS_MAGIC
+        ):
+            raise Error(
+                t"max_ep: {op}: these atomic_counters are not initialized; pass the"
+                t" model_inputs() of an EPCommInitializer after its ep_init()."
+            )
+        comptime if is_cpu[target]():
+            for i in range(Word.GROUP, Word.GROUP + N_GROUP_WORDS):
+                var found = counters.at(i)[]
+                var wanted = wanted_word(i, found, Self.group)
+                if found != wanted:
+                    raise Error(
+                        t"max_ep: {op} on rank {counters.my_rank()}: ",
+                        what_failed(
+                            Failure.WRONG_COUNTERS, -1, i, Int(found), Int(wanted)
+                        ),
+                    )
         var recv_bufs = buffers(op, "recv_ptrs", recv_ptrs)
         var counts = buffers(op, "recv_count_ptrs", recv_count_ptrs)
         return Self(op, counters, recv_bufs, recv_bufs, counts)
@@ -211,33 +225,6 @@ struct Call[group: Group](TrivialRegisterPassable):
                 t" fewer at a time, or raise it.",
                 NEXT,
             )
-
-
-def _counters_of[
-    group: Group, target: StaticString
-](op: StaticString, atomic_counters: TileTensor[DType.int32, ...]) raises -> Counters[
-    group
-]:
-    """Finds this rank's words. On a GPU the kernels check what they hold."""
-    var counters = Counters[group](mut_(atomic_counters))
-    var is_large = Int(atomic_counters.dim[0]()) >= local_sync_counters_words(group)
-    comptime if is_gpu[target]():
-        if is_large:
-            return counters
-    if not is_large or counters.at(Word.MAGIC)[] != COUNTERS_MAGIC:
-        raise Error(
-            t"max_ep: {op}: these atomic_counters are not initialized; pass the"
-            t" model_inputs() of an EPCommInitializer after its ep_init()."
-        )
-    for i in range(Word.GROUP, Word.GROUP + N_GROUP_WORDS):
-        var found = counters.at(i)[]
-        var wanted = wanted_word(i, found, group)
-        if found != wanted:
-            raise Error(
-                t"max_ep: {op} on rank {counters.my_rank()}: ",
-                what_failed(Failure.WRONG_COUNTERS, -1, i, Int(found), Int(wanted)),
-            )
-    return counters
 
 
 def _peer_buffers[
@@ -279,7 +266,7 @@ struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     var n_tokens: Int
 
 
-def _n_choices[Format: TokenFormat]() -> Int:
+def n_choices_of[Format: TokenFormat]() -> Int:
     """Counts the experts that the router gives a token."""
     return Format.router_top_k if Format.router_top_k > 0 else Format.top_k
 
@@ -294,22 +281,10 @@ def given_tokens[
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
-    check_shape(op, "topk_ids", topk_ids, n_tokens, _n_choices[Format]())
+    check_shape(op, "topk_ids", topk_ids, n_tokens, n_choices_of[Format]())
     check_shape(op, "input_tokens", tokens, n_tokens, Format.hidden_size)
     var no_weights = unused[ImmPointer[Float32]]()
     return {imm(tokens), imm(topk_ids), no_weights, n_tokens}
-
-
-def give_weights[
-    input_type: DType, group: Group, //, Format: TokenFormat
-](
-    call: Call[group],
-    mut given: GivenTokens[input_type],
-    router_weights: TileTensor[DType.float32, ...],
-) raises:
-    comptime n_choices = _n_choices[Format]()
-    check_shape(call.op, "router_weights", router_weights, given.n_tokens, n_choices)
-    given.router_weights = imm(router_weights)
 
 
 @fieldwise_init
@@ -322,7 +297,12 @@ struct DispatchedRows[group: Group, Format: TokenFormat](
     var n_rows_max: Int
     var tables: RowTables[Self.group]
     var src_info: MutPointer[Int32]
-    """`[n_rows_max][2]`: token on its source rank, and k."""
+    """`[n_rows_max][2]`: token on its source rank, and k; -1: of a shared expert."""
+
+    @always_inline
+    def set_source(self, row: Int, token_idx: Int, k: Int):
+        self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
+        self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
 
 
 def dispatched_rows[
@@ -368,14 +348,15 @@ struct GivenRows(KernelArgument, TrivialRegisterPassable):
 
 
 def given_rows[
-    group: Group, //
+    group: Group, //, sends: Bool
 ](
     call: Call[group], rows: TileTensor, src_info: TileTensor[DType.int32, ...]
 ) raises -> GivenRows:
-    var op = call.op
+    """Checks rows that are sent; a wait gets no `src_info`."""
     var n_rows = Int(rows.dim[0]())
-    check_shape(op, "src_info", src_info, n_rows, 2)
-    check_shape(op, "input_tokens", rows, n_rows, group.hidden_size)
+    comptime if sends:
+        check_shape(call.op, "src_info", src_info, n_rows, 2)
+        check_shape(call.op, "input_tokens", rows, n_rows, group.hidden_size)
     return {SharedRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows), imm(src_info)}
 
 

@@ -24,7 +24,7 @@ Int32:
                           in the last dispatch_wait, and of each of their
                           choices the row here, or that there is none, and the
                           router weight. Sources are counted from this rank on
-                          (`relative_rank`)
+                          (`Group.relative_rank`)
     masked [n_ranks], begin of the step
                           if ranks mask (`Group.masks`): not 0 for each rank that
                           this one has masked; CPU: when its last `dispatch_async`
@@ -99,24 +99,6 @@ def rank_elsewhere(row: Int32) -> Int:
     return Int(NO_ROW - 1 - row)
 
 
-@always_inline
-def relative_rank(my_rank: Int, src_rank: Int, n_ranks: Int) -> Int:
-    """Numbers the sources relative to a rank: itself is 0, the next one 1.
-
-    So a launch finds what it has recorded of the first ones before it has read which
-    rank it is.
-    """
-    var source = src_rank - my_rank
-    return source + n_ranks if source < 0 else source
-
-
-@always_inline
-def rank_of_relative(my_rank: Int, source: Int, n_ranks: Int) -> Int:
-    """Returns the rank of a source from its `relative_rank`."""
-    var rank = my_rank + source
-    return rank - n_ranks if rank >= n_ranks else rank
-
-
 comptime N_HEADER_WORDS = 32
 comptime N_FAILURE_WORDS = 8
 
@@ -177,7 +159,6 @@ def _received_word(group: Group) -> Int:
 
 
 def masked_word(group: Group) -> Int:
-    """Locates the mask, of a group that masks."""
     var n_words = _received_word(group)
     if group.has_sums:
         n_words += group.n_ranks * (1 + 2 * group.n_choices())
@@ -217,21 +198,14 @@ def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
 @always_inline
 def word_after_init(i: Int, my_rank: Int, timeout_ms: Int, group: Group) -> Int32:
     """Returns the value of a word before the first generation."""
-    if i == Word.MAGIC:
-        return COUNTERS_MAGIC
     if i == Word.MY_RANK:
         return Int32(my_rank)
     if i == Word.TIMEOUT_MS:
         return Int32(timeout_ms)
-    var words = group.words()
-    comptime for word in range(N_GROUP_WORDS):
-        if i == Word.GROUP + word:
-            return words[word]
-    return 0
+    return wanted_word(i, 0, group)
 
 
 def name_of_word(i: Int) -> String:
-    """Names a word that `wanted_word` checks."""
     var names: Array[StaticString, N_GROUP_WORDS] = [
         "n_experts",
         "n_ranks",
@@ -246,79 +220,60 @@ def name_of_word(i: Int) -> String:
     return String(names[i - Word.GROUP])
 
 
+comptime _HEADER_WORDS_OF_LAUNCH = [
+    Word.MY_RANK,
+    Word.TIMEOUT_MS,
+    Word.DISPATCH_SENT,
+    Word.DISPATCH_RECEIVED,
+    Word.COMBINE_SENT,
+    Word.COMBINE_RECEIVED,
+    Word.COMBINE_OF,
+    Word.DISPATCH_DRAINED,
+    Word.COMBINE_DRAINED,
+    Word.MOST_RECEIVED,
+    Word.N_TOKENS,
+    Word.N_TOKENS + 1,
+]
+
+
 @fieldwise_init
 struct LaunchHeader(TrivialRegisterPassable):
-    """The header of a rank's counters when a launch begins."""
+    """What a launch uses of the header, as it was when the launch began."""
 
-    var my_rank: Int
-    """`MY_RANK`, as the fields that follow are words of their names."""
-    var timeout_ms: Int
-    var dispatch_sent: UInt32
-    var dispatch_received: UInt32
-    var combine_sent: UInt32
-    var combine_received: UInt32
-    var combine_of: UInt32
-    var dispatch_drained: UInt32
-    var combine_drained: UInt32
-    var most_received: Int
-    var n_tokens_even: Int
-    var n_tokens_odd: Int
-
-    @staticmethod
-    @always_inline
-    def my_rank_of(word: Int32) -> Int:
-        """Broadcasts only the rank to all lanes of a warp."""
-        return Int(warp.shuffle_idx(word, UInt32(Word.MY_RANK)))
+    var _words: SIMD[DType.int32, N_HEADER_WORDS]
 
     @staticmethod
     @always_inline
     def of(word: Int32) -> Self:
-        """Broadcasts the header that a warp has read to all its lanes."""
-
-        # All lanes take part in a shuffle, so all words are taken here, where
-        # all lanes come.
-        @always_inline
-        @__parameter
-        def get(i: Int) -> Int32:
-            return warp.shuffle_idx(word, UInt32(i))
-
-        return Self._of[get]()
+        """Broadcasts the header that a warp has read to all its lanes, here, where all
+        lanes come: they take part in each shuffle."""
+        var words = SIMD[DType.int32, N_HEADER_WORDS](0)
+        comptime for i in _HEADER_WORDS_OF_LAUNCH:
+            words[i] = warp.shuffle_idx(word, UInt32(i))
+        return Self(words)
 
     @staticmethod
     @always_inline
     def read(counters: Counters[...]) -> Self:
         """Reads the header with each lane; what nobody uses is not loaded."""
+        var words = SIMD[DType.int32, N_HEADER_WORDS](0)
+        comptime for i in _HEADER_WORDS_OF_LAUNCH:
+            words[i] = counters.words[unsafe_offset=i]
+        return Self(words)
 
-        @always_inline
-        @__parameter
-        def get(i: Int) -> Int32:
-            return counters.words[unsafe_offset=i]
-
-        return Self._of[get]()
-
-    @staticmethod
     @always_inline
-    def _of[get: def(Int) capturing[_] -> Int32]() -> Self:
-        return Self(
-            Int(get(Word.MY_RANK)),
-            Int(get(Word.TIMEOUT_MS)),
-            get(Word.DISPATCH_SENT).cast[DType.uint32](),
-            get(Word.DISPATCH_RECEIVED).cast[DType.uint32](),
-            get(Word.COMBINE_SENT).cast[DType.uint32](),
-            get(Word.COMBINE_RECEIVED).cast[DType.uint32](),
-            get(Word.COMBINE_OF).cast[DType.uint32](),
-            get(Word.DISPATCH_DRAINED).cast[DType.uint32](),
-            get(Word.COMBINE_DRAINED).cast[DType.uint32](),
-            Int(get(Word.MOST_RECEIVED)),
-            Int(get(Word.N_TOKENS)),
-            Int(get(Word.N_TOKENS + 1)),
-        )
+    def number(self, word: Int) -> Int:
+        return Int(self._words[word])
+
+    @always_inline
+    def generation(self, word: Int) -> UInt32:
+        return self._words[word].cast[DType.uint32]()
 
     @always_inline
     def n_tokens(self, generation: UInt32) -> Int:
         if generation & UInt32(1) == 0:
-            return self.n_tokens_even
-        return self.n_tokens_odd
+            return self.number(Word.N_TOKENS)
+        return self.number(Word.N_TOKENS + 1)
 
 
 @fieldwise_init
@@ -338,8 +293,6 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
     """View of the local words of one rank."""
 
     var words: MutPointer[Int32]
-
-    # ------------------------------------------------------------ the header
 
     @always_inline
     def at(self, word: Int) -> MutPointer[Int32]:
@@ -369,8 +322,6 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
     @always_inline
     def n_tokens_of(self, generation: UInt32) -> MutPointer[Int32]:
         return self.at(Word.N_TOKENS + Int(generation & UInt32(1)))
-
-    # ------------------------------------------------------------- the arrays
 
     @always_inline
     def pair_row(self, pair: Int) -> Int:

@@ -10,10 +10,8 @@ rank raises the same.
     word 0  code     1  phase           2  missing rank     3  expert id, or row
     4, 5    generation wanted, found    6, 7  two numbers, by the code
 """
-from .counters import N_FAILURE_WORDS, name_of_word
+from .counters import Counters, N_FAILURE_WORDS, name_of_word, Word
 from .flags import fetch_max, generation_of
-from .kernel_argument import MutPointer
-from .layout import Group
 
 
 struct Failure:
@@ -61,12 +59,6 @@ comptime PHASES: Array[StaticString, 4] = [
 
 
 @always_inline
-def phase_of[group: Group](phase: Int) -> Int:
-    """Numbers `SEND` or `RECEIVE` of an op among `PHASES`."""
-    return 2 * Int(group.is_combine()) + phase
-
-
-@always_inline
 def is_fatal(code: Int32) -> Bool:
     """Returns whether later launches of this rank do nothing."""
     return code > Failure.DROPPED
@@ -80,7 +72,7 @@ def is_missing(code: Int32) -> Bool:
 
 @always_inline
 def record_failure(
-    record: MutPointer[Int32],
+    counters: Counters[...],
     code: Int32,
     phase: Int,
     missing_rank: Int,
@@ -90,10 +82,12 @@ def record_failure(
     a: Int = 0,
     b: Int = 0,
 ):
-    """Records a failure, unless one of the same or a higher code is recorded."""
+    """Records a failure of the `SEND` or `RECEIVE` phase of an op, unless one of the same
+    or a higher code is recorded."""
+    var record = counters.at(Word.FAILURE)
     if not fetch_max(record, code):
         return
-    record[unsafe_offset=1] = Int32(phase)
+    record[unsafe_offset=1] = Int32(2 * Int(counters.group.is_combine()) + phase)
     record[unsafe_offset=2] = Int32(missing_rank)
     record[unsafe_offset=3] = Int32(expert_or_row)
     record[unsafe_offset=4] = wanted.cast[DType.int32]()

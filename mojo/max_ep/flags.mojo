@@ -21,13 +21,14 @@ from std.sys import (
 from std.time import global_perf_counter_ns, perf_counter_ns
 
 from .kernel_argument import MutPointer
-from .layout import source_info_offset
+from .layout import SOURCE_INFO_BYTES
 
 comptime FlagPointer = MutPointer[UInt64]
 
-comptime SharedWord = Pointer[
-    UInt32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+comptime SharedPointer[T: AnyType] = Pointer[
+    T, MutUntrackedOrigin, address_space=AddressSpace.SHARED
 ]
+comptime SharedWord = SharedPointer[UInt32]
 """A word in the shared memory of a GPU block."""
 
 comptime POLLS_PER_CLOCK_READ = 64
@@ -74,7 +75,7 @@ def flag_at(buffer: MutPointer[UInt8], offset: Int) -> FlagPointer:
 
 @always_inline
 def message_flag(message: MutPointer[UInt8], msg_bytes: Int) -> FlagPointer:
-    return flag_at(message, source_info_offset(msg_bytes))
+    return flag_at(message, msg_bytes - SOURCE_INFO_BYTES)
 
 
 @always_inline

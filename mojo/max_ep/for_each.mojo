@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same small work for each of many items, on GPU or CPU."""
-from max.gpu import block_idx, lane_id, thread_idx, WARP_SIZE
+from max.gpu import block_idx, thread_idx, WARP_SIZE
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu as is_gpu_target
 from std.math import ceildiv
-from std.sys import is_gpu
 
 from .cpu_copy import for_each_chunk, INLINE_BYTES
 from .kernel_argument import KernelArgument
@@ -16,19 +15,11 @@ trait Work(KernelArgument, TrivialRegisterPassable):
     """What is done; its fields are the arguments."""
 
     comptime by_warp: Bool = False
-    """Whether a GPU does an item with a warp (`lane_of_item`), not with a thread."""
+    """Whether a GPU does an item with a warp, not with a thread."""
 
     def do(self, i: Int):
         """Does it for an item."""
         ...
-
-
-@always_inline
-def lane_of_item() -> Tuple[Int, Int]:
-    """Returns which of how many lanes this is that do an item together."""
-    comptime if is_gpu():
-        return (Int(lane_id()), WARP_SIZE)
-    return (0, 1)
 
 
 def work_kernel[W: Work](work: W, n_items: Int32):

@@ -145,11 +145,6 @@ def combine_msg_bytes_of(
     )
 
 
-def source_info_offset(msg_bytes: Int) -> Int:
-    """Locates the source info of a message: where its token ends."""
-    return msg_bytes - SOURCE_INFO_BYTES
-
-
 struct Group(TrivialRegisterPassable):
     """The compile-time facts about a group, for one op.
 
@@ -310,16 +305,25 @@ struct Group(TrivialRegisterPassable):
         var n_local = self.n_local_experts()
         return max(0, min(n_local, self.n_experts - rank * n_local))
 
+    def relative_rank(self, my_rank: Int, src_rank: Int) -> Int:
+        """Numbers the sources relative to a rank: itself is 0, the next one 1.
+
+        So a launch finds what it has recorded of the first ones before it has read which
+        rank it is.
+        """
+        var source = src_rank - my_rank
+        return source + self.n_ranks if source < 0 else source
+
+    def rank_of_relative(self, my_rank: Int, source: Int) -> Int:
+        var rank = my_rank + source
+        return rank - self.n_ranks if rank >= self.n_ranks else rank
+
     def expert_id(self, rank: Int, local_expert: Int) -> Int:
         return rank * self.n_local_experts() + local_expert
 
     def expert_of_pair(self, rank: Int, pair: Int) -> Int:
         """Names the expert of a (local expert, source rank) pair of a rank."""
         return self.expert_id(rank, pair // self.n_ranks)
-
-    def n_ranks_with_experts(self) -> Int:
-        """Counts the ranks that hold experts: the first ones."""
-        return (self.n_experts + self.n_local_experts() - 1) // self.n_local_experts()
 
     def n_shared_max(self) -> Int:
         """Counts the rows that a fused shared expert can get."""
@@ -348,12 +352,10 @@ struct Group(TrivialRegisterPassable):
 
     # ------------------------------------------------- inside dispatch buffers
 
-    def entry_bytes(self) -> Int:
-        """Counts the bytes of an entry: a word, or two with a router weight."""
-        return 2 * ENTRY_BYTES if self.has_sums else ENTRY_BYTES
-
     def entry_offset(self, src_rank: Int, choice: Int) -> Int:
-        return (src_rank * self.n_choices() + choice) * self.entry_bytes()
+        """Locates an entry: a word, or two with a router weight."""
+        var n_words = 2 if self.has_sums else 1
+        return (src_rank * self.n_choices() + choice) * n_words * ENTRY_BYTES
 
     def token_offset(self, src_rank: Int, token_idx: Int) -> Int:
         return (
@@ -466,11 +468,7 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_message_offset(self.n_pairs(), 0)
 
     def dispatch_counts_bytes(self) -> Int:
-        if self.masks:
-            return self.heartbeat_offset(self.n_ranks)
-        if self.is_by_rank():
-            return self.dispatch_n_tokens_offset(self.n_ranks)
-        return self.dispatch_done_offset(self.n_ranks)
+        return self.heartbeat_offset(self.n_ranks if self.masks else 0)
 
     def combine_recv_bytes(self) -> Int:
         if self.has_sums:

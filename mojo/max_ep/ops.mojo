@@ -21,6 +21,8 @@ from max.gpu.host import DeviceContext
 
 from .arguments import (
     Call,
+    check_shape,
+    check_size,
     combined_tokens,
     CombinedTokens,
     dispatched_rows,
@@ -28,21 +30,21 @@ from .arguments import (
     Form,
     given_rows,
     given_tokens,
-    GivenRows,
     GivenTokens,
-    give_weights,
+    imm,
+    mut_,
+    n_choices_of,
 )
-from .degraded import launch_degraded
 from .device.kernel import InputScales
-from .dropped import launch_dropped
 from .for_each import for_each
 from .formats.forwarded import JoinWords, QuantizeTokens
 from .formats.table import has_format, NumbersOf
+from .missing import CountDropped, FindDegraded
 from .op_config import CombineGroup, DispatchGroup, FormatOfOp
-from .kernel_argument import ImmPointer, unused
+from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
 from .setup import init
-from .token_format import BytePointer, OutputTensors, SharedRows
+from .token_format import BytePointer, OutputTensors
 from .watch import launch_watch
 
 comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]
@@ -186,7 +188,10 @@ struct Dispatch:
                 call, input_tokens.to_tile_tensor(), topk_ids.to_tile_tensor()
             )
             comptime if group.has_sums:
-                give_weights[Format](call, given, router_weights.to_tile_tensor())
+                var weights = router_weights.to_tile_tensor()
+                comptime n_choices = n_choices_of[Format]()
+                check_shape(op, "router_weights", weights, given.n_tokens, n_choices)
+                given.router_weights = imm(weights)
         var dispatched = unused[DispatchedRows[group, Format]]()
         comptime if form.receives:
             var outputs = OutputTensors(
@@ -244,14 +249,9 @@ struct Combine:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        var given = GivenRows(
-            SharedRows(_bytes_of(input_tokens), input_tokens.dim_size(0)),
-            unused[ImmPointer[Int32]](),
+        var given = given_rows[form.sends](
+            call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
         )
-        comptime if form.sends:
-            given = given_rows(
-                call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
-            )
         var combined = unused[CombinedTokens[combine_dtype]]()
         comptime if form.receives:
             combined = combined_tokens[target](
@@ -291,14 +291,19 @@ struct Degraded:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        launch_degraded[target](
-            call,
-            degraded.to_tile_tensor(),
-            live_share.to_tile_tensor(),
-            topk_ids.to_tile_tensor(),
-            router_weights.to_tile_tensor(),
-            ctx,
+        var ids = topk_ids.to_tile_tensor()
+        var weights = router_weights.to_tile_tensor()
+        var n_tokens = degraded.dim_size(0)
+        check_shape(call.op, "topk_ids", ids, n_tokens, group.top_k)
+        check_shape(call.op, "router_weights", weights, n_tokens, group.top_k)
+        var work = FindDegraded[group](
+            mut_(degraded.to_tile_tensor()),
+            mut_(live_share.to_tile_tensor()),
+            call.counters,
+            imm(ids),
+            imm(weights),
         )
+        for_each[target](n_tokens, work, ctx)
 
 
 @extensibility.register("max_ep.watch")
@@ -357,10 +362,17 @@ struct Dropped:
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        launch_dropped[target](
-            call,
-            of_tokens.to_tile_tensor(),
-            of_experts.to_tile_tensor(),
-            topk_ids.to_tile_tensor(),
-            ctx,
+        var ids = topk_ids.to_tile_tensor()
+        var n_tokens = of_tokens.dim_size(0)
+        comptime n_experts = group.n_local_experts()
+        call.check_n_tokens[target](n_tokens)
+        check_shape(call.op, "topk_ids", ids, n_tokens, group.top_k)
+        check_size(call.op, "experts", of_experts.dim_size(0), n_experts)
+        var work = CountDropped[group](
+            mut_(of_tokens.to_tile_tensor()),
+            mut_(of_experts.to_tile_tensor()),
+            call.counters,
+            imm(ids),
+            n_tokens,
         )
+        for_each[target](n_tokens + n_experts, work, ctx)

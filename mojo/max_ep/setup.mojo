@@ -118,9 +118,6 @@ def _go_on(
         _set_done(region, group, peer, generations)
 
 
-# ------------------------------------------------------------------- GPU ranks
-
-
 def clear_kernel(
     region: BytePointer,
     counters_0: MutPointer[Int32],
@@ -131,7 +128,7 @@ def clear_kernel(
 ):
     """Clears every flag and word of a rank; nobody may use them meanwhile.
 
-    MAX gives a rank two groups of counters. Launch: any grid, any block.
+    MAX gives a rank two sets of counters. Launch: any grid, any block.
     """
     var group = Group.of(group_words)
     var first = Int(global_idx.x)
@@ -162,8 +159,8 @@ def clear_kernel(
         _fill(recv, group.inline_token_offset(0, 0), end, SENTINEL)
     else:
         var msg_bytes = group.dispatch_msg_bytes
-        var staged = region
-        _clear_flags(staged, group.max_tokens_per_rank, msg_bytes)
+        # The send buffer is first.
+        _clear_flags(region, group.max_tokens_per_rank, msg_bytes)
         _clear_flags(recv, group.dispatch_recv_bytes() // msg_bytes, msg_bytes)
     recv = region.unsafe_offset(group.combine_recv_offset())
     if group.has_sums:
@@ -186,9 +183,6 @@ def go_on_kernel(
     var group = Group.of(group_words)
     for counters in [counters_0, counters_1]:
         _go_on(region, counters, group, Int(readmitted), (dispatched, combined))
-
-
-# ----------------------------------------------------------------------- the op
 
 
 def init[

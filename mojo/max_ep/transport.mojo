@@ -81,9 +81,3 @@ struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
     @always_inline
     def __getitem__(self, rank: Int) -> BytePointer:
         return BytePointer(unsafe_from_address=Int(self.addresses[unsafe_offset=rank]))
-
-    def first_mapped(self) -> Int:
-        for rank in range(Self.n_ranks):
-            if self.addresses[unsafe_offset=rank] != 0:
-                return rank
-        return Self.n_ranks

@@ -22,7 +22,7 @@ from std.time import sleep
 from .arguments import Buffers, Call, check_size, mut_
 from .counters import Counters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
 from .device.kernel import Queue
-from .device.shared import own_of, shared_words
+from .device.shared import own_of, shared
 from .device.warp import bytes_at, SENTINEL
 from .flags import (
     Deadline,
@@ -48,10 +48,8 @@ comptime WATCH_THREADS = 256
 
 @always_inline
 def _awaited_generation[is_combine: Bool](counters: Counters[...]) -> UInt32:
-    comptime if is_combine:
-        return next_generation(counters.generation(Word.COMBINE_RECEIVED))
-    else:
-        return next_generation(counters.generation(Word.DISPATCH_RECEIVED))
+    comptime word = Word.COMBINE_RECEIVED if is_combine else Word.DISPATCH_RECEIVED
+    return next_generation(counters.generation(word))
 
 
 @always_inline
@@ -69,9 +67,6 @@ def _count_offset[group: Group, is_combine: Bool](peer_rank: Int, i: Int) -> Int
         return group.dispatch_count_offset(group.pair(i, peer_rank))
 
 
-# ------------------------------------------------------------------ CPU ranks
-
-
 def watch_cpu[
     group: Group, is_combine: Bool
 ](waits_ns: MutPointer[Int64], my_counts: BytePointer, counters: Counters[group]):
@@ -81,26 +76,18 @@ def watch_cpu[
     var generation = _awaited_generation[is_combine](counters)
     var start_ns = now_ns()
     var deadline = Deadline.after(counters.timeout_ms())
-    # Of each peer: the first count that was not there yet.
-    var first = Array[Int, n_ranks](fill=0)
     var n_missing = n_ranks
     for peer_rank in range(n_ranks):
         waits_ns[unsafe_offset=peer_rank] = NEVER
     var n_polls = 0
     while True:
         for peer_rank in range(n_ranks):
-            if waits_ns[unsafe_offset=peer_rank] != NEVER:
-                continue
-            var n = _n_counts[group, is_combine](my_rank, peer_rank)
-            while first[peer_rank] < n:
-                var offset = _count_offset[group, is_combine](
-                    peer_rank, first[peer_rank]
-                )
+            var are_there = waits_ns[unsafe_offset=peer_rank] == NEVER
+            for i in range(_n_counts[group, is_combine](my_rank, peer_rank)):
+                var offset = _count_offset[group, is_combine](peer_rank, i)
                 var word = load_acquire_sys(flag_at(my_counts, offset))
-                if generation_of(word) != generation:
-                    break
-                first[peer_rank] += 1
-            if first[peer_rank] == n:
+                are_there = are_there and generation_of(word) == generation
+            if are_there:
                 waits_ns[unsafe_offset=peer_rank] = Int64(now_ns() - start_ns)
                 n_missing -= 1
         if n_missing == 0:
@@ -113,9 +100,6 @@ def watch_cpu[
         sleep(SLEEP_SECONDS)
 
 
-# ------------------------------------------------------------------ GPU ranks
-
-
 def watch_kernel[
     group: Group, is_combine: Bool
 ](waits_ns: MutPointer[Int64], buffers: Buffers[group]):
@@ -126,7 +110,7 @@ def watch_kernel[
     """
     var start_ns = now_ns()
     var counters = buffers.counters
-    var has_expired = shared_words[1]()
+    var has_expired = shared[UInt32, 1]()
     var peer_rank = Int(block_idx.x)
     var my_rank = counters.my_rank()
     var deadline = Deadline.after(counters.timeout_ms())
@@ -197,9 +181,6 @@ def watch_kernel[
         waits_ns[unsafe_offset=peer_rank] = (
             elapsed if has_expired[unsafe_offset=0] == 0 else NEVER
         )
-
-
-# ------------------------------------------------------------------- launcher
 
 
 def launch_watch[

@@ -41,7 +41,13 @@ from max_ep.failures import raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch import launch_combine, launch_dispatch
-from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
+from max_ep.layout import (
+    Addressing,
+    combine_msg_bytes,
+    Group,
+    MESSAGE_ALIGN,
+    N_GROUP_WORDS,
+)
 from max_ep.setup import init, N_SETUP_WORDS
 from max_ep.token_format import OutputTensors, SharedRows
 from max_ep.transport import PeerBuffers
@@ -87,9 +93,6 @@ comptime REGION = _group(HIDDEN, Format.msg_bytes, COMBINE_BYTES)
 comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
 
 
-# ------------------------------------------------------------------------ a rank
-
-
 @always_inline
 def _at[T: AnyType](address: Int) -> MutPointer[T]:
     """Makes a pointer of an address; a pointer is never null."""
@@ -98,7 +101,6 @@ def _at[T: AnyType](address: Int) -> MutPointer[T]:
 
 @always_inline
 def _imm[T: AnyType](address: Int) -> ImmPointer[T]:
-    """Takes an address for reading."""
     return {unsafe_from_address = Int(_at[T](address))}
 
 
@@ -112,7 +114,6 @@ def _vector[
 
 
 def _load_phase[P: Kernel](context: DeviceContext) raises:
-    """Loads the kernels of a phase."""
     _ = context.compile_function[kernel_entry[P, True, False]]()
     _ = context.compile_function[kernel_entry[P, False, True]]()
     _ = context.compile_function[kernel_entry[P, True, True]]()
@@ -131,25 +132,17 @@ struct Rank(Movable):
     """What a process keeps of one region."""
 
     var context: DeviceContext
-    """The device."""
     var my_rank: Int
-    """This rank."""
     var timeout_ms: Int
-    """How long a launch may wait."""
     var region: Int
-    """Address of this rank's region."""
     var counters: Counters[REGION]
-    """This rank's local words."""
     var offsets: Array[UInt64, 6]
     """Of the buffers in a region: `[dispatch, combine][send, recv, counts]`."""
     var addresses: Array[UInt64, 6 * N_RANKS]
     """`[dispatch, combine][send, recv, counts][rank]`."""
     var queue: Queue
-    """The queue of the last launch."""
     var queue_address: Int
-    """The driver's handle of it."""
     var error: String
-    """What the last call that failed says."""
 
     def __init__(
         out self, device: Int, rank: Int, timeout_ms: Int, region: Int, words: Int
@@ -171,7 +164,6 @@ struct Rank(Movable):
         self.error = String()
 
     def failed(mut self, error: Error) -> Int32:
-        """Keeps what a call says that failed."""
         self.error = String(error)
         return 1
 
@@ -189,17 +181,10 @@ struct Rank(Movable):
             Int64(self.my_rank),
             Int64(self.timeout_ms),
             1,
-            Int64(REGION.n_experts),
-            Int64(REGION.n_ranks),
-            Int64(REGION.max_tokens_per_rank),
-            Int64(REGION.top_k),
-            Int64(REGION.dispatch_msg_bytes),
-            Int64(REGION.combine_msg_bytes),
-            Int64(REGION.protocol()),
-            -1,
-            0,
-            0,
         ]
+        comptime for i in range(N_GROUP_WORDS):
+            setup.append(Int64(REGION.words()[i]))
+        setup.extend([-1, 0, 0])
         var rank_word = Int32(0)
         var n_words = local_sync_counters_words(REGION)
         var words = _vector[DType.int32](Int(self.counters.words), n_words)
@@ -346,8 +331,6 @@ def max_ep_failure(handle: Int, record: Int, text: Int, size: Int32) abi("C") ->
         return _write(String(error), text, Int(size))
 
 
-# ------------------------------------------------------------------------ phases
-
 comptime FORMS = [Form.ASYNC, Form.WAIT, Form.FUSED]
 
 
@@ -360,7 +343,6 @@ struct DispatchArguments(TrivialRegisterPassable):
     var topk_ids: Int
     """`[n_tokens][TOP_K]`, int32 or int64."""
     var n_tokens: Int
-    """Tokens."""
     var rows: Int
     """`[n_local_experts][capacity][HIDDEN]`."""
     var scales: Int
@@ -439,7 +421,6 @@ struct CombineArguments(TrivialRegisterPassable):
     var combined: Int
     """`[n_tokens][COMBINE_HIDDEN]`."""
     var n_tokens: Int
-    """Tokens."""
     var weights: Int
     """Float32 `[n_tokens][TOP_K]`."""
 

@@ -9,7 +9,6 @@ from max_ep import (
     ep_combine_wait_kernel_api,
     ep_dispatch_async_kernel_api,
     ep_dispatch_wait_kernel_api,
-    EPLocalSyncCounters,
     Float32TokenFormat,
 )
 from max_ep.formats.plain import PlainRows

@@ -25,7 +25,7 @@ from max_ep.layout import (
     scaled_token_bytes,
     SOURCE_INFO_BYTES,
 )
-from std.testing import assert_equal, assert_true
+from std.testing import assert_equal
 
 
 struct Cursor(Copyable):

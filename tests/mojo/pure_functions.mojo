@@ -6,7 +6,7 @@ Prints OK, or raises. Run by `checks.mojo`.
 from max.gpu import WARP_SIZE
 from max_ep import EPLocalSyncCounters
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule
-from max_ep.device.schedule import InlineSplit, Schedule
+from max_ep.device.schedule import chunk_of, InlineSplit, Schedule
 from max_ep.dispatch_by_expert.send import SendSchedule
 from max_ep.dispatch_by_rank.counts import pair_of_lane
 from max_ep.dispatch_by_rank.entries import (
@@ -19,14 +19,12 @@ from max_ep.dispatch_by_rank.entries import (
     weight_word,
 )
 from max_ep.dispatch_by_rank.index_large import run_of_block
-from max_ep.dispatch_by_rank.publish import nth_peer
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
     N_INDEX_WARPS,
     N_WARPS_MIN,
     receive_schedule,
 )
-from max_ep.dispatch_by_rank.send import chunks_of_token
 from max_ep.flags import (
     count_of,
     flag_word,
@@ -122,7 +120,7 @@ def check_bundles[n_steps: Int]() raises:
     for n_bundles in [1, 2, N_CHUNKS]:
         var step = 0
         for i in range(n_bundles):
-            var chunk = chunks_of_token[n_steps](7, i, n_bundles)
+            var chunk = chunk_of[n_steps](7, i, n_bundles)
             assert_equal(chunk.whole, 7)
             assert_equal(chunk.begin, step)
             step = chunk.end
@@ -144,9 +142,12 @@ def check_runs_of_blocks() raises:
 
 def check_peers_and_pairs() raises:
     """Each rank comes once, the own one last; each pair has one place in a warp."""
+    comptime group = Group(n_experts=5, n_ranks=5, max_tokens_per_rank=1, top_k=1)
     for my_rank in range(5):
-        for n in range(5):
-            assert_equal(nth_peer(my_rank, n, 5), (my_rank + 1 + n) % 5)
+        for n in range(1, 6):
+            var rank = group.rank_of_relative(my_rank, n)
+            assert_equal(rank, (my_rank + n) % 5)
+            assert_equal(group.relative_rank(my_rank, rank), n % 5)
     var n_of = List[Int](length=8 * WARP_SIZE, fill=0)
     for lane in range(WARP_SIZE):
         for i in range(8):

@@ -15,6 +15,7 @@ from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 from std.utils.numerics import nan
 
 from ..arguments import Buffers, CombinedTokens, GivenRows
+from ..counters import Word
 from ..device.block import Block
 from ..device.kernel import Kernel
 from ..device.shared import own_of
@@ -30,8 +31,10 @@ from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
-from .roles import N_CONTROL, n_send_warps
-from .send import send_rows, SharedPairs
+from .send import send_rows
+
+comptime _N_CONTROL = 2
+"""`NEXT_ROW` and `NEXT_CHUNK`."""
 
 
 @fieldwise_init
@@ -63,33 +66,38 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
         if not load_and_check_header(self.buffers.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
-        var block = Block[group].set_up[N_CONTROL](self.buffers, mask)
+        var block = Block[group].set_up[_N_CONTROL](self.buffers, mask)
         comptime if sends:
-            if block.before.dispatch_received == 0:
-                block.refuse(Failure.NOTHING_DISPATCHED, SEND)
+            if block.before.generation(Word.DISPATCH_RECEIVED) == 0:
+                block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
                 self._refuse[receives]()
-                block.counters.set_broken()
                 return
         comptime sends_own = Self.keeps_rows and sends != receives
         comptime if sends and (group.n_ranks > 1 or sends_own):
             var n_senders = group.num_threads // WARP_SIZE
             comptime if receives:
-                n_senders = n_send_warps(in_32_bits(self.combined.n_tokens), n_senders)
-            var pairs = SharedPairs[group].copied_from(block.counters)
-            if block.warp_idx < n_senders:
-                send_rows[Self.dtype, sends_own](
-                    self.given, pairs, own_of(self.put_bufs, block.my_rank), block
-                )
+                # The others reduce.
+                var most = 4 if in_32_bits(self.combined.n_tokens) > 256 else 8
+                n_senders = min(most, n_senders - 1)
+            send_rows[Self.dtype, sends_own](
+                self.given, n_senders, own_of(self.put_bufs, block.my_rank), block
+            )
         else:
             barrier()
         comptime if receives:
-            var dispatch_generation = block.before.combine_of
-            comptime if sends:
-                dispatch_generation = block.before.dispatch_received
             reduce_tokens[Self.dtype, sends_own](
-                self.combined, self.given.rows, dispatch_generation, block
+                self.combined, self.given.rows, block.answered[sends](), block
             )
-        _finish[sends, receives](block)
+        if not elect_last_block(block.counters):
+            return
+        if block.lane == 0:
+            block.advance[sends, receives]()
+        comptime if receives:
+            block.publish_done(
+                group.combine_done_offset(block.my_rank), block.receiving()
+            )
+        # AFTER: what is sent of this generation is on its way. What is received is
+        # complete, and every owner may overwrite its rows here.
 
     @always_inline
     def _refuse[receives: Bool](self):
@@ -112,16 +120,3 @@ def fill_with_nan[
         Int(grid_dim.x) * num_threads,
     ):
         result[unsafe_offset=i] = value
-
-
-@always_inline
-def _finish[group: Group, //, sends: Bool, receives: Bool](block: Block[group]):
-    """Ends a launch: its last block advances generations and publishes done words."""
-    if not elect_last_block(block.counters):
-        return
-    if block.lane == 0:
-        block.advance[sends, receives]()
-    comptime if receives:
-        block.publish_done(group.combine_done_offset(block.my_rank), block.receiving())
-    # AFTER: what is sent of this generation is on its way. What is received is
-    # complete, and every owner may overwrite its rows here.

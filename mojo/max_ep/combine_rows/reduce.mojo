@@ -13,11 +13,12 @@ from ..device.block import Block
 from ..device.kept import await_dropped, record_rows_found
 from ..device.warp import any_lane, in_32_bits, load16, store16
 from ..failures import Failure, is_fatal, RECEIVE
-from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
+from ..flags import count_of, flag_word, generation_of, message_flag
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
-from .roles import NEXT_CHUNK
 
+comptime NEXT_CHUNK = 1
+"""Control word of `CombineRows`: next chunk of a token to reduce."""
 comptime ROWS_IN_FLIGHT = 8
 
 comptime _Choices = SIMD[DType.int32, ROWS_IN_FLIGHT]
@@ -106,11 +107,15 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
         var parts = Array[LaneBytes, n](fill=0)
         comptime for i in range(n):
             if is_there and choices[i] != NO_EXPERT:
-                parts[i] = load16(
-                    self._row(first + i, choices[i]).unsafe_offset(
-                        vector * MESSAGE_ALIGN
-                    )
+                # If ranks mask, the choice is the rank that sent the row.
+                var row = self.received.unsafe_offset(
+                    Self.group.combine_message_offset(0, first + i, Int(choices[i]))
                 )
+                comptime if not Self.own_are_sent:
+                    var own = row_of_own(choices[i])
+                    if own >= 0:
+                        row = self.expert_rows.unsafe_offset(own * Self.row_bytes)
+                parts[i] = load16(row.unsafe_offset(vector * MESSAGE_ALIGN))
         comptime for i in range(n):
             if choices[i] != NO_EXPERT:
                 sum = fma(Self.Sum(weights[i]), Self._wide(parts[i]), sum)
@@ -126,36 +131,10 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
             weights[i] = warp.shuffle_idx(self.weight, UInt32(first + i))
         return (choices, weights)
 
-    @always_inline
-    def _row(self, k: Int, choice: Int32) -> BytePointer:
-        comptime if not Self.own_are_sent:
-            var row = row_of_own(choice)
-            if row >= 0:
-                return self.expert_rows.unsafe_offset(row * Self.row_bytes)
-        comptime if Self.group.masks:
-            return self.received.unsafe_offset(
-                Self.group.combine_message_offset(0, k, Int(choice))
-            )
-        return self.received.unsafe_offset(Self.group.combine_message_offset(0, k))
-
     @staticmethod
     @always_inline
     def _wide(bytes: LaneBytes) -> Self.Sum:
         return bitcast[Self.dtype, Self.width](bytes).cast[DType.float32]()
-
-
-@always_inline
-def _choice_or_sender[
-    group: Group, own_are_sent: Bool
-](choice: Int32, my_rank: Int) -> Int32:
-    """Replaces a choice by the rank that sent its row, if ranks mask: each has places of
-    its own."""
-    comptime if group.masks:
-        if choice >= 0:
-            return choice // Int32(group.n_local_experts())
-        if own_are_sent and row_of_own(choice) >= 0:
-            return Int32(my_rank)
-    return choice
 
 
 @always_inline
@@ -166,11 +145,7 @@ def _refuse_bad_answer(
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
         block.refuse(Failure.BAD_N_TOKENS, RECEIVE, -1, n_tokens, n_sent)
-    # Choices are kept for two dispatches.
-    var dispatch_sent = block.before.dispatch_sent
-    if dispatch_sent != dispatch_generation and dispatch_sent != (
-        next_generation(dispatch_generation)
-    ):
+    if block.is_overtaken(dispatch_generation):
         block.refuse(Failure.OVERTAKEN, RECEIVE)
     # Or something has failed before.
     return is_fatal(block.counters.at(Word.FAILURE)[])
@@ -264,12 +239,13 @@ def reduce_tokens[
             record_rows_found(token_idx, choice != NO_EXPERT, block)
         is_broken = any_lane(is_broken)
         syncwarp()
-        Rows(
-            rows,
-            expert_rows.rows,
-            _choice_or_sender[group, own_are_sent](choice, block.my_rank),
-            weight,
-        ).reduce(
+        comptime if group.masks:
+            # The rank that sent the row, for each has places of its own.
+            if choice >= 0:
+                choice //= Int32(group.n_local_experts())
+            elif own_are_sent and row_of_own(choice) >= 0:
+                choice = Int32(block.my_rank)
+        Rows(rows, expert_rows.rows, choice, weight).reduce(
             output_tokens.unsafe_offset(token_idx * row_bytes),
             expert_rows.rows.unsafe_offset(token_idx * row_bytes),
             is_broken,

@@ -8,47 +8,39 @@ from max.gpu import barrier, block_idx, syncwarp, thread_idx
 from std.sys import size_of
 
 from ..arguments import GivenRows
-from ..counters import Counters, rank_of_relative
+from ..counters import Word
 from ..device.block import Block
 from ..device.kept import publish_kept_counts
-from ..device.shared import shared_ints, SharedInts
+from ..device.shared import shared
 from ..device.warp import bytes_at, copy_warp
 from ..failures import Failure, SEND
 from ..flags import message_flag, publish
 from ..layout import Group, plain_token_bytes
 from ..transport import put_message_warp
-from .roles import NEXT_ROW
 
-
-@fieldwise_init
-struct SharedPairs[group: Group](TrivialRegisterPassable):
-    """Where each pair's rows stand, in the shared memory of a block."""
-
-    var rows: SharedInts
-    var counts: SharedInts
-
-    @staticmethod
-    @always_inline
-    def copied_from(counters: Counters[...]) -> Self:
-        """Copies what dispatch has recorded, and syncs the block."""
-        comptime n_pairs = Self.group.n_pairs()
-        var pairs = Self(shared_ints[n_pairs](), shared_ints[n_pairs]())
-        for pair in range(Int(thread_idx.x), n_pairs, Self.group.num_threads):
-            pairs.rows[unsafe_offset=pair] = Int32(counters.pair_row(pair))
-            pairs.counts[unsafe_offset=pair] = Int32(counters.pair_count(pair))
-        barrier()
-        return pairs
+comptime NEXT_ROW = 0
+"""Control word of `CombineRows`: next row to send."""
 
 
 @always_inline
 def send_rows[
     group: Group, //, dtype: DType, sends_own: Bool
-](given: GivenRows, pairs: SharedPairs[group], put_buf: UInt64, block: Block[group]):
-    """Sends this block's share of the rows, with one warp of several."""
+](given: GivenRows, n_senders: Int, put_buf: UInt64, block: Block[group]):
+    """Sends this block's share of the rows, with its first warps; all warps call it."""
+    # What dispatch has recorded of the pairs.
+    comptime n_pairs = group.n_pairs()
+    var pair_rows = shared[Int32, n_pairs]()
+    var pair_counts = shared[Int32, n_pairs]()
+    for pair in range(Int(thread_idx.x), n_pairs, group.num_threads):
+        pair_rows[unsafe_offset=pair] = Int32(block.counters.pair_row(pair))
+        pair_counts[unsafe_offset=pair] = Int32(block.counters.pair_count(pair))
+    barrier()
+    if block.warp_idx >= n_senders:
+        return
     comptime row_bytes = plain_token_bytes(group.hidden_size, size_of[Scalar[dtype]]())
     var sent = block.sending()
     if not block.await_done_words(
-        group.combine_done_offset(0), block.before.combine_sent
+        group.combine_done_offset(0), block.before.generation(Word.COMBINE_SENT)
     ):
         return
     comptime if group.drops_rows:
@@ -66,14 +58,14 @@ def send_rows[
             return
         var slot, sent_pair = divmod(item, n_sent_pairs)
         var local_expert, source = divmod(sent_pair, n_sources)
-        var src_rank = rank_of_relative(block.my_rank, first + source, group.n_ranks)
+        var src_rank = group.rank_of_relative(block.my_rank, first + source)
         var pair = group.pair(local_expert, src_rank)
         # What dispatch has recorded of a source may be incomplete if it was masked.
         if block.is_masked(src_rank):
             continue
-        if slot >= Int(pairs.counts[unsafe_offset=pair]):
+        if slot >= Int(pair_counts[unsafe_offset=pair]):
             continue
-        var row = Int(pairs.rows[unsafe_offset=pair]) + slot
+        var row = Int(pair_rows[unsafe_offset=pair]) + slot
         var n_rows = given.rows.n_rows
         if row >= n_rows:
             block.refuse(Failure.TOO_MANY_ROWS, SEND, row, row + 1, n_rows)

@@ -7,7 +7,7 @@ additions. Weights and rows of a token are those that dispatch has recorded. Eve
 bytes of a partial sum are their own flag; the reader puts `SENTINEL` back.
 
 `partials.mojo` adds rows and partial sums, `send.mojo` sends sums, `receive.mojo`
-receives them, and `checks.mojo` refuses a launch.
+receives them.
 
 After the send phase: every partial sum is on its way. After the receive phase: the
 result is complete. The next launch of this rank publishes that the partial sums were
@@ -18,18 +18,17 @@ from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, CombinedTokens
 from ..combine_rows.kernel import fill_with_nan
-from ..counters import Counters
+from ..counters import Word
 from ..device.block import Block
 from ..device.kernel import Kernel
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
-from ..failures import RECEIVE, SEND
+from ..failures import Failure, RECEIVE, SEND
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
-from .checks import refuse_too_few_rows, refuse_bad_answer, refuse_no_dispatch
-from .partials import are_few_tokens, FEW_TOKENS, PartialFormat, SumSplit
+from .partials import FEW_TOKENS, PartialFormat, SumSplit
 from .receive import Receiver
 from .roles import N_CONTROL, N_WARPS_MIN, receive_schedule, SavedRoutes
 from .send import send_partials, sum_to_send
@@ -62,12 +61,13 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         comptime if sends and group.n_ranks > 1:
             n_senders = n_warps
             comptime if receives:
-                n_senders = n_send_warps(in_32_bits(self.combined.n_tokens), n_warps)
-        var first = _First.of[
-            group,
-            PartialFormat[
-                Self.dtype, Self.partial_dtype, group.hidden_size, group.partial_block
-            ].n_steps,
+                # The others begin to add up tokens.
+                var n = in_32_bits(self.combined.n_tokens)
+                n_senders = min(16 if FEW_TOKENS < n and n <= 256 else 8, n_warps)
+        # Chosen before the previous launch has ended, and before the peers' numbers of
+        # tokens are known: if these are not few, what is loaded below is not used.
+        var source, token_idx = _first_token[
+            group, PartialFormat[group, Self.dtype, Self.partial_dtype].n_steps
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)
@@ -75,7 +75,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # How many rows dispatch has delivered: this load does not depend on the header,
         # so both are in flight together.
         var n_rows = counters.pair_row(group.n_pairs())
-        var prefetched = first.saved_routes[group](counters)
+        var prefetched = SavedRoutes.of(counters, source, token_idx, Int(lane_id()))
         var recv_bufs = share_addresses[group.n_ranks, False](self.buffers.recv_bufs, 0)
         var dispatch_counts = share_addresses[group.n_ranks, False](
             self.buffers.counts, 0, group.dispatch_counts_from_combine_counts()
@@ -85,11 +85,11 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         )
         var is_refused = not block.can_go
         comptime if sends:
-            is_refused = is_refused or refuse_no_dispatch(block)
+            if not is_refused and block.before.generation(Word.DISPATCH_RECEIVED) == 0:
+                block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
+                is_refused = True
         comptime if receives:
-            is_refused = is_refused or refuse_too_few_rows(
-                n_rows, self.rows.n_rows, code, block
-            )
+            is_refused = is_refused or self._refuse_too_few_rows(n_rows, code, block)
         if is_refused:
             comptime if receives:
                 fill_with_nan[group.num_threads](
@@ -102,94 +102,83 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         comptime if sends:
             block.publish_earlier_reads(n_warps - 3)
             comptime if not receives:
-                if refuse_too_few_rows(n_rows, self.rows.n_rows, code, block):
+                if self._refuse_too_few_rows(n_rows, code, block):
                     return
-            self._send(block, n_senders, prefetched)
+            var most = block.before.number(Word.MOST_RECEIVED)
+            if block.warp_idx < n_senders:
+                comptime for are_few in [True, False]:
+                    if (most <= FEW_TOKENS) == are_few:
+                        send_partials[Self.dtype, Self.partial_dtype, are_few](
+                            self.rows.rows, n_senders, prefetched, block
+                        )
             # AFTER: this generation's partial sums are on their way.
         comptime if receives:
             comptime if not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == n_warps - 1:
                     block.prefetch_done_words()
-            var dispatch_generation = block.before.combine_of
-            comptime if sends:
-                dispatch_generation = block.before.dispatch_received
-            self._receive(block, dispatch_generation, n_senders, prefetched)
+            var n_tokens = in_32_bits(self.combined.n_tokens)
+            var receiver = Receiver[group, Self.dtype, Self.partial_dtype](
+                block,
+                self.rows.rows,
+                BytePointer(unsafe_from_address=Int(self.combined.tokens)),
+                n_tokens,
+                _refuse_bad_answer(n_tokens, block.answered[sends](), block),
+                prefetched,
+                block.warp_idx >= n_senders,
+            )
+            comptime for are_few in [True, False]:
+                if (n_tokens <= FEW_TOKENS) == are_few:
+                    receiver.add_tokens[are_few]()
             comptime if publishes_at_end:
                 block.end_wait()
             # AFTER: the result is complete; every owner may send again, once that
             # is published: here, or by the next launch of this rank.
 
     @always_inline
-    def _send(self, block: Block[Self.group], n_senders: Int, prefetched: SavedRoutes):
-        if block.warp_idx >= n_senders:
-            return
-        comptime for are_few in [True, False]:
-            if are_few_tokens(block.before.most_received) == are_few:
-                send_partials[Self.dtype, Self.partial_dtype, are_few](
-                    self.rows.rows, n_senders, prefetched, block
-                )
-
-    @always_inline
-    def _receive(
-        self,
-        block: Block[Self.group],
-        dispatch_generation: UInt32,
-        n_senders: Int,
-        prefetched: SavedRoutes,
-    ):
-        var n_tokens = in_32_bits(self.combined.n_tokens)
-        var receiver = Receiver[Self.group, Self.dtype, Self.partial_dtype](
-            block,
-            self.rows.rows,
-            BytePointer(unsafe_from_address=Int(self.combined.tokens)),
-            n_tokens,
-            refuse_bad_answer(n_tokens, dispatch_generation, block),
-            prefetched,
-            block.warp_idx >= n_senders,
+    def _refuse_too_few_rows(
+        self, n_rows: Int, phase: Int, block: Block[Self.group]
+    ) -> Bool:
+        """Refuses rows that are fewer than dispatch delivered; returns whether it has.
+        """
+        if n_rows <= self.rows.n_rows:
+            return False
+        block.refuse_and_break(
+            Failure.TOO_MANY_ROWS, phase, 0, n_rows, self.rows.n_rows
         )
-        comptime for are_few in [True, False]:
-            if are_few_tokens(n_tokens) == are_few:
-                receiver.add_tokens[are_few]()
+        return True
 
 
 @always_inline
-def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send before they add up tokens."""
-    return min(16 if FEW_TOKENS < n_tokens and n_tokens <= 256 else 8, n_warps)
-
-
-@fieldwise_init
-struct _First(TrivialRegisterPassable):
-    """The token whose saved routes a warp needs first, if tokens are few.
-
-    It is chosen before the previous launch has ended, and before the peers' numbers of
-    tokens are known: if these are not few, what was loaded is not used.
-    """
-
-    var source: Int
-    var token_idx: Int
-
-    @staticmethod
-    @always_inline
-    def of[group: Group, n_steps: Int](n_senders: Int) -> Self:
-        """Finds it: of the first sum that the warp sends, or else adds up."""
-        var split = SumSplit[n_steps, True](True)
-        var warp_idx = Int(warp_id())
-        var item = Schedule.item(
-            receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first,
-            n_blocks=Int(grid_dim.x),
-            block=Int(block_idx.x),
+def _refuse_bad_answer(
+    n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
+) -> Bool:
+    """Refuses a result that cannot be the dispatch's; returns whether it has."""
+    var n_sent = block.before.n_tokens(dispatch_generation)
+    if n_sent != n_tokens:
+        block.refuse_and_break(Failure.BAD_N_TOKENS, RECEIVE, -1, n_tokens, n_sent)
+        return True
+    # Where the own rows are, and their weights, is known of the last dispatch.
+    var last = block.before.generation(Word.DISPATCH_RECEIVED)
+    if last != dispatch_generation:
+        block.refuse_and_break(
+            Failure.OTHER_ROWS, RECEIVE, -1, Int(dispatch_generation), Int(last)
         )
-        var first = Self(0, split.chunk(item).whole)
-        if warp_idx < n_senders:
-            var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
-            first.source, first.token_idx = sum_to_send[group](
-                split.chunk(number).whole
-            )
-        return first
+        return True
+    if block.is_overtaken(dispatch_generation):
+        block.refuse_and_break(Failure.OVERTAKEN, RECEIVE)
+        return True
+    return False
 
-    @always_inline
-    def saved_routes[group: Group](self, counters: Counters[...]) -> SavedRoutes:
-        return SavedRoutes.of[group](
-            counters, self.source, self.token_idx, Int(lane_id())
-        )
+
+@always_inline
+def _first_token[group: Group, n_steps: Int](n_senders: Int) -> Tuple[Int, Int]:
+    """Finds source and token of the first sum that a warp sends, or else adds up, if
+    tokens are few."""
+    var split = SumSplit[n_steps, True](True)
+    var warp_idx = Int(warp_id())
+    if warp_idx < n_senders:
+        var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
+        return sum_to_send[group](split.chunk(number).whole)
+    var round = receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first
+    var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
+    return (0, split.chunk(item).whole)

@@ -28,17 +28,18 @@ from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes
 
 
-struct PartialFormat[
-    combine_dtype: DType, partial_dtype: DType, hidden_size: Int, partial_block: Int = 0
-]:
+struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
     """How a lane's share of a row and of a partial sum is laid out and added.
 
-    With a `partial_block`, partial sums are quantized: all lanes of a warp read the
+    With a `Group.partial_block`, partial sums are quantized: all lanes of a warp read the
     same 16 bytes of scales (`formats/quantized_sums.mojo`).
     """
 
-    comptime is_quantized = Self.partial_block > 0
-    comptime Quantized = QuantizedSums[max(Self.partial_block, 32), Self.hidden_size]
+    comptime hidden_size = Self.group.hidden_size
+    comptime is_quantized = Self.group.partial_block > 0
+    comptime Quantized = QuantizedSums[
+        max(Self.group.partial_block, 32), Self.hidden_size
+    ]
     comptime row_element = size_of[Scalar[Self.combine_dtype]]()
     comptime partial_element = size_of[Scalar[Self.partial_dtype]]()
     comptime width = MESSAGE_ALIGN // min(Self.row_element, Self.partial_element)
@@ -98,36 +99,37 @@ struct PartialFormat[
 
     @staticmethod
     @always_inline
-    def put_partial(partial_sum: BytePointer, share: Int, sum: Self.Sum):
-        """Rounds a share once, and sends it."""
-        comptime n = Self.width // Self.n_partial_vectors
-        var rounded = sum.cast[Self.partial_dtype]()
-        comptime for i in range(Self.n_partial_vectors):
-            store_relaxed_sys_16(
-                Self.partial_vector(partial_sum, share, i),
-                avoid_sentinel(
-                    bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]())
-                ),
-            )
-
-    @staticmethod
-    @always_inline
-    def put_quantized(partial_sum: BytePointer, share: Int, sum: Self.Sum):
-        """Quantizes a share, and sends it; all lanes of a warp call it."""
-        var given = sum
-        comptime if Self.n_shares % WARP_SIZE != 0:
-            if share >= Self.n_shares:
-                given = 0
-        var wire = Self.Quantized.encode_lane(given, share % WARP_SIZE)
-        if share < Self.n_shares:
-            store_relaxed_sys_16(
-                Self.partial_vector(partial_sum, share, 0), avoid_sentinel(wire.values)
-            )
-        if share % WARP_SIZE == 0:
-            store_relaxed_sys_16(
-                Self.partial_vector(partial_sum, share, 1),
-                avoid_sentinel[Self.Quantized.Numbers.scales_flip](wire.scales),
-            )
+    def put(partial_sum: BytePointer, share: Int, sum: Self.Sum):
+        """Rounds a share once, and sends it; all lanes of a warp call it."""
+        var is_there = share < Self.n_shares
+        comptime if Self.is_quantized:
+            var given = sum
+            comptime if Self.n_shares % WARP_SIZE != 0:
+                if not is_there:
+                    given = 0
+            var wire = Self.Quantized.encode_lane(given, share % WARP_SIZE)
+            if is_there:
+                store_relaxed_sys_16(
+                    Self.partial_vector(partial_sum, share, 0),
+                    avoid_sentinel(wire.values),
+                )
+            if share % WARP_SIZE == 0:
+                store_relaxed_sys_16(
+                    Self.partial_vector(partial_sum, share, 1),
+                    avoid_sentinel[Self.Quantized.Numbers.scales_flip](wire.scales),
+                )
+        else:
+            if not is_there:
+                return
+            comptime n = Self.width // Self.n_partial_vectors
+            var rounded = sum.cast[Self.partial_dtype]()
+            comptime for i in range(Self.n_partial_vectors):
+                store_relaxed_sys_16(
+                    Self.partial_vector(partial_sum, share, i),
+                    avoid_sentinel(
+                        bitcast[DType.uint32, 4](rounded.slice[n, offset=i * n]())
+                    ),
+                )
 
     @staticmethod
     @always_inline
@@ -188,14 +190,14 @@ struct PartialFormat[
     @staticmethod
     @always_inline
     def await_partials[
-        n_loaded: Int, //, group: Group
+        n_loaded: Int, //
     ](
         mut loaded: Array[LaneBytes, n_loaded],
         recv_buf: BytePointer,
         token_idx: Int,
         share: Int,
         owners: UInt32,
-        block: Block[group],
+        block: Block[Self.group],
     ) -> UInt32:
         """Waits for loaded shares of all partial sums at once; returns whose have come.
 
@@ -207,7 +209,7 @@ struct PartialFormat[
         var n_polls = 0
         while True:
             var missing = -1
-            comptime for i in range(group.n_ranks * n_vectors):
+            comptime for i in range(Self.group.n_ranks * n_vectors):
                 comptime rank = i // n_vectors
                 if (come >> UInt32(rank)) & 1 != 0 and loaded[i][3] == SENTINEL:
                     missing = rank
@@ -217,13 +219,13 @@ struct PartialFormat[
                 come &= ~(UInt32(1) << UInt32(missing))
                 # The next one that is missing is given up at once.
                 n_polls -= 1
-            comptime for i in range(group.n_ranks * n_vectors):
+            comptime for i in range(Self.group.n_ranks * n_vectors):
                 comptime rank = i // n_vectors
                 if (come >> UInt32(rank)) & 1 != 0 and loaded[i][3] == SENTINEL:
                     loaded[i] = load_relaxed_sys_16(
                         Self.partial_vector(
                             recv_buf.unsafe_offset(
-                                group.partial_offset(rank, token_idx)
+                                Self.group.partial_offset(rank, token_idx)
                             ),
                             share,
                             i % n_vectors,
@@ -347,13 +349,8 @@ def _await_16[
 
 
 comptime FEW_TOKENS = 64
-"""Tokens up to which sums are split into more chunks, with more rows in flight."""
-
-
-@always_inline
-def are_few_tokens(n_tokens: Int) -> Bool:
-    """Returns whether tokens are few: then latency matters, else throughput."""
-    return n_tokens <= FEW_TOKENS
+"""Tokens up to which sums are split into more chunks, with more rows in flight: then
+latency matters, else throughput."""
 
 
 @always_inline

@@ -8,7 +8,7 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.utils.numerics import nan
 
-from ..counters import NO_ROW, rank_elsewhere
+from ..counters import NO_ROW, rank_elsewhere, Word
 from ..device.block import Block
 from ..device.kept import await_dropped, record_rows_found
 from ..device.schedule import Schedule
@@ -28,9 +28,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
 ):
     """A warp that adds up tokens."""
 
-    comptime Format = PartialFormat[
-        Self.dtype, Self.partial_dtype, Self.group.hidden_size, Self.group.partial_block
-    ]
+    comptime Format = PartialFormat[Self.group, Self.dtype, Self.partial_dtype]
 
     var block: Block[Self.group]
     var expert_rows: BytePointer
@@ -70,7 +68,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             var token_idx = chunk.whole
             var saved = self.prefetched
             if not are_few or not is_known:
-                saved = SavedRoutes.of[Self.group](block.counters, 0, token_idx, lane)
+                saved = SavedRoutes.of(block.counters, 0, token_idx, lane)
             is_known = False
             var row = saved.row
             if is_broken:
@@ -81,7 +79,9 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                     owner = -1
             comptime if Self.group.drops_rows:
                 if owner >= 0:
-                    var choices = block.counters.choices(block.before.dispatch_received)
+                    var choices = block.counters.choices(
+                        block.before.generation(Word.DISPATCH_RECEIVED)
+                    )
                     var choice = choices[
                         unsafe_offset=Self.group.choice(token_idx, lane)
                     ]
@@ -112,7 +112,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                 )
                 var is_there = True
                 comptime if prefetches and Self.group.masks:
-                    owners = Format.await_partials[Self.group](
+                    owners = Format.await_partials(
                         loaded, recv_buf, token_idx, share, owners, block
                     )
                 comptime if prefetches:

@@ -6,7 +6,7 @@ phase adds this rank's rows to them.
 """
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
-from ..counters import rank_of_relative
+from ..counters import Word
 from ..device.block import Block
 from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
@@ -34,9 +34,7 @@ def send_partials[
     prefetched: SavedRoutes,
     block: Block[group],
 ):
-    comptime Format = PartialFormat[
-        dtype, partial_dtype, group.hidden_size, group.partial_block
-    ]
+    comptime Format = PartialFormat[group, dtype, partial_dtype]
     comptime n_others = group.n_ranks - 1
     comptime if n_others > 0:
         comptime if group.drops_rows:
@@ -47,7 +45,7 @@ def send_partials[
         var lane = block.lane
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
-        var most = block.before.most_received
+        var most = block.before.number(Word.MOST_RECEIVED)
         var split = sum_split[Format.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True
@@ -65,11 +63,11 @@ def send_partials[
             var source, token_idx = sum_to_send[group](chunk.whole)
             var saved = prefetched
             if not are_few or not is_prefetched:
-                saved = SavedRoutes.of[group](block.counters, source, token_idx, lane)
+                saved = SavedRoutes.of(block.counters, source, token_idx, lane)
             is_prefetched = False
             if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
                 continue
-            var src_rank = rank_of_relative(my_rank, source, group.n_ranks)
+            var src_rank = group.rank_of_relative(my_rank, source)
             # What dispatch has recorded of a source may be incomplete if it was masked.
             if block.is_masked(src_rank):
                 continue
@@ -89,8 +87,4 @@ def send_partials[
                     if not block.await_readers():
                         return
                     is_waiting = False
-                comptime if Format.is_quantized:
-                    Format.put_quantized(to, share, sum)
-                else:
-                    if share < Format.n_shares:
-                        Format.put_partial(to, share, sum)
+                Format.put(to, share, sum)

@@ -14,18 +14,16 @@ from std.math import fma, gcd
 from std.sys import size_of
 
 from ..arguments import CombinedTokens, GivenRows
-from ..counters import NO_ROW, rank_of_relative, Word
+from ..counters import NO_ROW, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..failures import Failure
 from ..formats.quantized_sums import QuantizedSums
-from ..flags import count_of, generation_of, message_flag
+from ..flags import count_of, flag_word, generation_of, message_flag
 from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
-from .rank import CpuRank, write_source_info
-
-# ----------------------------------------------------------------- rows and sums
+from .rank import CpuRank
 
 
 struct _Terms[dtype: DType, n_max: Int](Movable):
@@ -104,9 +102,6 @@ comptime _width[hidden_size: Int] = gcd(hidden_size, 32)
 """Columns of a row that are added at once."""
 
 
-# ---------------------------------------------------------------------- sending
-
-
 def cpu_combine_async[
     group: Group, //, dtype: DType, partial_dtype: DType
 ](given: GivenRows, rank: CpuRank[group]) raises:
@@ -137,12 +132,12 @@ def _check_rows[
     var counters = rank.counters
     if counters.generation(Word.DISPATCH_RECEIVED) == 0:
         raise rank.refusal(Failure.NOTHING_DISPATCHED)
-    var end = counters.pair_row(rank.n_pairs)
+    var end = counters.pair_row(group.n_pairs())
     if end > n_rows_max:
         raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows_max)
-    var digest = hash_src_info(src_info, rank.n_pairs, counters)
+    var digest = hash_src_info(src_info, counters)
     var at = RowCursor()
-    for i in range(n_rows_of_pairs(rank.n_pairs, counters)):
+    for i in range(n_rows_of_pairs(counters)):
         at.advance(i, counters)
         var token_idx = Int(src_info[unsafe_offset=2 * at.row])
         var k = Int(src_info[unsafe_offset=2 * at.row + 1])
@@ -158,7 +153,7 @@ def _send_rows[
     group: Group, //, dtype: DType
 ](expert_rows: SharedRows, src_info: ImmPointer[Int32], rank: CpuRank[group]):
     comptime msg_bytes = group.combine_msg_bytes
-    var n_rows = n_rows_of_pairs(rank.n_pairs, rank.counters)
+    var n_rows = n_rows_of_pairs(rank.counters)
     var is_streaming = should_stream(n_rows, msg_bytes)
 
     def send_rows(begin: Int, end: Int) {imm}:
@@ -180,8 +175,8 @@ def _send_rows[
                 count=group.hidden_size * size_of[Scalar[dtype]](),
                 is_streaming=is_streaming,
             )
-            write_source_info(
-                message, msg_bytes, group.choice(token_idx, k), rank.generation
+            message_flag(message, msg_bytes)[] = flag_word(
+                rank.generation, group.choice(token_idx, k)
             )
 
     for_each_chunk(n_rows, msg_bytes, send_rows)
@@ -219,7 +214,7 @@ def _send_sums[
             if source == 0 or terms.n == 0:
                 continue
             # I4: only this rank writes the sums of its number.
-            var src_rank = rank_of_relative(rank.my_rank, source, group.n_ranks)
+            var src_rank = group.rank_of_relative(rank.my_rank, source)
             if rank.is_masked(src_rank):
                 continue
             var message = rank.recv_bufs[src_rank].unsafe_offset(
@@ -243,12 +238,9 @@ def _send_sums[
                 QuantizedSums[group.partial_block, group.hidden_size].encode(
                     message, before_quantized
                 )
-            write_source_info(message, msg_bytes, terms.n, rank.generation)
+            message_flag(message, msg_bytes)[] = flag_word(rank.generation, terms.n)
 
     for_each_chunk(n_tokens, 2 * msg_bytes, send_sums)
-
-
-# -------------------------------------------------------------------- receiving
 
 
 def cpu_combine_wait[
@@ -380,6 +372,6 @@ def _check_unsent_rows[
     var n_sent = Int(rank.counters.n_tokens_of(answered)[])
     if n_tokens != n_sent:
         raise rank.refusal(Failure.BAD_N_TOKENS, -1, n_tokens, n_sent)
-    var end = rank.counters.pair_row(rank.n_pairs)
+    var end = rank.counters.pair_row(group.n_pairs())
     if n_rows < end:
         raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows)

@@ -16,7 +16,7 @@ announce them. After `dispatch_wait`: the rows are in the order of `plan.mojo`, 
 same bits in both protocols, and every source may overwrite its tokens.
 """
 from ..arguments import DispatchedRows, GivenTokens
-from ..counters import NO_ROW, relative_rank, Word
+from ..counters import NO_ROW, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..device.kernel import InputScales
 from ..dispatch_by_rank.entries import (
@@ -28,14 +28,12 @@ from ..dispatch_by_rank.entries import (
     weight_of_word,
     weight_word,
 )
-from ..flags import count_of, flag_at, generation_of, message_flag
+from ..flags import count_of, flag_at, flag_word, generation_of, message_flag
 from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
-from .rank import CpuRank, write_source_info
-
-# ---------------------------------------------------------------------- sending
+from .rank import CpuRank
 
 
 def cpu_dispatch_async[
@@ -78,7 +76,7 @@ def cpu_dispatch_async[
                     continue
                 # I1: only this rank writes the slots of pair (_, my_rank), and
                 # the tokens of its number.
-                var offset = _slot_offset(plan, choice, rank.my_rank)
+                var offset: Int
                 comptime if is_by_rank:
                     _write_entry[token_fmt_type](given, plan, choice, rank)
                     if dst_rank == rank.my_rank or not plan.is_first_to_rank(
@@ -86,6 +84,12 @@ def cpu_dispatch_async[
                     ):
                         continue
                     offset = group.token_offset(rank.my_rank, token_idx)
+                else:
+                    var expert = Int(plan.ids[unsafe_offset=choice])
+                    offset = group.dispatch_message_offset(
+                        group.pair(expert % group.n_local_experts(), rank.my_rank),
+                        Int(plan.positions[choice]),
+                    )
                 var place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
                 comptime if input_scales:
                     comptime scale_of = input_scales.value()
@@ -102,8 +106,9 @@ def cpu_dispatch_async[
                         is_streaming=is_streaming,
                     )
                 comptime if not is_by_rank:
-                    write_source_info(
-                        place, token_fmt_type.msg_bytes, choice, rank.generation
+                    # A count announces it.
+                    message_flag(place, token_fmt_type.msg_bytes)[] = flag_word(
+                        rank.generation, choice
                     )
 
     for_each_chunk(n_tokens, bytes_per_token, send_some)
@@ -112,17 +117,6 @@ def cpu_dispatch_async[
     plan.raise_if_dropped(rank)
     _ = plan^
     _ = all_ranks^
-
-
-@always_inline
-def _slot_offset[
-    group: Group, //
-](plan: SendPlan[group], choice: Int, my_rank: Int) -> Int:
-    """Locates the slot of a choice in the recv buffer of its rank."""
-    var local_expert = Int(plan.ids[unsafe_offset=choice]) % group.n_local_experts()
-    return group.dispatch_message_offset(
-        group.pair(local_expert, my_rank), Int(plan.positions[choice])
-    )
 
 
 @always_inline
@@ -178,9 +172,6 @@ def _publish_counts[
     rank.counters.set_generation(Word.DISPATCH_SENT, rank.generation)
 
 
-# -------------------------------------------------------------------- receiving
-
-
 @fieldwise_init
 struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
     var rows: Self.token_fmt_type.Rows
@@ -234,9 +225,7 @@ def cpu_dispatch_wait[
 
     for_each_chunk(n_shared, msg_bytes, place_own_tokens)
     rank.counters.set_generation(Word.DISPATCH_RECEIVED, rank.generation)
-    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(
-        src_info, rank.n_pairs, rank.counters
-    )
+    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(src_info, rank.counters)
     rank.publish_done(group.dispatch_done_offset(0))
     # AFTER: rows are complete, and every source may overwrite its tokens here.
 
@@ -271,7 +260,7 @@ def _place_tokens[
             n_tokens_of[src_rank] = rank.count_from(src_rank, offset)
     comptime if group.has_sums:
         for src_rank in range(group.n_ranks):
-            var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
+            var source = group.relative_rank(rank.my_rank, src_rank)
             rank.counters.received_tokens()[unsafe_offset=source] = Int32(
                 n_tokens_of[src_rank]
             )
@@ -314,7 +303,7 @@ def _place_choice[
     if is_here:
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
     comptime if group.has_sums:
-        var source = relative_rank(rank.my_rank, src_rank, group.n_ranks)
+        var source = group.relative_rank(rank.my_rank, src_rank)
         rank.counters.received_rows(source)[unsafe_offset=choice] = Int32(row)
         if is_here:
             rank.counters.received_weights(source)[

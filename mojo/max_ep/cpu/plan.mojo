@@ -98,7 +98,7 @@ def lay_out_rows[
                 src_rank,
                 rank.expert_id(local_expert),
             )
-    var counts = List[Int](length=rank.n_pairs, fill=0)
+    var counts = List[Int](length=group.n_pairs(), fill=0)
     for pair in range(rank.n_experts() * group.n_ranks):
         var offset = group.dispatch_count_offset(pair)
         counts[pair] = rank.count_from(pair % group.n_ranks, offset)
@@ -121,7 +121,7 @@ def lay_out_rows[
         n_rows += n_expert_rows
     tables.write_ends(n_rows)
     var n_needed = tables.n_rows_needed(n_rows)
-    counters.set_pair_rows(rank.n_pairs, n_needed, largest_pair)
+    counters.set_pair_rows(group.n_pairs(), n_needed, largest_pair)
     if n_needed > n_rows_max:
         raise rank.refusal(Failure.TOO_MANY_ROWS, 0, n_needed, n_rows_max)
     return (n_shared, n_rows)
@@ -163,20 +163,18 @@ struct RowCursor(TrivialRegisterPassable):
         self.row = counters.pair_row(self.pair) + self.slot
 
 
-def n_rows_of_pairs(n_pairs: Int, counters: Counters[...]) -> Int:
+def n_rows_of_pairs(counters: Counters[...]) -> Int:
     """Counts the rows of the last dispatch, without a shared expert's."""
     var n_rows = 0
-    for pair in range(n_pairs):
+    for pair in range(counters.group.n_pairs()):
         n_rows += counters.pair_count(pair)
     return n_rows
 
 
-def hash_src_info(
-    src_info: Pointer[mut=_, Int32, _], n_pairs: Int, counters: Counters[...]
-) -> Int32:
+def hash_src_info(src_info: Pointer[mut=_, Int32, _], counters: Counters[...]) -> Int32:
     """Digests `src_info`, so that combine recognizes the last dispatch's."""
-    var digest = UInt32(n_rows_of_pairs(n_pairs, counters))
-    for pair in range(n_pairs):
+    var digest = UInt32(n_rows_of_pairs(counters))
+    for pair in range(counters.group.n_pairs()):
         var first = 2 * counters.pair_row(pair)
         for i in range(first, first + 2 * counters.pair_count(pair)):
             digest = (

@@ -11,11 +11,9 @@ from ..flags import (
     count_of,
     Deadline,
     flag_at,
-    flag_word,
     FlagPointer,
     generation_of,
     load_acquire_sys,
-    message_flag,
     ms_of,
     next_generation,
     now_ns,
@@ -53,7 +51,6 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     process run one after another."""
     var deadline: Deadline
 
-    comptime n_pairs = Self.group.pair(Self.group.n_local_experts(), 0)
     comptime _heartbeats = Self.group.heartbeat_offset(0) + (
         0 if Self.group.dispatch_msg_bytes
         > 0 else Self.group.dispatch_counts_from_combine_counts()
@@ -169,7 +166,6 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             sleep(SLEEP_SECONDS)
 
     def _give_heartbeat(self, now: UInt32):
-        """Shows the peers that this rank is alive."""
         var place = Self._heartbeats + self.my_rank * FLAG_BYTES
         for rank in range(Self.group.n_ranks):
             if not self.is_masked(rank):
@@ -205,15 +201,8 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     def await_readers(self, done_offset: Int, *, only_owners: Bool) raises:
         """Waits until every peer has read what this rank sent last."""
         for reader_rank in range(Self.group.n_ranks):
-            if only_owners and reader_rank >= Self.group.n_ranks_with_experts():
+            if only_owners and Self.group.n_experts_on(reader_rank) == 0:
                 continue
             # I3: no slot is written before its last reader is done with it.
             var done = self.my_flag(done_offset + reader_rank * FLAG_BYTES)
             self.await_flag(done, self.last, Failure.NOT_READ, reader_rank)
-
-
-def write_source_info(
-    message: BytePointer, msg_bytes: Int, choice: Int, generation: UInt32
-):
-    """Writes the source info of a message: a count announces it."""
-    message_flag(message, msg_bytes)[] = flag_word(generation, choice)

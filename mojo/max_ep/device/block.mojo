@@ -21,7 +21,7 @@ from max.gpu import (
 
 from ..arguments import Buffers
 from ..counters import Counters, LaunchHeader, Word
-from ..failures import Failure, is_missing, phase_of, RECEIVE, record_failure, SEND
+from ..failures import Failure, is_missing, RECEIVE, record_failure, SEND
 from ..flags import (
     arrive_on_gpu,
     count_of,
@@ -42,7 +42,7 @@ from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
 from .liveness import mask_if_late
-from .shared import share_addresses, shared_words, SharedAddresses
+from .shared import share_addresses, shared, SharedAddresses
 from .start import check_header, elect_last_block, mask_of
 from .warp import any_lane, bytes_at
 
@@ -85,7 +85,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         Addresses that were shared before are visible afterwards.
         """
         comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
-        var control = shared_words[n_control + 1]()
+        var control = shared[UInt32, n_control + 1]()
         var lane = Int(lane_id())
         var warp_idx = Int(warp_id())
         var header = LaunchHeader.of(word)
@@ -103,8 +103,8 @@ struct Block[group: Group](TrivialRegisterPassable):
             lane,
             warp_idx,
             control[unsafe_offset=n_control] != 0,
-            header.my_rank,
-            Deadline.after(header.timeout_ms),
+            header.number(Word.MY_RANK),
+            Deadline.after(header.number(Word.TIMEOUT_MS)),
             header,
             control,
             counters,
@@ -118,14 +118,14 @@ struct Block[group: Group](TrivialRegisterPassable):
     def set_up[n_control: Int](buffers: Buffers[Self.group], mask: Int32 = 0) -> Self:
         """Sets up a block of a portable phase; a block barrier must follow.
 
-        Every warp calls it, once it knows that the launch `load_and_check_header`.
+        Every warp calls it, after `load_and_check_header`.
         """
         var counters = buffers.counters
-        var control = shared_words[n_control]()
+        var control = shared[UInt32, n_control]()
         if thread_idx.x < n_control:
             control[unsafe_offset=thread_idx.x] = 0
         var header = LaunchHeader.read(counters)
-        var rank = header.my_rank
+        var rank = header.number(Word.MY_RANK)
         comptime n_ranks = Self.group.n_ranks
         comptime use_shmem = Self.group.use_shmem
         return Self(
@@ -133,7 +133,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             Int(warp_id()),
             True,
             rank,
-            Deadline.after(header.timeout_ms),
+            Deadline.after(header.number(Word.TIMEOUT_MS)),
             header,
             control,
             counters,
@@ -150,16 +150,29 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def receiving(self) -> UInt32:
-        var received = self.before.dispatch_received
-        comptime if Self.group.is_combine():
-            received = self.before.combine_received
-        return next_generation(received)
+        comptime is_combine = Self.group.is_combine()
+        comptime word = Word.COMBINE_RECEIVED if is_combine else Word.DISPATCH_RECEIVED
+        return next_generation(self.before.generation(word))
 
     @always_inline
     def _sent[is_combine: Bool](self) -> UInt32:
-        comptime if is_combine:
-            return self.before.combine_sent
-        return self.before.dispatch_sent
+        comptime word = Word.COMBINE_SENT if is_combine else Word.DISPATCH_SENT
+        return self.before.generation(word)
+
+    @always_inline
+    def answered[sends: Bool](self) -> UInt32:
+        """Returns the generation of the dispatch that this combine answers."""
+        comptime word = Word.DISPATCH_RECEIVED if sends else Word.COMBINE_OF
+        return self.before.generation(word)
+
+    @always_inline
+    def is_overtaken(self, dispatch_generation: UInt32) -> Bool:
+        """Returns whether two dispatches have been sent since: the tokens and choices of
+        two are kept."""
+        var sent = self.before.generation(Word.DISPATCH_SENT)
+        return sent != dispatch_generation and sent != (
+            next_generation(dispatch_generation)
+        )
 
     @always_inline
     def recv_buf(self) -> BytePointer:
@@ -208,9 +221,9 @@ struct Block[group: Group](TrivialRegisterPassable):
             if is_missing(code):
                 return
         record_failure(
-            self.counters.at(Word.FAILURE),
+            self.counters,
             code,
-            phase_of[Self.group](RECEIVE),
+            RECEIVE,
             missing_rank,
             expert_or_row,
             self.receiving(),
@@ -225,9 +238,9 @@ struct Block[group: Group](TrivialRegisterPassable):
     ):
         """Records what this rank was given and cannot take."""
         record_failure(
-            self.counters.at(Word.FAILURE),
+            self.counters,
             code,
-            phase_of[Self.group](phase),
+            phase,
             self.my_rank,
             expert_or_row,
             self.sending() if phase == SEND else self.receiving(),
@@ -236,7 +249,13 @@ struct Block[group: Group](TrivialRegisterPassable):
             b,
         )
 
-    # -------------------------------------------------------------------------- mask
+    @always_inline
+    def refuse_and_break(
+        self, code: Int32, phase: Int, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
+    ):
+        """Records the same, and that the rank is broken."""
+        self.refuse(code, phase, expert_or_row, a, b)
+        self.counters.set_broken()
 
     @always_inline
     def is_masked(self, rank: Int) -> Bool:
@@ -281,9 +300,9 @@ struct Block[group: Group](TrivialRegisterPassable):
                 if self.give_up_if_late(n_polls, rank):
                     comptime if not Self.group.masks:
                         record_failure(
-                            self.counters.at(Word.FAILURE),
+                            self.counters,
                             Failure.NOT_READ,
-                            phase_of[Self.group](SEND),
+                            SEND,
                             rank,
                             -1,
                             generation,
@@ -301,10 +320,8 @@ struct Block[group: Group](TrivialRegisterPassable):
         """Waits for readers by rank, unless an earlier launch has seen them done."""
         comptime is_combine = Self.group.is_combine()
         var generation = self._sent[is_combine]()
-        var drained = self.before.dispatch_drained
-        comptime if is_combine:
-            drained = self.before.combine_drained
-        if drained == generation:
+        comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED
+        if self.before.generation(drained) == generation:
             return True
         if not self.await_done_words[is_combine](
             Self.group.dispatch_done_offset(0), generation
@@ -360,7 +377,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             self.counters.set_generation(sent, self.sending())
             comptime if is_combine:
                 self.counters.set_generation(
-                    Word.COMBINE_OF, self.before.dispatch_received
+                    Word.COMBINE_OF, self.before.generation(Word.DISPATCH_RECEIVED)
                 )
         comptime if receives:
             self.counters.set_generation(sent + 1, self.receiving())
@@ -373,9 +390,13 @@ struct Block[group: Group](TrivialRegisterPassable):
         if self.lane == 0:
             self.advance[False, True]()
         comptime if Self.group.is_combine():
-            self.publish_reads(self.before.dispatch_received, self.receiving())
+            self.publish_reads(
+                self.before.generation(Word.DISPATCH_RECEIVED), self.receiving()
+            )
         else:
-            self.publish_reads(self.receiving(), self.before.combine_received)
+            self.publish_reads(
+                self.receiving(), self.before.generation(Word.COMBINE_RECEIVED)
+            )
 
     @always_inline
     def publish_reads(self, dispatch_received: UInt32, combine_received: UInt32):
@@ -402,7 +423,8 @@ struct Block[group: Group](TrivialRegisterPassable):
         """
         if block_idx.x == 0 and self.warp_idx == warp_idx:
             self.publish_reads(
-                self.before.dispatch_received, self.before.combine_received
+                self.before.generation(Word.DISPATCH_RECEIVED),
+                self.before.generation(Word.COMBINE_RECEIVED),
             )
 
     @always_inline

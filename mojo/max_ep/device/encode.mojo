@@ -4,7 +4,7 @@ from max.gpu import WARP_SIZE
 
 from ..flags import store_relaxed_sys_16
 from ..layout import MESSAGE_ALIGN
-from ..token_format import LaneBytes, TokenFormat
+from ..token_format import LaneBytes, LaneWire, TokenFormat
 from .schedule import vector_of_lane
 from .warp import ACCESSES_IN_FLIGHT, avoid_sentinel, bytes_at, store16
 
@@ -25,13 +25,11 @@ def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
 struct EncodedSteps[Format: TokenFormat, in_flight: Int]:
     """Some steps of an encoded token, as a lane of a warp holds them."""
 
-    var values: Array[LaneBytes, Self.in_flight]
-    var scales: Array[LaneBytes, Self.in_flight]
+    var wire: Array[LaneWire, Self.in_flight]
 
     @always_inline
     def __init__(out self):
-        self.values = Array[LaneBytes, Self.in_flight](fill=0)
-        self.scales = Array[LaneBytes, Self.in_flight](fill=0)
+        self.wire = {fill = LaneWire(0, 0)}
 
     @always_inline
     def encode[
@@ -43,11 +41,9 @@ struct EncodedSteps[Format: TokenFormat, in_flight: Int]:
         lane: Int,
     ):
         comptime for i in range(Self.in_flight):
-            var wire = Self.Format.encode_lane[input_type, is_scaled](
+            self.wire[i] = Self.Format.encode_lane[input_type, is_scaled](
                 elements[i], input_scale, lane
             )
-            self.values[i] = wire.values
-            self.scales[i] = wire.scales
 
     @always_inline
     def store[is_inline: Bool](self, to: UInt64, first: Int, end: Int, lane: Int):
@@ -67,7 +63,9 @@ struct EncodedSteps[Format: TokenFormat, in_flight: Int]:
             var step = first + i
             var vector, is_in_chunk = vector_of_lane[n_vectors](step, end, lane)
             if is_in_chunk:
-                store[Self.Format.values_flip](vector * MESSAGE_ALIGN, self.values[i])
+                store[Self.Format.values_flip](
+                    vector * MESSAGE_ALIGN, self.wire[i].values
+                )
                 comptime n = Self.Format.scale_vectors
                 comptime if n > 0:
                     # Lane `j` of 32 has the j-th 16 bytes of their scales.
@@ -84,5 +82,5 @@ struct EncodedSteps[Format: TokenFormat, in_flight: Int]:
                     if has_scales:
                         store[Self.Format.scales_flip](
                             Self.Format.value_bytes + of_token * MESSAGE_ALIGN,
-                            self.scales[i],
+                            self.wire[i].scales,
                         )

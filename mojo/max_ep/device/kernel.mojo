@@ -63,22 +63,12 @@ def kernel_entry[
 
 
 @always_inline
-def n_sms_of_device() -> Int:
-    """Counts the multiprocessors of the device that the kernel is compiled for.
-
-    A launch has at most one block on each, so that all are resident at once.
-    """
-    return materialize[DeviceContext.default_device_info.sm_count]()
-
-
-@always_inline
 def n_blocks[group: Group](context: DeviceContext) raises -> Int:
-    """Decides the grid: a block for each multiprocessor, at most `n_sms`.
-
-    The actual device may have fewer multiprocessors than the one compiled for.
-    """
+    """Decides the grid: a block for each multiprocessor, at most `n_sms`, so that all are
+    resident at once. The device may have fewer than the one compiled for."""
     var n = min(
-        n_sms_of_device(), context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT)
+        materialize[DeviceContext.default_device_info.sm_count](),
+        context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
     )
     comptime if group.n_sms > 0:
         n = min(n, group.n_sms)

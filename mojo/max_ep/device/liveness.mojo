@@ -8,7 +8,6 @@ All this is read after some dozens of polls without success, never before.
 """
 from ..flags import (
     count_of,
-    flag_at,
     flag_word,
     FlagPointer,
     generation_of,
@@ -21,7 +20,6 @@ from ..flags import (
 )
 from ..layout import Group
 from .block import Block
-from .warp import bytes_at
 
 comptime _NS_PER_MS = UInt64(1_000_000)
 comptime _BEATS_PER_TIMEOUT = 8

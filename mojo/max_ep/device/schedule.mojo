@@ -38,6 +38,17 @@ struct Chunk(TrivialRegisterPassable):
     var end: Int
 
 
+@always_inline
+def chunk_of[n_steps: Int](whole: Int, idx: Int, n_chunks: Int) -> Chunk:
+    """Finds the steps of one of `n_chunks` chunks of the same size, or almost."""
+    return Chunk(
+        whole,
+        idx,
+        divmod_32(idx * n_steps, n_chunks)[0],
+        divmod_32((idx + 1) * n_steps, n_chunks)[0],
+    )
+
+
 @fieldwise_init
 struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     """Into how many chunks a token or a sum is split: one of two constants.
@@ -50,7 +61,6 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     comptime _FEWER = min(Self.fewer, Self.n_steps)
 
     comptime most_steps = ceildiv(Self.n_steps, Self._FEWER)
-    """Steps of the largest chunk."""
 
     var are_more: Bool
     """Whether the larger number is used."""
@@ -74,12 +84,7 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
         var whole, idx = divmod_32(number, n_chunks)
         comptime if n_chunks == Self.n_steps:
             return Chunk(whole, idx, idx, idx + 1)
-        return Chunk(
-            whole,
-            idx,
-            divmod_32(idx * Self.n_steps, n_chunks)[0],
-            divmod_32((idx + 1) * Self.n_steps, n_chunks)[0],
-        )
+        return chunk_of[Self.n_steps](whole, idx, n_chunks)
 
 
 comptime InlineSplit[n_steps: Int] = Split[n_steps, 14, 7]

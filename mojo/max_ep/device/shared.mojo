@@ -4,34 +4,22 @@ from max.gpu import block_dim, thread_idx
 from std.memory import unsafe_stack_allocation
 from std.sys import align_of
 
-from ..flags import SharedWord
+from ..flags import SharedPointer
 from ..kernel_argument import MutPointer
 from ..transport import mapped_address
 
-comptime SharedInts = Pointer[
-    Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Numbers in the shared memory of a block."""
+comptime SharedInts = SharedPointer[Int32]
 
-
-comptime SharedAddresses = Pointer[
-    UInt64, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
+comptime SharedAddresses = SharedPointer[UInt64]
 """Addresses of all ranks' buffers, in the shared memory of a block: a kernel
 argument that is indexed at run time would be copied to local memory."""
 
 
 @always_inline
-def shared_words[n: Int]() -> SharedWord:
-    """Allocates words in shared memory; they are not initialized."""
-    return unsafe_stack_allocation[n, UInt32, address_space=AddressSpace.SHARED]()
-
-
-@always_inline
-def shared_ints[n: Int, alignment: Int = align_of[Int32]()]() -> SharedInts:
-    """Allocates numbers in shared memory; they are not initialized."""
+def shared[T: AnyType, n: Int, alignment: Int = align_of[T]()]() -> SharedPointer[T]:
+    """Allocates shared memory; it is not initialized."""
     return unsafe_stack_allocation[
-        n, Int32, alignment=alignment, address_space=AddressSpace.SHARED
+        n, T, alignment=alignment, address_space=AddressSpace.SHARED
     ]()
 
 
@@ -54,9 +42,7 @@ def share_addresses[
     buffers: Array[MutPointer[T], p2p_world_size], my_rank: Int, offset: Int = 0
 ) -> SharedAddresses:
     """Copies kernel arguments to shared memory; a block barrier must follow."""
-    var table = unsafe_stack_allocation[
-        n_ranks, UInt64, address_space=AddressSpace.SHARED
-    ]()
+    var table = shared[UInt64, n_ranks]()
     comptime if use_shmem:
         var own = own_of(buffers, my_rank)
         for rank in range(Int(thread_idx.x), n_ranks, Int(block_dim.x)):

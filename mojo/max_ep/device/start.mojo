@@ -9,7 +9,7 @@ from max.gpu import barrier, grid_dim, lane_id, warp_id, WARP_SIZE
 from std.sys import inlined_assembly
 
 from ..counters import Counters, N_HEADER_WORDS, wanted_word, Word
-from ..failures import Failure, is_fatal, phase_of, record_failure
+from ..failures import Failure, is_fatal, record_failure
 from ..flags import arrive_on_gpu
 from ..kernel_argument import MutPointer
 from ..layout import Group
@@ -104,9 +104,9 @@ def check_header[
     if any_lane(found != wanted):
         if found != wanted:
             record_failure(
-                counters.at(Word.FAILURE),
+                counters,
                 Failure.WRONG_COUNTERS,
-                phase_of[group](phase),
+                phase,
                 missing_rank=-1,
                 expert_or_row=lane,
                 wanted=0,

@@ -77,7 +77,6 @@ def store16(p: BytePointer, bytes: LaneBytes):
 
 @always_inline
 def shuffle_address(address: UInt64, src_lane: Int) -> UInt64:
-    """Hands one lane's address to the whole warp."""
     var low = warp.shuffle_idx(UInt32(address & 0xFFFF_FFFF), UInt32(src_lane))
     var high = warp.shuffle_idx(UInt32(address >> 32), UInt32(src_lane))
     return (UInt64(high) << 32) | UInt64(low)

@@ -63,22 +63,28 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 self._deliver_nothing()
             return
         comptime if has_shared and not sends:
-            if not self._check_sent():
+            # The shared expert gets this rank's tokens, which it has staged.
+            var received = next_generation(counters.generation(Word.DISPATCH_RECEIVED))
+            if counters.generation(Word.DISPATCH_SENT) != received:
+                var rank = counters.my_rank()
+                record_failure(
+                    counters, Failure.NOT_SENT, RECEIVE, rank, -1, received, 0
+                )
+                counters.set_broken()
                 self._deliver_nothing()
                 return
         var block = Block[group].set_up[N_CONTROL](self.buffers)
         var n_tokens = in_32_bits(self.given.n_tokens)
-        var sent = block.sending()
-        var received = block.receiving()
         comptime if sends:
             var n_senders = n_warps - 1
             comptime if receives:
-                n_senders = n_send_warps(n_tokens, n_warps)
+                # Stores to peers queue up in a multiprocessor and delay all its other
+                # traffic: few warps send much (docs/performance.md).
+                n_senders = min(3 if n_tokens > 256 else 6, n_warps - 2)
             Sender[group, Self.Format, Self.input_type, input_scales](
                 block,
                 self.given,
                 own_of(self.put_bufs, block.my_rank),
-                sent,
                 SendSchedule.of(n_tokens, group.top_k, Int(grid_dim.x)),
             ).run(n_senders)
         else:
@@ -89,9 +95,9 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 comptime if sends:
                     n_shared = n_tokens
                 else:
-                    n_shared = Int(counters.n_tokens_of(received)[])
+                    n_shared = Int(counters.n_tokens_of(block.receiving())[])
             var receiver = Receiver[group, Self.Format](
-                block, self.dispatched, received, n_shared
+                block, self.dispatched, n_shared
             )
             comptime if has_shared and not sends:
                 receiver.place_own_tokens()
@@ -104,34 +110,17 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
             return
         comptime if sends:
             if block.lane == 0:
-                counters.n_tokens_of(sent)[] = Int32(n_tokens)
+                counters.n_tokens_of(block.sending())[] = Int32(n_tokens)
                 block.advance[True, False]()
             # AFTER: this generation's counts are with their receivers, and its
             # messages are on their way.
         comptime if receives:
             if block.lane == 0:
                 block.advance[False, True]()
-            block.publish_done(group.dispatch_done_offset(block.my_rank), received)
+            block.publish_done(
+                group.dispatch_done_offset(block.my_rank), block.receiving()
+            )
             # AFTER: rows are complete; every source may overwrite its slots here.
-
-    @always_inline
-    def _check_sent(self) -> Bool:
-        """Returns whether this rank's tokens are staged for the shared expert."""
-        var counters = self.buffers.counters
-        var received = next_generation(counters.generation(Word.DISPATCH_RECEIVED))
-        if counters.generation(Word.DISPATCH_SENT) == received:
-            return True
-        record_failure(
-            counters.at(Word.FAILURE),
-            Failure.NOT_SENT,
-            RECEIVE,
-            counters.my_rank(),
-            -1,
-            received,
-            0,
-        )
-        counters.set_broken()
-        return False
 
     @always_inline
     def _deliver_nothing(self):
@@ -140,13 +129,3 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
             self.dispatched.tables.write_no_rows(
                 Int(thread_idx.x), Self.group.num_threads
             )
-
-
-@always_inline
-def n_send_warps(n_tokens: Int, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send while the others receive.
-
-    Stores to peers queue up in a multiprocessor and delay all its other traffic, so
-    few warps send when there is much to send (docs/performance.md).
-    """
-    return min(3 if n_tokens > 256 else 6, n_warps - 2)

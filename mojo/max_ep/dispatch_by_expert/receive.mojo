@@ -10,7 +10,7 @@ from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
 from ..arguments import DispatchedRows
 from ..counters import own_row
 from ..device.block import Block
-from ..device.shared import shared_ints, SharedInts
+from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane, copy_warp
 from ..failures import Failure, RECEIVE
 from ..flags import (
@@ -41,7 +41,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     var block: Block[Self.group]
     var dispatched: DispatchedRows[Self.group, Self.Format]
-    var generation: UInt32
     var n_shared: Int
     """Rows of the shared expert, in front of all others."""
 
@@ -50,8 +49,8 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         comptime group = Self.group
         comptime n_pairs = Self.n_pairs
         var lane = self.block.lane
-        var pair_rows = shared_ints[n_pairs + 1]()
-        var pair_counts = shared_ints[n_pairs]()
+        var pair_rows = shared[Int32, n_pairs + 1]()
+        var pair_counts = shared[Int32, n_pairs]()
         if self.block.warp_idx == group.num_threads // WARP_SIZE - 1:
             var largest = self._read_counts(pair_rows, pair_counts)
             syncwarp()
@@ -96,16 +95,15 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             pair % group.n_ranks,
             group.expert_of_pair(self.block.my_rank, pair),
         )
-        if any_lane(generation_of(word) != self.generation):
+        if any_lane(generation_of(word) != self.block.receiving()):
             return False
         if lane == 0:
             var token_idx, k = divmod(count_of(word), group.top_k)
-            self.dispatched.src_info[unsafe_offset=2 * row] = Int32(token_idx)
-            self.dispatched.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+            self.dispatched.set_source(row, token_idx, k)
             if pair % group.n_ranks == self.block.my_rank:
                 # Combine reads the row where it is. The sender has read the
                 # expert that stood here before it published the message.
-                self.block.counters.choices(self.generation)[
+                self.block.counters.choices(self.block.receiving())[
                     unsafe_offset=count_of(word)
                 ] = own_row(row)
         self._place(message, rows, row)
@@ -118,8 +116,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             Self.Format.row_values(rows, row), message, self.block.lane
         )
         place_all_scales[Self.Format](message, rows, row, self.block.lane, WARP_SIZE)
-
-    # ------------------------------------------------------------------ counts
 
     @always_inline
     def _read_counts(self, pair_rows: SharedInts, pair_counts: SharedInts) -> Int:
@@ -191,14 +187,14 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         while missing >= 0 and not is_late:
             comptime for i in range(in_flight):
                 var pair = first + i * WARP_SIZE + lane
-                if pair < end and generation_of(words[i]) != self.generation:
+                if pair < end and generation_of(words[i]) != self.block.receiving():
                     words[i] = load_relaxed_sys(
                         flag_at(my_counts, group.dispatch_count_offset(pair))
                     )
             missing = -1
             comptime for i in range(in_flight):
                 var pair = first + i * WARP_SIZE + lane
-                if pair < end and generation_of(words[i]) != self.generation:
+                if pair < end and generation_of(words[i]) != self.block.receiving():
                     missing = pair
             if self.block.give_up_if_late(n_polls, missing % group.n_ranks):
                 is_late = missing >= 0
@@ -243,8 +239,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                     local_expert, first_row, n_expert_rows
                 )
 
-    # ------------------------------------------------------ the shared expert
-
     @always_inline
     def place_own_tokens(self):
         """Copies what this block has staged to the shared expert's rows."""
@@ -261,5 +255,4 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             var token = staged[group](recv_buf, token_idx)
             self._place(token, self.dispatched.rows, token_idx)
             if self.block.lane == 0:
-                self.dispatched.src_info[unsafe_offset=2 * token_idx] = Int32(token_idx)
-                self.dispatched.src_info[unsafe_offset=2 * token_idx + 1] = -1
+                self.dispatched.set_source(token_idx, token_idx, -1)

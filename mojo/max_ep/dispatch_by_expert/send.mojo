@@ -14,7 +14,7 @@ from ..device.block import Block
 from ..device.encode import EncodedSteps, steps_in_flight
 from ..device.kernel import InputScales
 from ..device.schedule import n_steps_of, vector_of_lane
-from ..device.shared import shared_words
+from ..device.shared import shared
 from ..device.warp import bytes_at, in_32_bits, shuffle_address
 from ..failures import Failure, SEND
 from ..flags import (
@@ -67,7 +67,6 @@ struct SendSchedule(TrivialRegisterPassable):
 
     @always_inline
     def first_k(self, item: Int, top_k: Int, next: Int = 0) -> Int:
-        """Names the first choice of an item."""
         return (item % self.n_per_token + next) * top_k // self.n_per_token
 
 
@@ -102,14 +101,13 @@ struct Sender[
     var given: GivenTokens[Self.input_type]
     var put_buf: UInt64
     """This rank's put buffer; used with SHMEM."""
-    var generation: UInt32
     var schedule: SendSchedule
 
     @always_inline
     def run(self, n_senders: Int):
         """Gives the warps of a block their roles; all its threads call it."""
         comptime group = Self.group
-        var histogram = shared_words[group.n_experts]()
+        var histogram = shared[UInt32, group.n_experts]()
         for i in range(Int(thread_idx.x), group.n_experts, group.num_threads):
             histogram[unsafe_offset=i] = 0
         barrier()
@@ -125,8 +123,6 @@ struct Sender[
             Self.group.dispatch_done_offset(0),
             self.block.counters.generation(Word.DISPATCH_SENT),
         )
-
-    # -------------------------------------------------------- slots and counts
 
     @always_inline
     def _count_choices(self, histogram: SharedWord, begin: Int, end: Int):
@@ -152,7 +148,7 @@ struct Sender[
         comptime group = Self.group
         comptime top_k = group.top_k
         var lane = self.block.lane
-        var choices = self.block.counters.choices(self.generation)
+        var choices = self.block.counters.choices(self.block.sending())
         var slots = self.block.counters.slots()
         var n_counted = 0
         var n_indexed: UInt32 = 0
@@ -220,14 +216,14 @@ struct Sender[
                 if to == 0:
                     put_flag(
                         counts[unsafe_offset=my_rank] + UInt64(offset),
-                        self.generation,
+                        self.block.sending(),
                         count,
                         dst_rank,
                     )
                     continue
-            store_relaxed_sys(flag_at(bytes_at(to), offset), self.generation, count)
-
-    # ---------------------------------------------------------------- messages
+            store_relaxed_sys(
+                flag_at(bytes_at(to), offset), self.block.sending(), count
+            )
 
     @always_inline
     def _send(self, sender: Int, n_senders: Int):
@@ -267,7 +263,7 @@ struct Sender[
             if place.message != 0 and place.put_to == 0:
                 publish(
                     message_flag(bytes_at(place.message), Self.Format.msg_bytes),
-                    self.generation,
+                    self.block.sending(),
                     choice,
                 )
 
@@ -276,7 +272,7 @@ struct Sender[
         comptime group = Self.group
         var my_rank = self.block.my_rank
         var recv_bufs = self.block.recv_bufs
-        var choices = self.block.counters.choices(self.generation)
+        var choices = self.block.counters.choices(self.block.sending())
         var slots = self.block.counters.slots()
         var place = _Place(choices[unsafe_offset=choice], 0, 0)
         if place.expert != NO_EXPERT:
@@ -352,7 +348,7 @@ struct Sender[
                     from_,
                     token_bytes,
                     to + UInt64(token_bytes),
-                    self.generation,
+                    self.block.sending(),
                     Self.group.choice(token_idx, k),
                     id // Self.group.n_local_experts(),
                 )

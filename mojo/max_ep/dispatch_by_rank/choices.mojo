@@ -9,7 +9,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 
 from ..counters import NO_EXPERT
-from ..device.shared import shared_ints, SharedInts
+from ..device.shared import shared, SharedInts
 from ..device.warp import sum_of_lanes
 from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
@@ -103,9 +103,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
         self.ids = topk_ids
         self.weights = router_weights
         self.n_choices = n_tokens * Self.group.top_k
-        self.shared_ids = shared_ints[n_shared_ids[Self.group](), MESSAGE_ALIGN]()
-        self.shared_weights = shared_ints[n_weights if has_sums else 1]()
-        self.counted = shared_ints[max(n_counted[Self.group]() * WARP_SIZE, 1)]()
+        self.shared_ids = shared[Int32, n_shared_ids[Self.group](), MESSAGE_ALIGN]()
+        self.shared_weights = shared[Int32, n_weights if has_sums else 1]()
+        self.counted = shared[Int32, max(n_counted[Self.group]() * WARP_SIZE, 1)]()
 
     @always_inline
     def are_in_lanes(self) -> Bool:
@@ -115,12 +115,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
     @always_inline
     def are_shared(self) -> Bool:
         return not self.are_in_lanes() and self.n_choices <= N_SHARED_CHOICES
-
-    @always_inline
-    def id(self, choice: Int) -> Int32:
-        if self.are_shared():
-            return self.shared_ids[unsafe_offset=choice]
-        return self.load_id(choice)
 
     @always_inline
     def load_id(self, choice: Int) -> Int32:
@@ -134,12 +128,14 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def id_of_lane(self, token_idx: Int, lane: Int) -> Int32:
-        """Reads the id of a lane's choice of a token."""
         comptime if Self.group.sends_to_all():
             return NO_EXPERT
         if lane >= Self.group.top_k:
             return NO_EXPERT
-        return self.id(Self.group.choice(token_idx, lane))
+        var choice = Self.group.choice(token_idx, lane)
+        if self.are_shared():
+            return self.shared_ids[unsafe_offset=choice]
+        return self.load_id(choice)
 
     @always_inline
     def load_weight(self, choice: Int) -> Float32:

@@ -9,9 +9,9 @@ from max.gpu import block_idx, syncwarp, WARP_SIZE
 from std.bit import pop_count
 from std.math import ceildiv
 
-from ..counters import relative_rank, Word
+from ..counters import Word
 from ..device.block import Block
-from ..device.shared import shared_ints, SharedInts
+from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
 from ..device.liveness import mask_if_late, NEVER_DECIDED, read_decision, UNDECIDED
 from ..failures import Failure, RECEIVE, record_failure
@@ -48,7 +48,6 @@ def n_scan_warps[group: Group]() -> Int:
 
 @always_inline
 def _pairs_of_warp[group: Group]() -> Int:
-    """Counts the pairs that each of them counts."""
     comptime stride = ceildiv(group.n_pairs(), n_scan_warps[group]() * _PAIRS_AT_ONCE)
     return stride * _PAIRS_AT_ONCE
 
@@ -78,12 +77,12 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         self.block = block
         self.tables = tables
         comptime n_scanners = n_scan_warps[Self.group]()
-        self.pair_rows = shared_ints[
-            n_scanners * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
+        self.pair_rows = shared[
+            Int32, n_scanners * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
         ]()
-        self.sums = shared_ints[N_INDEX_WARPS]()
-        self.largest_of = shared_ints[N_INDEX_WARPS]()
-        self.n_tokens_of = shared_ints[Self.group.n_ranks + 1]()
+        self.sums = shared[Int32, N_INDEX_WARPS]()
+        self.largest_of = shared[Int32, N_INDEX_WARPS]()
+        self.n_tokens_of = shared[Int32, Self.group.n_ranks + 1]()
 
     @always_inline
     def n_tokens(self, src_rank: Int) -> Int:
@@ -99,12 +98,10 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _rows_of_pair(self, pair: Int) -> Int:
-        """Counts the rows of a pair."""
         return self.rows_before(pair + 1) - self.rows_before(pair)
 
     @always_inline
     def _rows_of_expert(self, local_expert: Int) -> Int:
-        """Counts the rows of an expert."""
         return self.rows_before(Self.group.pair(local_expert + 1, 0)) - (
             self.rows_before(Self.group.pair(local_expert, 0))
         )
@@ -122,19 +119,22 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def has_row(self, pair: Int, position: Int32) -> Bool:
-        """Returns whether a pair has so many rows."""
         return self.pair_rows[unsafe_offset=pair] + position < (
             self.pair_rows[unsafe_offset=pair + 1]
         )
 
     @always_inline
-    def _settle(self, src_rank: Int, place: Int) -> UInt64:
-        """Returns what to take in place of a word that has not come for long.
+    def _settle(self, mut n_polls: Int, src_rank: Int, place: Int) -> UInt64:
+        """Counts a poll without success; returns what to take in place of a word that has
+        not come for long.
 
         All blocks must take the same, for they lay out the same rows. The first block
         decides, and masks the source. Others take a word that comes early, then what
         the first has decided. `place`: that of `Counters.decided`.
         """
+        n_polls += 1
+        if n_polls % POLLS_PER_CLOCK_READ != 0:
+            return UNDECIDED
         var generation = self.block.receiving()
         if block_idx.x == 0:
             if mask_if_late(self.block, src_rank):
@@ -143,7 +143,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         var word = read_decision(self.block, place)
         if word == NEVER_DECIDED:
             record_failure(
-                self.block.counters.at(Word.FAILURE),
+                self.block.counters,
                 Failure.NO_COUNT,
                 RECEIVE,
                 src_rank,
@@ -162,8 +162,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             store_relaxed_gpu(self.block.counters.decided(place), word)
 
     @always_inline
-    def _read_numbers(self) -> Bool:
-        """Waits for the numbers of tokens of all sources, with one warp."""
+    def share_numbers(self) -> Bool:
+        """Awaits the numbers of tokens of all sources for the block, with one warp."""
         var generation = self.block.receiving()
         var my_counts = self.block.my_counts()
         var is_late = False
@@ -178,11 +178,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var place = Self.group.n_pairs() + src_rank
             while generation_of(word) != generation:
                 comptime if Self.group.masks:
-                    n_polls += 1
-                    if n_polls % POLLS_PER_CLOCK_READ == 0:
-                        word = self._settle(src_rank, place)
-                        if generation_of(word) == generation:
-                            break
+                    word = self._settle(n_polls, src_rank, place)
+                    if generation_of(word) == generation:
+                        break
                 if not Self.group.masks and self.block.give_up_if_late(
                     n_polls, src_rank
                 ):
@@ -198,8 +196,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             comptime if Self.group.has_sums:
                 if block_idx.x == 0:
                     self.block.counters.received_tokens()[
-                        unsafe_offset=relative_rank(
-                            self.block.my_rank, src_rank, Self.group.n_ranks
+                        unsafe_offset=Self.group.relative_rank(
+                            self.block.my_rank, src_rank
                         )
                     ] = Int32(n)
         most = warp.max(most)
@@ -207,12 +205,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             self.n_tokens_of[unsafe_offset=Self.group.n_ranks] = most
             if block_idx.x == 0:
                 self.block.counters.at(Word.MOST_RECEIVED)[] = most
-        return not any_lane(is_late)
-
-    @always_inline
-    def share_numbers(self) -> Bool:
-        """Awaits the numbers of tokens for the block, with one warp."""
-        var are_there = self._read_numbers()
+        var are_there = not any_lane(is_late)
         if not are_there:
             self.block.counters.set_broken()
         syncwarp()
@@ -233,7 +226,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_pair_rows(self) -> Bool:
-        """Waits for the rows of all pairs."""
         comptime n_scanners = n_scan_warps[Self.group]()
         while load_acquire_block(self.block.word(SCANNED)) < UInt32(n_scanners):
             pass
@@ -270,17 +262,15 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if missing < 0:
                 break
             comptime if Self.group.masks:
-                n_polls += 1
-                if n_polls % POLLS_PER_CLOCK_READ == 0:
-                    var pair = pair_of_lane(first, missing, self.block.lane)
-                    var word = self._settle(pair % Self.group.n_ranks, pair)
-                    if generation_of(word) == generation:
-                        comptime for i in range(_PAIRS_OF_LANE):
-                            if i == missing:
-                                words[i] = word
-                                is_missing[i] = False
-                        # Then at once the next one.
-                        n_polls -= 1
+                var pair = pair_of_lane(first, missing, self.block.lane)
+                var word = self._settle(n_polls, pair % Self.group.n_ranks, pair)
+                if generation_of(word) == generation:
+                    comptime for i in range(_PAIRS_OF_LANE):
+                        if i == missing:
+                            words[i] = word
+                            is_missing[i] = False
+                    # Then at once the next one.
+                    n_polls -= 1
             if not Self.group.masks and self.block.give_up_if_late(n_polls, 0):
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 self.block.fail(

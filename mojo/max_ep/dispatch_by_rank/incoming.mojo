@@ -116,20 +116,15 @@ struct Token(TrivialRegisterPassable):
     """Whether it is loaded before its entries are read: it has no flags."""
 
 
-@always_inline
-def _n_in_flight[Format: TokenFormat, are_all_inline: Bool]() -> Int:
-    """Counts the steps of a token that a lane has under way."""
-    comptime n_steps = n_steps_of[Format]()
-    return min(
-        InlineSplit[n_steps].most_steps if are_all_inline else n_steps,
-        ACCESSES_IN_FLIGHT,
-    )
-
-
 struct Steps[Format: TokenFormat, are_all_inline: Bool]:
     """Some steps of a token, as a lane of a warp holds them."""
 
-    comptime in_flight = _n_in_flight[Self.Format, Self.are_all_inline]()
+    comptime n_steps = n_steps_of[Self.Format]()
+    comptime in_flight = min(
+        InlineSplit[Self.n_steps].most_steps if Self.are_all_inline else Self.n_steps,
+        ACCESSES_IN_FLIGHT,
+    )
+    """Steps that a lane has under way."""
 
     var values: Array[LaneBytes, Self.in_flight]
     var scales: Array[LaneBytes, 1]

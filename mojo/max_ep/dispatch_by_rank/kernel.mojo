@@ -119,7 +119,17 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         )
         if not block.can_go:
             comptime if receives:
-                self._write_nothing()
+                if block_idx.x == 0:
+                    var me = Int(thread_idx.x)
+                    comptime n_threads = Self.group.num_threads
+                    self.dispatched.tables.write_no_rows(me, n_threads)
+                    Self.Format.end_metadata(
+                        self.dispatched.rows,
+                        0,
+                        self.dispatched.n_rows_max,
+                        me,
+                        n_threads,
+                    )
             return
         var indexer = block.warp_idx - (Self.n_warps - N_INDEX_WARPS)
         comptime if not publishes_at_end:
@@ -146,19 +156,6 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 block.end_wait()
             # AFTER: rows are complete; every source may overwrite its tokens here,
             # once that is published, by this launch or the next of this rank.
-
-    @always_inline
-    def _write_nothing(self):
-        comptime num_threads = Self.group.num_threads
-        if block_idx.x == 0:
-            self.dispatched.tables.write_no_rows(Int(thread_idx.x), num_threads)
-            Self.Format.end_metadata(
-                self.dispatched.rows,
-                0,
-                self.dispatched.n_rows_max,
-                Int(thread_idx.x),
-                num_threads,
-            )
 
     @always_inline
     def _index(

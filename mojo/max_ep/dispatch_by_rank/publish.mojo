@@ -19,14 +19,6 @@ from .roles import N_INDEX_WARPS
 
 
 @always_inline
-def nth_peer(my_rank: Int, n: Int, n_ranks: Int) -> Int:
-    """Numbers all ranks from the next one on, so that sources start at different ones.
-    """
-    var rank = my_rank + 1 + n
-    return rank - (n_ranks if rank >= n_ranks else 0)
-
-
-@always_inline
 def two_words(first: UInt64, second: UInt64) -> LaneBytes:
     return bitcast[DType.uint32, 4](SIMD[DType.uint64, 2](first, second))
 
@@ -90,7 +82,8 @@ def publish_entry[
     )
     var offset = UInt64(group.entry_offset(block.my_rank, number))
     for i in range(lane, group.n_ranks, n_lanes):
-        var rank = nth_peer(block.my_rank, i, group.n_ranks)
+        # Not all sources begin with the same rank.
+        var rank = group.rank_of_relative(block.my_rank, 1 + i)
         var to = bytes_at(block.recv_bufs[unsafe_offset=rank] + offset)
         # I1: only this rank writes entries of its choices.
         comptime if group.has_sums:
@@ -133,7 +126,7 @@ def send_metadata[
             group.metadata_offset(block.my_rank, token_idx, k, router_top_k)
         )
         for i in range(group.n_ranks):
-            var rank = nth_peer(block.my_rank, i, group.n_ranks)
+            var rank = group.rank_of_relative(block.my_rank, 1 + i)
             # I1: only this rank writes the metadata of its tokens.
             store_relaxed_sys_16(
                 bytes_at(block.recv_bufs[unsafe_offset=rank] + offset), words

@@ -11,7 +11,7 @@ from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
 from ..arguments import DispatchedRows
-from ..counters import NO_EXPERT, NO_ROW, own_row, relative_rank, row_elsewhere
+from ..counters import NO_EXPERT, NO_ROW, own_row, row_elsewhere
 from ..device.block import Block
 from ..device.schedule import Chunk, FlaggedSplit, inline_split, n_steps_of, Schedule
 from ..device.warp import any_lane, bytes_at, divmod_32
@@ -58,6 +58,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     var own_tokens: UInt64
     """This rank's tokens, if `has_input`."""
     var recv_buf: BytePointer
+    """Loaded once: the block has it in shared memory."""
     var shared: SharedCounts[Self.group]
     var block: Block[Self.group]
 
@@ -272,8 +273,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     def _record_row(self, token: Token, row: Int32):
         comptime if Self.group.has_sums:
             if self.block.lane < Self.group.top_k:
-                var source = relative_rank(
-                    self.block.my_rank, token.src_rank, Self.group.n_ranks
+                var source = Self.group.relative_rank(
+                    self.block.my_rank, token.src_rank
                 )
                 self.block.counters.received_rows(source)[
                     unsafe_offset=Self.group.choice(token.idx, self.block.lane)
@@ -287,8 +288,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         comptime drops_own = Self.group.drops_rows and not Self.group.has_sums
         var lane = self.block.lane
         if to.has_row:
-            self.dispatched.src_info[unsafe_offset=2 * Int(to.row)] = Int32(token.idx)
-            self.dispatched.src_info[unsafe_offset=2 * Int(to.row) + 1] = Int32(lane)
+            self.dispatched.set_source(Int(to.row), token.idx, lane)
             comptime if not Self.group.has_sums:
                 # `publish_entry` leaves these choices out.
                 if token.src_rank == self.block.my_rank:
@@ -302,8 +302,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         self._record_row(token, to.row)
         comptime if Self.group.has_sums:
             if lane < Self.group.top_k:
-                var source = relative_rank(
-                    self.block.my_rank, token.src_rank, Self.group.n_ranks
+                var source = Self.group.relative_rank(
+                    self.block.my_rank, token.src_rank
                 )
                 self.block.counters.received_weights(source)[
                     unsafe_offset=Self.group.choice(token.idx, lane)
@@ -317,8 +317,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 return False
         comptime if Self.group.fused_shared_expert:
             if is_shared and lane == 0:
-                self.dispatched.src_info[unsafe_offset=2 * token.idx] = Int32(token.idx)
-                self.dispatched.src_info[unsafe_offset=2 * token.idx + 1] = -1
+                self.dispatched.set_source(token.idx, token.idx, -1)
         return True
 
     @always_inline

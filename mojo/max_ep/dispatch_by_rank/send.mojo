@@ -9,11 +9,12 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, lane_id, syncwarp, warp_id, WARP_SIZE
 from std.bit import count_trailing_zeros, pop_count
 
-from ..counters import LaunchHeader, NO_EXPERT
+from ..counters import NO_EXPERT, Word
 from ..device.block import Block
 from ..device.encode import EncodedSteps, steps_in_flight
 from ..device.schedule import (
     Chunk,
+    chunk_of,
     inline_split,
     InlineSplit,
     n_steps_of,
@@ -170,13 +171,6 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
                 )
 
 
-@always_inline
-def _inline_in_flight[Format: TokenFormat]() -> Int:
-    """Counts the steps of an inline token that a lane has under way."""
-    comptime split = InlineSplit[n_steps_of[Format]()]
-    return min(split.most_steps, steps_in_flight[Format]())
-
-
 struct TokenSender[
     group: Group, Format: TokenFormat, input_type: DType, has_input: Bool
 ]:
@@ -187,6 +181,11 @@ struct TokenSender[
     the header. Who gets the chunk is known once these have arrived.
     """
 
+    comptime inline_in_flight = min(
+        InlineSplit[n_steps_of[Self.Format]()].most_steps,
+        steps_in_flight[Self.Format](),
+    )
+
     var choices: Choices[Self.group]
     var n_tokens: Int
     var sender: Int
@@ -196,9 +195,7 @@ struct TokenSender[
     """Which of all inline chunks is the next; there may be none for this warp."""
     var chunk: Chunk
     var has_chunk: Bool
-    var inline: TokenLane[
-        Self.Format, Self.input_type, _inline_in_flight[Self.Format]()
-    ]
+    var inline: TokenLane[Self.Format, Self.input_type, Self.inline_in_flight]
     """Elements of the first steps of the first inline chunk."""
     var id: Int32
     """Expert id of choice `lane` of its token."""
@@ -245,8 +242,9 @@ struct TokenSender[
     def find_targets(mut self, header_word: Int32):
         """Finds out who gets it, as soon as the header is there."""
         if self.has_chunk:
+            var my_rank = warp.shuffle_idx(header_word, UInt32(Word.MY_RANK))
             self.targets = Targets.of[Self.group, Self.has_input](
-                self.id, LaunchHeader.my_rank_of(header_word), Int(lane_id())
+                self.id, Int(my_rank), Int(lane_id())
             )
 
     @always_inline
@@ -307,7 +305,7 @@ struct TokenSender[
             return
         while True:
             var token_idx, bundle = divmod_32(number, n_bundles)
-            var chunk = chunks_of_token[n_steps](token_idx, bundle, n_bundles)
+            var chunk = chunk_of[n_steps](token_idx, bundle, n_bundles)
             var targets = self._targets_of(token_idx, block)
             if targets.are_any():
                 # I1: only this rank writes the tokens of its number.
@@ -328,14 +326,3 @@ struct TokenSender[
             number = (self.n_senders + round) * Int(grid_dim.x) + Int(block_idx.x)
             if number >= self.n_tokens * n_bundles:
                 return
-
-
-@always_inline
-def chunks_of_token[n_steps: Int](token_idx: Int, bundle: Int, n_bundles: Int) -> Chunk:
-    """Finds the steps of some chunks that are published at once."""
-    return Chunk(
-        token_idx,
-        bundle,
-        divmod_32(bundle * n_steps, n_bundles)[0],
-        divmod_32((bundle + 1) * n_steps, n_bundles)[0],
-    )

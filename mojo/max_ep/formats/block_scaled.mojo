@@ -12,7 +12,7 @@ from std.sys import size_of
 from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN, scaled_token_bytes
 from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
-from .casts import bits_of_magnitude, WIDTH
+from .casts import one_nan_e4m3fn, one_zero_e2m1fn, to_e2m1fn, to_e4m3fn, WIDTH
 from .scale_layouts import ScaledRows
 
 
@@ -37,15 +37,16 @@ trait BlockNumbers:
     comptime block: Int
     """Elements that share a scale."""
     comptime value_bits: Int
-    """Bits of a value: 8, or 4 with the first of two in the lower half of a byte."""
+    """Bits of a value: 8 (float8_e4m3fn), or 4 (float4_e2m1fn) with the first of two in
+    the lower half of a byte."""
     comptime scale_type: DType
     """An unsigned integer of the scale's size: uint32 or uint8."""
     comptime magnitude_type: DType = DType.uint32
     """What `magnitude` returns."""
     comptime least: Scalar[Self.magnitude_type] = 0
     """Floor of the largest magnitude."""
-    comptime values_flip: UInt32 = 0
-    """See `TokenFormat.values_flip`."""
+    comptime values_flip: UInt32 = 0 if Self.value_bits == 8 else 0x7777_7777
+    """See `TokenFormat.values_flip`. Of 4 bits: eight -0, which no token has."""
     comptime scales_flip: UInt32 = 0
     """See `TokenFormat.scales_flip`."""
     comptime forwarded_flip: UInt32 = 0
@@ -53,9 +54,13 @@ trait BlockNumbers:
     after `known_values` and `known_scales`."""
 
     @staticmethod
+    @always_inline
     def known_values(bits: UInt32) -> UInt32:
-        """Replaces, in four bytes of values, those that `values_of` does not make."""
-        ...
+        """Replaces, in four bytes of values, those that `values_of` does not make: NaN
+        has one form, and 0 of 4 bits no sign."""
+        comptime if Self.value_bits == 8:
+            return one_nan_e4m3fn(bits)
+        return one_zero_e2m1fn(bits)
 
     @staticmethod
     def known_scales(bits: UInt32) -> UInt32:
@@ -67,7 +72,9 @@ trait BlockNumbers:
     def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[Self.magnitude_type, WIDTH]:
         """Takes magnitudes, as numbers that compare as they do: the bits of float32, of
         which those of a NaN are largest."""
-        return rebind[SIMD[Self.magnitude_type, WIDTH]](bits_of_magnitude(x))
+        return rebind[SIMD[Self.magnitude_type, WIDTH]](
+            bitcast[DType.uint32](x) & 0x7FFF_FFFF
+        )
 
     @staticmethod
     def scale_of(amax: Scalar[Self.magnitude_type]) -> BlockScale:
@@ -75,11 +82,15 @@ trait BlockNumbers:
         ...
 
     @staticmethod
+    @always_inline
     def values_of(
         x: SIMD[DType.float32, WIDTH]
     ) -> SIMD[DType.uint8, 2 * Self.value_bits]:
-        """Rounds elements to values, and packs them."""
-        ...
+        """Rounds elements to float8_e4m3fn or float4_e2m1fn, and packs them."""
+        comptime Values = SIMD[DType.uint8, 2 * Self.value_bits]
+        comptime if Self.value_bits == 8:
+            return rebind[Values](to_e4m3fn(x))
+        return rebind[Values](to_e2m1fn(x))
 
 
 struct BlockScaledTokenFormat[

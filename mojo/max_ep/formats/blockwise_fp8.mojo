@@ -14,20 +14,13 @@ dispatch. The oracle is `quantize_blockwise_fp8` in `max_ep/quantize.py`.
 from std.memory import bitcast
 
 from .block_scaled import BlockNumbers, BlockScale, BlockScaledTokenFormat
-from .casts import FP8_MAX, one_nan_e4m3fn, to_e4m3fn, WIDTH
+from .casts import FP8_MAX, WIDTH
 from .scale_layouts import TransposedRows
 
 comptime FP8_BLOCK = 128
 """Elements that share one scale."""
 comptime FP8_MIN_AMAX = Float32(1e-4)
 """Floor of a block's `amax`, so that a block of zeros has a usable scale."""
-
-
-@always_inline
-def power_of_two_at_least(x: Float32) -> Float32:
-    var bits = bitcast[DType.uint32](x)
-    comptime mantissa = UInt32(0x7F_FFFF)
-    return bitcast[DType.float32]((bits + mantissa) & ~mantissa)
 
 
 struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
@@ -39,12 +32,6 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     """The bits of float32."""
     comptime magnitude_type = DType.float32
     comptime least = FP8_MIN_AMAX
-
-    @staticmethod
-    @always_inline
-    def known_values(bits: UInt32) -> UInt32:
-        """NaN has one form."""
-        return one_nan_e4m3fn(bits)
 
     @staticmethod
     @always_inline
@@ -63,14 +50,11 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
         var scale = amax / FP8_MAX
         var factor = FP8_MAX / amax
         comptime if Self.power_of_two_scales:
-            scale = power_of_two_at_least(scale)
+            comptime mantissa = UInt32(0x7F_FFFF)
+            var bits = bitcast[DType.uint32](scale)
+            scale = bitcast[DType.float32]((bits + mantissa) & ~mantissa)
             factor = 1 / scale
         return {bitcast[DType.uint32](scale), factor}
-
-    @staticmethod
-    @always_inline
-    def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 16]:
-        return to_e4m3fn(x)
 
 
 comptime BlockwiseFP8TokenFormat[

@@ -52,14 +52,6 @@ def to_e4m3fn(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, WIDTH]:
 
 
 @always_inline
-def bits_of_magnitude[
-    width: SIMDLength, //
-](x: SIMD[DType.float32, width]) -> SIMD[DType.uint32, width]:
-    """Takes the bits of `|x|`. They are ordered as numbers are, a NaN above all."""
-    return bitcast[DType.uint32](x) & 0x7FFF_FFFF
-
-
-@always_inline
 def is_nan_of_bits(magnitude: UInt32) -> Bool:
     return magnitude > 0x7F80_0000
 

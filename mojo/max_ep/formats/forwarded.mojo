@@ -6,13 +6,13 @@ A token is given as it stands on the wire: values, then scales, each of whole 16
 that a word of inline bytes says whether they have arrived (`BlockNumbers`).
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import WARP_SIZE
+from max.gpu import lane_id, WARP_SIZE
 from std.bit import log2_floor
 from std.memory import bitcast
 from std.sys import is_gpu, size_of
 
 from ..cpu_copy import copy_bytes
-from ..for_each import lane_of_item, Work
+from ..for_each import Work
 from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN
 from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
@@ -101,9 +101,6 @@ struct ForwardedTokenFormat[
         Self.Quantizing.place_scales(rows, row, vector, scales)
 
 
-# ---------------------------------------------------------------------- the join
-
-
 @fieldwise_init
 struct JoinWords[Numbers: BlockNumbers, hidden_size: Int](Work):
     """Joins tokens that are given as values and scales; an item is 4 bytes of a token.
@@ -142,9 +139,6 @@ struct JoinWords[Numbers: BlockNumbers, hidden_size: Int](Work):
         self.joined.unsafe_bitcast[UInt32]()[unsafe_offset=i] = bits
 
 
-# -------------------------------------------------------- scales of whole tokens
-
-
 @fieldwise_init
 struct QuantizeTokens[input_type: DType, hidden_size: Int](Work):
     """Quantizes tokens to NVFP4, each with a scale of its own."""
@@ -160,7 +154,9 @@ struct QuantizeTokens[input_type: DType, hidden_size: Int](Work):
     def do(self, i: Int):
         comptime Format = BlockScaledTokenFormat[NVFP4, RowByRow, Self.hidden_size, 1]
         comptime token_bytes = Format.token_bytes + MESSAGE_ALIGN
-        var lane, n_lanes = lane_of_item()
+        var lane, n_lanes = 0, 1
+        comptime if is_gpu():
+            lane, n_lanes = Int(lane_id()), WARP_SIZE
         var joined = self.joined.unsafe_offset(i * token_bytes)
         var token = self.tokens.unsafe_offset(i * Self.hidden_size)
         var magnitudes = SIMD[DType.uint32, WIDTH](0)

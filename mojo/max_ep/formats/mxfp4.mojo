@@ -9,14 +9,7 @@ What rounds to zero is 0, never -0. A block with a NaN has the scale NaN, and va
 that are all 6. The oracle is `quantize_mxfp4` in `quantize.py`.
 """
 from .block_scaled import BlockNumbers, BlockScale
-from .casts import (
-    is_nan_of_bits,
-    one_zero_e2m1fn,
-    power_of_e8m0,
-    to_e2m1fn,
-    WIDTH,
-    without_largest_e8m0,
-)
+from .casts import is_nan_of_bits, power_of_e8m0, without_largest_e8m0
 
 
 struct MXFP4(BlockNumbers):
@@ -26,18 +19,10 @@ struct MXFP4(BlockNumbers):
     comptime value_bits = 4
     comptime scale_type = DType.uint8
     """The exponent of a power of two, 127 more than it is."""
-    comptime values_flip = UInt32(0x7777_7777)
-    """Between eight -0, which no token has, and the sentinel."""
     comptime scales_flip = UInt32(0x0101_0101)
     """Four NaN become four times 2**127, which no block has as its scale."""
     comptime forwarded_flip = UInt32(0x7777_7701)
     """Values have no -0, and scales no 0xFE."""
-
-    @staticmethod
-    @always_inline
-    def known_values(bits: UInt32) -> UInt32:
-        """-0 becomes 0."""
-        return one_zero_e2m1fn(bits)
 
     @staticmethod
     @always_inline
@@ -52,8 +37,3 @@ struct MXFP4(BlockNumbers):
         if is_nan_of_bits(amax):
             e8m0 = 255
         return {e8m0, power_of_e8m0(e8m0)}
-
-    @staticmethod
-    @always_inline
-    def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 8]:
-        return to_e2m1fn(x)

@@ -10,14 +10,7 @@ A block with a NaN has the scale NaN, and values that are all NaN. An infinity b
 `quantize_mxfp8` in `max_ep/quantize.py`.
 """
 from .block_scaled import BlockNumbers, BlockScale
-from .casts import (
-    is_nan_of_bits,
-    one_nan_e4m3fn,
-    power_of_e8m0,
-    to_e4m3fn,
-    WIDTH,
-    without_largest_e8m0,
-)
+from .casts import is_nan_of_bits, power_of_e8m0, without_largest_e8m0
 
 
 struct MXFP8(BlockNumbers):
@@ -34,12 +27,6 @@ struct MXFP8(BlockNumbers):
 
     @staticmethod
     @always_inline
-    def known_values(bits: UInt32) -> UInt32:
-        """NaN has one form."""
-        return one_nan_e4m3fn(bits)
-
-    @staticmethod
-    @always_inline
     def known_scales(bits: UInt32) -> UInt32:
         """2**127 becomes 2**126."""
         return without_largest_e8m0(bits)
@@ -51,8 +38,3 @@ struct MXFP8(BlockNumbers):
         var above = max((amax + 0x1F_FFFF) >> 23, 8) - 8
         var e8m0 = UInt32(255) if is_nan_of_bits(amax) else above
         return {e8m0, power_of_e8m0(e8m0)}
-
-    @staticmethod
-    @always_inline
-    def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 16]:
-        return to_e4m3fn(x)

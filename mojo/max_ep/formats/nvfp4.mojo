@@ -15,7 +15,7 @@ a NaN has the scale NaN, and values that are all 6. The oracle is `quantize_nvfp
 from std.memory import bitcast
 
 from .block_scaled import BlockNumbers, BlockScale
-from .casts import encode_e4m3fn, float_of_e4m3fn, one_zero_e2m1fn, to_e2m1fn, WIDTH
+from .casts import encode_e4m3fn, float_of_e4m3fn
 
 
 struct NVFP4(BlockNumbers):
@@ -25,16 +25,8 @@ struct NVFP4(BlockNumbers):
     comptime value_bits = 4
     comptime scale_type = DType.uint8
     """The bits of float8_e4m3fn, never negative: no scales look like a sentinel."""
-    comptime values_flip = UInt32(0x7777_7777)
-    """Between eight -0, which no token has, and the sentinel."""
     comptime forwarded_flip = UInt32(0x7777_7777)
     """Values have no -0, and scales no sign."""
-
-    @staticmethod
-    @always_inline
-    def known_values(bits: UInt32) -> UInt32:
-        """-0 becomes 0."""
-        return one_zero_e2m1fn(bits)
 
     @staticmethod
     @always_inline
@@ -47,8 +39,3 @@ struct NVFP4(BlockNumbers):
     def scale_of(amax: UInt32) -> BlockScale:
         var e4m3 = UInt32(encode_e4m3fn(bitcast[DType.float32](amax) / 6))
         return {e4m3, 1 / float_of_e4m3fn(e4m3) if e4m3 != 0 else Float32(0)}
-
-    @staticmethod
-    @always_inline
-    def values_of(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, 8]:
-        return to_e2m1fn(x)

@@ -89,7 +89,6 @@ struct TransposedRows(ScaledRows):
 
     @always_inline
     def first_scale(self, row: Int, n_blocks: Int) -> Int:
-        """Locates the scale of a row's first block."""
         var panel, row_in_panel = divmod(row, self.rows_per_panel)
         return panel * n_blocks * self.rows_per_panel + row_in_panel
 

@@ -1,16 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a rank lack an expert because its rank is masked.
+"""What tokens and experts lack: rows that did not fit (`kept_rows.mojo`), and experts of
+ranks that are masked.
 
-The op stands behind the combine of the tokens: it reads the mask as that left it.
+The ops stand behind the combine of the tokens: they read what that left.
 """
-from layout import TileTensor
-from max.gpu.host import DeviceContext
-
-from .arguments import Call, check_shape, imm, mut_
 from .counters import Counters
-from .for_each import for_each, Work
+from .for_each import Work
 from .kernel_argument import ImmPointer, MutPointer
 from .layout import Group
+
+
+@fieldwise_init
+struct CountDropped[group: Group](Work):
+    """Counts what is missing of a token, or, behind all tokens, of a local expert."""
+
+    var of_tokens: MutPointer[Int32]
+    """Result `[n_tokens]`: choices without a row in the last combine."""
+    var of_experts: MutPointer[Int32]
+    """Result `[n_local_experts]`: rows that the last dispatch dropped."""
+    var counters: Counters[Self.group]
+    var topk_ids: ImmPointer[Int32]
+    var n_tokens: Int
+
+    @always_inline
+    def do(self, i: Int):
+        if i >= self.n_tokens:
+            var expert = i - self.n_tokens
+            var n_dropped = self.counters.rows_dropped(expert)[]
+            self.of_experts[unsafe_offset=expert] = n_dropped
+            return
+        var n_missing = -self.counters.rows_found(i)[]
+        for k in range(Self.group.top_k):
+            n_missing += Int32(
+                self.topk_ids[unsafe_offset=Self.group.choice(i, k)] >= 0
+            )
+        self.of_tokens[unsafe_offset=i] = n_missing
 
 
 @fieldwise_init
@@ -44,29 +68,3 @@ struct FindDegraded[group: Group](Work):
                 live += weight
         self.degraded[unsafe_offset=i] = is_degraded
         self.live_share[unsafe_offset=i] = live / all if is_degraded and all > 0 else 1
-
-
-def launch_degraded[
-    group: Group, //, target: StaticString
-](
-    call: Call[group],
-    degraded: TileTensor[DType.bool, ...],
-    live_share: TileTensor[DType.float32, ...],
-    topk_ids: TileTensor[DType.int32, ...],
-    router_weights: TileTensor[DType.float32, ...],
-    context: DeviceContext,
-) raises:
-    var n_tokens = Int(degraded.dim[0]())
-    check_shape(call.op, "topk_ids", topk_ids, n_tokens, group.top_k)
-    check_shape(call.op, "router_weights", router_weights, n_tokens, group.top_k)
-    for_each[target](
-        n_tokens,
-        FindDegraded[group](
-            mut_(degraded),
-            mut_(live_share),
-            call.counters,
-            imm(topk_ids),
-            imm(router_weights),
-        ),
-        context,
-    )
