@@ -51,8 +51,10 @@ def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtyp
 def mapped_buffers[
     group: Group, T: AnyType
 ](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped()]:
+    # Without any, the last possible: the bounds of the table hold.
+    comptime last = group.n_ranks - group.n_mapped()
     var first_rank = 0
-    while buffers.addresses[unsafe_offset=first_rank] == 0:
+    while first_rank < last and buffers.addresses[unsafe_offset=first_rank] == 0:
         first_rank += 1
     var result = Array[MutPointer[T], group.n_mapped()](
         fill=buffers[first_rank].unsafe_bitcast[T]()
