@@ -4,8 +4,8 @@
 Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu import WARP_SIZE
-from max_ep import EPLocalSyncCounters
 from max_ep.combine_sums.roles import receive_schedule as combine_schedule
+from max_ep.counters import Counters
 from max_ep.device.schedule import chunk_of, InlineSplit, Schedule
 from max_ep.dispatch_by_expert.send import SendSchedule
 from max_ep.dispatch_by_rank.counts import pair_of_lane
@@ -183,13 +183,13 @@ def check_words() raises:
 def check_two_dispatches_are_kept() raises:
     """What is kept of one generation and the next stands apart, also as they wrap."""
     comptime group = Group(n_experts=1, n_ranks=2, max_tokens_per_rank=3, top_k=2)
-    var counters = EPLocalSyncCounters[1]({unsafe_from_address = 4096})
+    var counters = Counters[group]({unsafe_from_address = 4096})
     for first in [UInt32(1), UInt32(2), UInt32.MAX]:
         var second = next_generation(first)
         assert_true(counters.n_tokens_of(first) != counters.n_tokens_of(second))
-        var of_first = Int(counters.choices(first, group))
-        var of_second = Int(counters.choices(second, group))
-        var slots = Int(counters.slots(group))
+        var of_first = Int(counters.choices(first))
+        var of_second = Int(counters.choices(second))
+        var slots = Int(counters.slots())
         for distance in [of_first - of_second, of_first - slots, of_second - slots]:
             assert_true(abs(distance) >= 4 * group.n_choices())
 
