@@ -120,6 +120,18 @@ def other_tokens(buffer: Buffer) -> None:
     assert sums.is_contiguous()
 
 
+def modes(buffer: Buffer) -> None:
+    """What is made in inference mode is changed outside it."""
+    with torch.inference_mode():
+        other = open_buffer()
+        rows, _, handle, *_ = dispatch(other)
+        to = other.get_next_low_latency_combine_buffer(handle)
+    to.copy_(rows)
+    combine(other, rows, handle, zero_copy=True)
+    torch.compile(dispatch, backend="aot_eager")(other)
+    other.destroy()
+
+
 # Of normal calls `d` and low-latency calls `l`: refused before others are waited for.
 REFUSED = """
 d(x, **layout, expert_alignment=0) | expert_alignment=0 must be
@@ -347,6 +359,7 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         hooks,
         handles,
         other_tokens,
+        modes,
         arguments,
         kept,
         facts,

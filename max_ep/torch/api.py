@@ -123,7 +123,8 @@ class Buffer(LowLatency, Normal):
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
         # change keeps them in order.
         self._key = str(next(_KEYS))
-        self._order = torch.zeros(1, dtype=torch.int32, device=where)
+        with torch.inference_mode(False):
+            self._order = torch.zeros(1, dtype=torch.int32, device=where)
         self._handles = {}
         BUFFERS[self._key] = self
         answer_for(self._comm)

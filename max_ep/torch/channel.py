@@ -46,6 +46,7 @@ _IN_WORDS_OF_TORCH = (
 class Region:
     """One region: counters, addresses of all ranks, and the calls of the library."""
 
+    @torch.inference_mode(False)  # later calls change `counters` in any mode
     def __init__(
         self, library: Any, comm: Communicator, address: int, n_words: int
     ) -> None:

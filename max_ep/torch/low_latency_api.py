@@ -390,8 +390,9 @@ class LowLatency:
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
         """Returns bfloat16 ``[n_local, n_ranks * cap, hidden]`` to write rows into."""
         if handle.combine_buffer is None:
-            shape = handle.channel.rows_shape
-            handle.combine_buffer = handle.tables.new_empty(shape, dtype=torch.bfloat16)
+            how = dict(dtype=torch.bfloat16, device=self._comm.device)
+            with torch.inference_mode(False):  # written in any mode
+                handle.combine_buffer = torch.empty(handle.channel.rows_shape, **how)
         return handle.combine_buffer
 
     def clean_low_latency_buffer(
