@@ -73,7 +73,7 @@ def hooks(buffer: Buffer) -> None:
 
 
 def handles(buffer: Buffer) -> None:
-    """Old ones and those of another Buffer are refused."""
+    """Old ones are refused, and low-latency ones of another Buffer."""
     first = dispatch(buffer)
     rows, _, second, *_ = dispatch(buffer)
     combine(buffer, rows, first[2])
@@ -86,17 +86,28 @@ def handles(buffer: Buffer) -> None:
     layout = layout_of(buffer, ids)
     received, *_, of_normal, _ = buffer.dispatch(x, **layout)
     other = open_buffer()
-    for where, normal, low_latency, said in (
-        (other, of_normal, second, "handle is of another Buffer"),
-        (buffer, second, of_normal, "handle is not one that"),
-    ):
-        for call in (
-            lambda b=where, h=normal: b.combine(received, h),
-            lambda b=where, h=normal: b.dispatch(x, handle=h),
-            lambda b=where, h=low_latency: combine(b, rows, h),
-        ):
-            with pytest.raises(ValueError, match=said):
-                call()
+    # Normal handles are of the ranks, and their items are enough.
+    y = buffer.combine(received, of_normal)[0]
+    copied = tuple(t if t is None else t.clone() for t in of_normal)
+    for handle in (of_normal, copied):
+        assert torch.equal(other.combine(received, handle)[0], y)
+        assert torch.equal(other.dispatch(x, handle=handle)[0], received)
+    alone = [dist.new_group([r]) for r in range(buffer.group_size)][buffer.rank]
+    refused = [
+        (combine, other, second, "handle is of another Buffer"),
+        (combine, buffer, of_normal, "handle is not one that"),
+        (combine, buffer, tuple(second), "items of its tuple are not enough"),
+    ]
+    normal = [(buffer, second, "handle is not one that")]
+    normal += [(buffer, tuple(second), "handle has not the items of one")]
+    if buffer.group_size > 1:
+        normal += [(open_buffer(alone), of_normal, "handle is of a Buffer of other")]
+    for case in normal:
+        refused += [(lambda b, rows, h: b.combine(rows, h), *case)]
+        refused += [(lambda b, rows, h: b.dispatch(x, handle=h), *case)]
+    for call, where, handle, said in refused:
+        with pytest.raises(ValueError, match=said):
+            call(where, received if call is not combine else rows, handle)
     other.destroy()
     buffer.reset()
     with pytest.raises(ValueError, match="handle is too old: .* or reset()"):
