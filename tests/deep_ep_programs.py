@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs over `deep_ep`: the calls of vLLM, SGLang and Megatron-core.
+"""Programs over `deep_ep`: the calls of vLLM, SGLang, Megatron-core and xtuner.
 
 The engines are not installed: each class stands for one of theirs and makes its calls
 with its arguments. Experts double their rows.

@@ -121,10 +121,10 @@ def other_tokens(buffer: Buffer) -> None:
     x, ids, weights = given_to(buffer)
     layout = dict(layout_of(buffer, ids), topk_idx=ids, topk_weights=weights)
     rows, *_, handle, _ = buffer.dispatch(x, **layout)
-    scales = torch.rand(len(x), H, device=x.device)[:, : H // 128]
+    scales = torch.rand(len(x), H, device=x.device)[:, :3]  # as many as one likes
     again, received = buffer.dispatch((x * 2, scales), handle=handle)[0]
     assert torch.equal(again, rows * 2)
-    assert received.shape == (len(rows), H // 128) and received.is_contiguous()
+    assert received.shape == (len(rows), 3) and received.is_contiguous()
     sums = buffer.combine(rows, handle, topk_weights=received)[1]
     n = layout["is_token_in_rank"].sum(1, keepdim=True)
     torch.testing.assert_close(sums, scales * n)
@@ -132,14 +132,19 @@ def other_tokens(buffer: Buffer) -> None:
 
 
 def modes(buffer: Buffer) -> None:
-    """What is made in inference mode is changed outside it."""
+    """What is made in inference mode is changed outside it; a handle of a compiled
+    dispatch is combined outside that."""
     with torch.inference_mode():
         other = open_buffer()
         rows, _, handle, *_ = dispatch(other)
         to = other.get_next_low_latency_combine_buffer(handle)
     to.copy_(rows)
-    combine(other, rows, handle, zero_copy=True)
-    torch.compile(dispatch, backend="aot_eager")(other)
+    y = combine(other, rows, handle, zero_copy=True)[0]
+    rows, _, handle, *_ = torch.compile(dispatch, backend="aot_eager")(other)
+    assert torch.equal(combine(other, rows, handle)[0], y)
+    other.reset()
+    with pytest.raises(ValueError, match="another Buffer, or reset"):
+        combine(other, rows, handle)
     other.destroy()
 
 
@@ -171,6 +176,7 @@ l(x, ids, None, E) | must be an integer from 1 to 65535
 c(x, ids, ids.float(), (1, 2)) | handle
 c(x, ids, x, None, True) | logfmt
 buffer.low_latency_query_mask_buffer(x) | masks
+buffer.get_local_buffer_tensor(x.dtype, x.shape) | get_local_buffer_tensor(size
 """
 
 
@@ -193,6 +199,11 @@ def arguments(buffer: Buffer) -> None:
         for expert in (-2, E):
             with raises(ValueError, "topk_idx must be in"):
                 buffer.get_dispatch_layout(torch.full((2, 3), expert), E)
+    with raises(RuntimeError, "topk_idx; expert 8; in [-1, num_experts)"):
+        wrong = torch.full_like(ids, E)
+        buffer.low_latency_dispatch(x, wrong, CAP, E, use_fp8=False)
+        buffer.check()
+    buffer.reset()
     none = torch.full_like(ids, -1)
     of_none = dict(layout_of(buffer, none), topk_idx=none, topk_weights=weights)
     nothing = buffer.dispatch(x, **of_none)

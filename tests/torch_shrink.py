@@ -93,6 +93,7 @@ def member(rank: int, store: str, timeout_s: float) -> list[float]:
     check_mask("update")
     dead.add(3)
     times.append(step(False))
+    buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True).zero_()
     buffer.low_latency_clean_mask_buffer()
     buffer.low_latency_query_mask_buffer(status)
     assert not status.any()

@@ -40,6 +40,8 @@ _IN_WORDS_OF_TORCH = (
     (" (or restart the group, where each rank is a process of its own)", ""),
     ("EPConfig.timeout_s", "Buffer's timeout_s"),
     ("EPConfig.max_tokens_per_rank", "num_max_dispatch_tokens_per_rank"),
+    ("topk_ids", "topk_idx"),
+    ("n_experts", "num_experts"),
 )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import os
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -189,8 +188,7 @@ class Communicator:
                 )
             if self.masks:
                 self.masks.give_up()
-            about = [" ".join(replace(s, target="").defines()) for s in new]
-            self.exchange("the first " + "; ".join(about).replace("-D ", ""))
+            self.exchange("the first " + "; ".join(s.words() for s in new))
             try:
                 build_all(new)
                 for settings in new:

@@ -222,6 +222,8 @@ class LowLatency:
             if out is not None:
                 y = out.copy_(y)
             return y, EventOverlap(), compiled.nothing if return_recv_hook else None
+        if isinstance(handle, tuple) and isinstance(handle[-1], torch.Tensor):
+            handle = compiled.known(self, handle[-1])  # of a compiled dispatch
         self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.turn is not handle.region.turn:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
@@ -389,6 +391,7 @@ class LowLatency:
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
         """Returns bfloat16 ``[n_local, n_ranks * cap, hidden]`` to write rows into."""
+        self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.combine_buffer is None:
             how = dict(dtype=torch.bfloat16, device=self._comm.device)
             with torch.inference_mode(False):  # written in any mode

@@ -137,8 +137,8 @@ class Normal:
 
         Args:
             x: ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of
-                float8_e4m3fn and scales, float32 ``[n_tokens, hidden / 128]``, or
-                int32 with several in a word.
+                float8_e4m3fn and scales ``[n_tokens, n]``, float32, usually one for
+                128 elements, or int32 with several in a word.
             handle: Of an earlier dispatch, to repeat its layout with other tokens, or
                 ``tuple(handle)``; also of another ``Buffer`` of these ranks.
             num_tokens_per_rank: From ``get_dispatch_layout``, as the next ones.
@@ -177,8 +177,8 @@ class Normal:
         if scales is not None:
             if scales.dtype not in _SCALES:
                 refuse("scales of x", f"are {scales.dtype}, not float32 or int32")
-            shape = (n_tokens, None if scales.dtype == torch.int32 else hidden // 128)
             # Of any strides: matmuls want columns.
+            shape = (n_tokens, None)
             comm.check_tensor("scales of x", scales, scales.dtype, shape, True)
         n_scales = 0 if scales is None else scales.shape[1]
         is_new = handle is None
