@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs over `deep_ep`: the calls of vLLM, SGLang and Megatron-core.
+"""Programs over `deep_ep`: the calls of vLLM, SGLang, Megatron-core and xtuner.
 
 The engines are not installed: each class stands for one of theirs and makes its calls
 with its arguments. Experts double their rows.
@@ -157,20 +157,22 @@ class FusedDispatch(torch.autograd.Function):
     """Of Megatron-core's `fused_a2a.py`, as the next one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, ids: Any, weights: Any, buffer: Any):
+    def forward(ctx: Any, x: Any, ids: Any, weights: Any, program: Any):
+        buffer = program.buffer
         layout, event = layout_of(buffer, ids, **later())
         how = dict(later(), topk_idx=ids, topk_weights=weights, previous_event=event)
-        rows, row_ids, row_weights, counts, ctx.handle, event = buffer.dispatch(
+        rows, row_ids, row_weights, counts, handle, event = buffer.dispatch(
             x, **layout, **how
         )
         event.current_stream_wait()
-        ctx.buffer = buffer
-        return rows, row_ids, row_weights, torch.tensor(counts), ctx.handle
+        program.save(ctx, handle)
+        return rows, row_ids, row_weights, torch.tensor(counts), handle
 
     @staticmethod
     def backward(ctx: Any, rows: Any, _: Any, weights: Any, *__: Any):
-        grad, grad_weights, event = ctx.buffer.combine(
-            rows.contiguous(), ctx.handle, topk_weights=weights.float(), **later()
+        buffer, handle = ctx.program.saved(ctx)
+        grad, grad_weights, event = buffer.combine(
+            rows.contiguous(), handle, topk_weights=weights.float(), **later()
         )
         event.current_stream_wait()
         return grad, None, grad_weights, None
@@ -178,27 +180,36 @@ class FusedDispatch(torch.autograd.Function):
 
 class FusedCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, handle: Any, buffer: Any):
-        y, _, event = buffer.combine(rows, handle=handle, **later())
+    def forward(ctx: Any, rows: torch.Tensor, handle: Any, program: Any):
+        y, _, event = program.buffer.combine(rows, handle=handle, **later())
         event.current_stream_wait()
-        ctx.handle, ctx.buffer = handle, buffer
+        program.save(ctx, handle)
         return y
 
     @staticmethod
     def backward(ctx: Any, y: torch.Tensor):
-        rows, *_, event = ctx.buffer.dispatch(
-            y.contiguous(), handle=ctx.handle, **later()
-        )
+        buffer, handle = ctx.program.saved(ctx)
+        rows, *_, event = buffer.dispatch(y.contiguous(), handle=handle, **later())
         event.current_stream_wait()
         return rows, None, None
 
 
 class LikeMegatron:
-    """A pipeline of training: two micro-batches forward, then both backward."""
+    """A pipeline of training: two micro-batches forward, then both backward. Between
+    them a wider layer has the Buffer replaced, as in Megatron's `get_buffer`."""
 
     def __init__(self, group: Any) -> None:
         deep_ep.Buffer.set_num_sms(24)
+        self.open(group)
+
+    def open(self, group: Any) -> None:
         self.buffer = deep_ep.Buffer(group, nvl_hint(group), 0)
+
+    def save(self, ctx: Any, handle: Any) -> None:
+        ctx.program, ctx.handle = self, handle
+
+    def saved(self, ctx: Any) -> tuple[deep_ep.Buffer, Any]:
+        return self.buffer, ctx.handle
 
     def run(self, batches: list[Batch]) -> list[torch.Tensor]:
         outs = []
@@ -207,10 +218,11 @@ class LikeMegatron:
             for x, ids, weights in batches
         ]
         for one in given:
-            rows, ids, weights, counts, handle = FusedDispatch.apply(*one, self.buffer)
+            rows, ids, weights, counts, handle = FusedDispatch.apply(*one, self)
             assert len(counts) == E // self.buffer.group_size
             made = doubled(rows, weights.masked_fill(ids < 0, 0))
-            outs.append(FusedCombine.apply(made, handle, self.buffer))
+            outs.append(FusedCombine.apply(made, handle, self))
+        self.open(self.buffer.group)
         for y, (x, ids, weights) in zip(outs, given):
             y.float().sum().backward()
             alike = dict(rtol=2**-5, atol=2**-5)
@@ -223,6 +235,17 @@ class LikeMegatron:
         return [y.detach() for y in outs]
 
 
+class LikeXtuner(LikeMegatron):
+    """Its `DeepEPDispatch`: autograd keeps the items of a handle."""
+
+    def save(self, ctx: Any, handle: Any) -> None:
+        ctx.program = self
+        ctx.save_for_backward(*handle)
+
+    def saved(self, ctx: Any) -> tuple[deep_ep.Buffer, Any]:
+        return self.buffer, ctx.saved_tensors
+
+
 def member(rank: int, n_ranks: int, store: str) -> None:
     open_group(rank, n_ranks, store)
     group = dist.group.WORLD
@@ -232,6 +255,7 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         LikeSglang(group, False),
         LikeVllmPrefill(group),
         LikeMegatron(group),
+        LikeXtuner(group),
     ):
         device = program.buffer._comm.device
         batches = [tuple(t.to(device) for t in tokens_of(rank, g)) for g in (0, 1)]

@@ -67,8 +67,9 @@ def test_scenarios(
             assert not error, f"rank {rank}, {name}:\n{error}"
         if n_ranks == 4:
             text, culprit = outcome["other_arguments"][1], 0 if rank == 1 else 1
-            said = rf"max_ep: rank {culprit} calls .*tokens="
-            assert re.match(said, text.lower()), text
+            said = rf"max_ep: rank {culprit} calls the first low_latency_dispatch\("
+            assert re.match(said, text), text
+            assert text.count("num_max_dispatch_tokens_per_rank=3") == 2
 
 
 @pytest.mark.parametrize(

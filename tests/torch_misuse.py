@@ -71,7 +71,7 @@ def hooks(buffer: Buffer) -> None:
 
 
 def handles(buffer: Buffer) -> None:
-    """Old ones and those of another Buffer are refused."""
+    """Old ones are refused, and low-latency ones of another Buffer."""
     first = dispatch(buffer)
     rows, _, second, *_ = dispatch(buffer)
     combine(buffer, rows, first[2])
@@ -84,17 +84,28 @@ def handles(buffer: Buffer) -> None:
     layout = layout_of(buffer, ids)
     received, *_, of_normal, _ = buffer.dispatch(x, **layout)
     other = open_buffer()
-    for where, normal, low_latency, said in (
-        (other, of_normal, second, "handle is of another Buffer"),
-        (buffer, second, of_normal, "handle is not one that"),
-    ):
-        for call in (
-            lambda b=where, h=normal: b.combine(received, h),
-            lambda b=where, h=normal: b.dispatch(x, handle=h),
-            lambda b=where, h=low_latency: combine(b, rows, h),
-        ):
-            with pytest.raises(ValueError, match=said):
-                call()
+    # Normal handles are of the ranks, and their items are enough.
+    y = buffer.combine(received, of_normal)[0]
+    copied = tuple(t if t is None else t.clone() for t in of_normal)
+    for handle in (of_normal, copied):
+        assert torch.equal(other.combine(received, handle)[0], y)
+        assert torch.equal(other.dispatch(x, handle=handle)[0], received)
+    alone = [dist.new_group([r]) for r in range(buffer.group_size)][buffer.rank]
+    refused = [
+        (combine, other, second, "handle is of another Buffer"),
+        (combine, buffer, of_normal, "handle is not one that"),
+        (combine, buffer, tuple(second), "items of its tuple are not enough"),
+    ]
+    normal = [(buffer, second, "handle is not one that")]
+    normal += [(buffer, tuple(second), "handle has not the items of one")]
+    if buffer.group_size > 1:
+        normal += [(open_buffer(alone), of_normal, "handle is of a Buffer of other")]
+    for case in normal:
+        refused += [(lambda b, rows, h: b.combine(rows, h), *case)]
+        refused += [(lambda b, rows, h: b.dispatch(x, handle=h), *case)]
+    for call, where, handle, said in refused:
+        with pytest.raises(ValueError, match=said):
+            call(where, received if call is not combine else rows, handle)
     other.destroy()
     buffer.reset()
     with pytest.raises(ValueError, match="handle is too old: .* or reset()"):
@@ -108,14 +119,31 @@ def other_tokens(buffer: Buffer) -> None:
     x, ids, weights = given_to(buffer)
     layout = dict(layout_of(buffer, ids), topk_idx=ids, topk_weights=weights)
     rows, *_, handle, _ = buffer.dispatch(x, **layout)
-    scales = torch.rand(len(x), H, device=x.device)[:, : H // 128]
+    scales = torch.rand(len(x), H, device=x.device)[:, :3]  # as many as one likes
     again, received = buffer.dispatch((x * 2, scales), handle=handle)[0]
     assert torch.equal(again, rows * 2)
-    assert received.shape == (len(rows), H // 128) and received.is_contiguous()
+    assert received.shape == (len(rows), 3) and received.is_contiguous()
     sums = buffer.combine(rows, handle, topk_weights=received)[1]
     n = layout["is_token_in_rank"].sum(1, keepdim=True)
     torch.testing.assert_close(sums, scales * n)
     assert sums.is_contiguous()
+
+
+def modes(buffer: Buffer) -> None:
+    """What is made in inference mode is changed outside it; a handle of a compiled
+    dispatch is combined outside that."""
+    with torch.inference_mode():
+        other = open_buffer()
+        rows, _, handle, *_ = dispatch(other)
+        to = other.get_next_low_latency_combine_buffer(handle)
+    to.copy_(rows)
+    y = combine(other, rows, handle, zero_copy=True)[0]
+    rows, _, handle, *_ = torch.compile(dispatch, backend="aot_eager")(other)
+    assert torch.equal(combine(other, rows, handle)[0], y)
+    other.reset()
+    with pytest.raises(ValueError, match="another Buffer, or reset"):
+        combine(other, rows, handle)
+    other.destroy()
 
 
 # Of normal calls `d` and low-latency calls `l`: refused before others are waited for.
@@ -146,6 +174,7 @@ l(x, ids, None, E) | must be an integer from 1 to 65535
 c(x, ids, ids.float(), (1, 2)) | handle
 c(x, ids, x, None, True) | logfmt
 buffer.low_latency_query_mask_buffer(x) | masks
+buffer.get_local_buffer_tensor(x.dtype, x.shape) | get_local_buffer_tensor(size
 """
 
 
@@ -168,6 +197,11 @@ def arguments(buffer: Buffer) -> None:
         for expert in (-2, E):
             with raises(ValueError, "topk_idx must be in"):
                 buffer.get_dispatch_layout(torch.full((2, 3), expert), E)
+    with raises(RuntimeError, "topk_idx; expert 8; in [-1, num_experts)"):
+        wrong = torch.full_like(ids, E)
+        buffer.low_latency_dispatch(x, wrong, CAP, E, use_fp8=False)
+        buffer.check()
+    buffer.reset()
     none = torch.full_like(ids, -1)
     of_none = dict(layout_of(buffer, none), topk_idx=none, topk_weights=weights)
     nothing = buffer.dispatch(x, **of_none)
@@ -345,6 +379,7 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         hooks,
         handles,
         other_tokens,
+        modes,
         arguments,
         kept,
         facts,

@@ -72,7 +72,8 @@ def member(rank: int, store: str, timeout_s: float) -> list[float]:
 
     if has_failed("dispatch"):
         return []
-    rows, _, handle, *_ = dispatch()
+    with torch.inference_mode():  # as an engine's first call; the others are not
+        rows, _, handle, *_ = dispatch()
     check_mask("dispatch")
     if has_failed("combine"):
         return []
@@ -91,6 +92,7 @@ def member(rank: int, store: str, timeout_s: float) -> list[float]:
     check_mask("update")
     dead.add(3)
     times.append(step(False))
+    buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True).zero_()
     buffer.low_latency_clean_mask_buffer()
     buffer.low_latency_query_mask_buffer(status)
     assert not status.any()

@@ -123,7 +123,8 @@ class Buffer(LowLatency, Normal):
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
         # change keeps them in order.
         self._key = str(next(_KEYS))
-        self._order = torch.zeros(1, dtype=torch.int32, device=where)
+        with torch.inference_mode(False):
+            self._order = torch.zeros(1, dtype=torch.int32, device=where)
         self._handles = {}
         BUFFERS[self._key] = self
         answer_for(self._comm)
@@ -236,12 +237,22 @@ class Buffer(LowLatency, Normal):
 
     get_combine_config = get_dispatch_config
 
-    def get_local_buffer_tensor(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Not supported: a region holds flags that only kernels may write."""
-        raise NotImplementedError(
-            "max_ep: get_local_buffer_tensor; combine takes rows from any tensor, and "
-            "get_next_low_latency_combine_buffer returns one for zero_copy"
-        )
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """Returns a tensor without elements, which callers may clear; no part of a
+        region, for it holds flags that only kernels may write."""
+        if size is not None or offset != 0:
+            raise NotImplementedError(
+                "max_ep: get_local_buffer_tensor(size, offset); combine takes rows "
+                "from any tensor, and get_next_low_latency_combine_buffer returns one "
+                "for zero_copy"
+            )
+        return torch.empty(0, dtype=dtype, device=self._comm.device)
 
 
 def _device(wanted: torch.device | str | None) -> torch.device:

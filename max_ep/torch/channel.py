@@ -40,12 +40,15 @@ _IN_WORDS_OF_TORCH = (
     (" (or restart the group, where each rank is a process of its own)", ""),
     ("EPConfig.timeout_s", "Buffer's timeout_s"),
     ("EPConfig.max_tokens_per_rank", "num_max_dispatch_tokens_per_rank"),
+    ("topk_ids", "topk_idx"),
+    ("n_experts", "num_experts"),
 )  # fmt: skip
 
 
 class Region:
     """One region: counters, addresses of all ranks, and the calls of the library."""
 
+    @torch.inference_mode(False)  # later calls change `counters` in any mode
     def __init__(
         self, library: Any, comm: Communicator, address: int, n_words: int
     ) -> None:

@@ -7,10 +7,10 @@ import os
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
@@ -86,6 +86,8 @@ class Communicator:
         self.next_check = 0.0
         self.channels: dict[Settings, Channel] = {}
         self._group = group
+        ranks = group and tuple(dist.get_process_group_ranks(group))
+        self.members = (ranks or object(), device)
         self._memory = memory
         self.streams = Streams(device)
         self.masks = Masks(self) if masks else None
@@ -105,13 +107,20 @@ class Communicator:
         if self.failure:
             raise RuntimeError(self.failure)
 
-    def check_handle(self, handle: Any, kind: type, maker: str) -> None:
-        """Raises unless a handle is of this communicator, which has not failed."""
+    def check_handle(
+        self, handle: Any, kind: type, maker: str, of_group: bool = False
+    ) -> None:
+        """Raises unless a handle is of this communicator, which has not failed; if
+        ``of_group``, or of another with the same ranks."""
         self.raise_failure()
         if not isinstance(handle, kind):
-            refuse("handle", f"is not one that {maker} returned")
+            what = "" if of_group else "; items of its tuple are not enough"
+            refuse("handle", f"is not one that {maker} returned{what}")
         if handle.comm is not self:
-            refuse("handle", "is of another Buffer")
+            if not of_group:
+                refuse("handle", "is of another Buffer")
+            if handle.comm.members != self.members:
+                refuse("handle", "is of a Buffer of other ranks")
 
     def check_tensor(
         self,
@@ -179,8 +188,7 @@ class Communicator:
                 )
             if self.masks:
                 self.masks.give_up()
-            about = [" ".join(replace(s, target="").defines()) for s in new]
-            self.exchange("the first " + "; ".join(about).replace("-D ", ""))
+            self.exchange("the first " + "; ".join(s.words() for s in new))
             try:
                 build_all(new)
                 for settings in new:

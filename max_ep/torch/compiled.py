@@ -9,15 +9,18 @@ tables, which live until combine.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..limits import FP8_BLOCK
+from .communicator import refuse
 from .tables import n_table_words
 
 if TYPE_CHECKING:
     from .api import Buffer
+    from .low_latency_api import Handle
 
 BUFFERS: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
 """By their names: numbers might be symbols."""
@@ -67,6 +70,14 @@ def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
     return rows, scales, x.new_empty(n_words, dtype=torch.int32)
 
 
+def known(buffer: Buffer, tables: torch.Tensor) -> Handle:
+    """Returns the handle that a compiled dispatch has stored."""
+    handle = buffer._handles.get(tables.data_ptr())
+    if handle is None:
+        refuse("handle", "is of another Buffer, or reset() has taken its memory")
+    return replace(handle, tables=tables)
+
+
 @torch.library.custom_op("max_ep::low_latency_combine", mutates_args=("order",))
 def combine(
     order: torch.Tensor,
@@ -77,13 +88,8 @@ def combine(
     tables: torch.Tensor,
 ) -> torch.Tensor:
     buffer = BUFFERS[key]
-    handle = buffer._handles[tables.data_ptr()]
-    handle.tables = tables
     given = (x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous())
-    try:
-        return buffer.low_latency_combine(*given, handle)[0]
-    finally:
-        handle.tables = None
+    return buffer.low_latency_combine(*given, known(buffer, tables))[0]
 
 
 @combine.register_fake

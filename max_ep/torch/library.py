@@ -77,6 +77,20 @@ class Settings:
                 options += ["--target-cpu", "x86-64-v2"]
         return options
 
+    def words(self) -> str:
+        """Says which call this is for, as callers know it."""
+        if not self.wide_ids:
+            return (
+                f"dispatch or combine (rows of {self.hidden} {self.format} there, of "
+                f"{self.combine_hidden} {self.combine} back, from at most "
+                f"{self.tokens} tokens per rank)"
+            )
+        return (
+            f"low_latency_dispatch(hidden={self.hidden}, {self.format}, top_k="
+            f"{self.top_k}, num_max_dispatch_tokens_per_rank={self.tokens}, num_experts"
+            f"={self.experts}, enable_shrink={self.masks})"
+        )
+
     def name(self) -> str:
         words = [str(value) for value in asdict(self).values()]
         host = _host_name() if self.target == "cpu" else platform.machine()

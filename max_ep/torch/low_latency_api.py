@@ -222,6 +222,8 @@ class LowLatency:
             if out is not None:
                 y = out.copy_(y)
             return y, EventOverlap(), compiled.nothing if return_recv_hook else None
+        if isinstance(handle, tuple) and isinstance(handle[-1], torch.Tensor):
+            handle = compiled.known(self, handle[-1])  # of a compiled dispatch
         self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.turn is not handle.region.turn:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
@@ -389,9 +391,11 @@ class LowLatency:
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
         """Returns bfloat16 ``[n_local, n_ranks * cap, hidden]`` to write rows into."""
+        self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.combine_buffer is None:
-            shape = handle.channel.rows_shape
-            handle.combine_buffer = handle.tables.new_empty(shape, dtype=torch.bfloat16)
+            how = dict(dtype=torch.bfloat16, device=self._comm.device)
+            with torch.inference_mode(False):  # written in any mode
+                handle.combine_buffer = torch.empty(handle.channel.rows_shape, **how)
         return handle.combine_buffer
 
     def clean_low_latency_buffer(

@@ -137,9 +137,10 @@ class Normal:
 
         Args:
             x: ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of
-                float8_e4m3fn and scales, float32 ``[n_tokens, hidden / 128]``, or
-                int32 with several in a word.
-            handle: Of an earlier dispatch, to repeat its layout with other tokens.
+                float8_e4m3fn and scales ``[n_tokens, n]``, float32, usually one for
+                128 elements, or int32 with several in a word.
+            handle: Of an earlier dispatch, to repeat its layout with other tokens, or
+                ``tuple(handle)``; also of another ``Buffer`` of these ranks.
             num_tokens_per_rank: From ``get_dispatch_layout``, as the next ones.
             num_tokens_per_rdma_rank: None.
             is_token_in_rank: bool ``[n_tokens, n_ranks]``.
@@ -176,8 +177,8 @@ class Normal:
         if scales is not None:
             if scales.dtype not in _SCALES:
                 refuse("scales of x", f"are {scales.dtype}, not float32 or int32")
-            shape = (n_tokens, None if scales.dtype == torch.int32 else hidden // 128)
             # Of any strides: matmuls want columns.
+            shape = (n_tokens, None)
             comm.check_tensor("scales of x", scales, scales.dtype, shape, True)
         n_scales = 0 if scales is None else scales.shape[1]
         is_new = handle is None
@@ -190,7 +191,7 @@ class Normal:
                 num_worst_tokens,
                 previous_event,
             )
-        comm.check_handle(handle, NormalHandle, "dispatch")
+        handle = self._known(handle)
         if not is_new and (topk_idx is not None or topk_weights is not None):
             refuse("topk_idx", "is not sent again with a handle")
         if n_tokens != handle.n_sent:
@@ -216,9 +217,6 @@ class Normal:
             received = (topk_idx.new_empty(shape), topk_weights.new_empty(shape))
 
         def work() -> None:
-            if is_new:
-                ranks = torch.arange(comm.n_ranks, dtype=torch.int32, device=x.device)
-                torch.where(handle.mask, ranks, ranks.new_full((), -1), out=handle.ids)
             if not has_extras:
                 return self._move(handle, [(rows, x, recv_x)])
             k = handle.top_k if received else 0
@@ -272,7 +270,7 @@ class Normal:
 
         Args:
             x: bfloat16 (or float32) ``[n_rows, hidden]``, where dispatch put rows.
-            handle: Of the dispatch.
+            handle: As in dispatch.
             topk_weights: float32 ``[n_rows, top_k]``, to be added up as well.
             bias: One or two tensors of the result's shape, added to it.
             config: Ignored.
@@ -282,7 +280,7 @@ class Normal:
             the event.
         """
         comm = self._comm
-        comm.check_handle(handle, NormalHandle, "dispatch")
+        handle = self._known(handle)
         if isinstance(x, torch.Tensor) and x.dtype not in _COMBINES:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
         comm.check_tensor("x", x, x.dtype, (handle.n_rows, None))
@@ -335,7 +333,7 @@ class Normal:
         comm, n_ranks = self._comm, self._comm.n_ranks
         n_tokens, row_bytes, n_scales = sizes
         top_k = check_layout(comm, n_tokens, layout, choices)
-        per_rank, mask, _ = layout
+        mask = layout[1]
         if num_worst_tokens:
             n_rows, counts = num_worst_tokens, []
             most = up_to(num_worst_tokens, n_ranks) // n_ranks
@@ -350,21 +348,16 @@ class Normal:
             most, n_rows, counts = agree(comm, sizes, layout, top_k)
         self._cap = self._enough(most, row_bytes)
         n_made = n_ranks * self._cap if num_worst_tokens else n_rows
-        new = per_rank.new_empty
-        handle = NormalHandle(
-            comm,
-            n_rows,
-            n_made,
-            n_tokens,
-            self._cap,
-            n_scales,
-            top_k,
-            mask,
-            ids=new((n_tokens, n_ranks)),
-            src_info=new((max(1, n_made), 2)),
-            ranges=new((n_ranks, 2)),
-        )
-        return handle, counts
+        sizes = n_rows, n_made, n_tokens, self._cap, n_scales, top_k
+        return NormalHandle(comm, *sizes, mask), counts
+
+    def _known(self, handle: Any) -> NormalHandle:
+        """Refuses what is no handle of these ranks; takes a tuple of its items, too."""
+        comm = self._comm
+        if isinstance(handle, (tuple, list)):
+            handle = NormalHandle.of_items(comm, handle)
+        comm.check_handle(handle, NormalHandle, "dispatch", of_group=True)
+        return handle
 
     def _enough(self, n_tokens: int, row_bytes: int) -> int:
         """Returns how many tokens of a rank channels hold; never less than before.
@@ -390,6 +383,10 @@ class Normal:
         moves: list[tuple[Channel, torch.Tensor, torch.Tensor]],
     ) -> None:
         """Dispatches tensors through channels, to where the handle says."""
+        if not handle.has_ids:
+            ids, handle.has_ids = handle.ids, True
+            ranks = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
+            torch.where(handle.mask, ranks, ranks.new_full((), -1), out=ids)
         counts = handle.ranges.new_empty(1)
         for channel, sent, received in moves:
             channel.latest = (handle, self._comm.streams.is_capturing())

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ _MOST_TOKENS = 32768
 class NormalHandle(LazyTuple):
     """What combine and a repeated dispatch need; reads as DeepEP's tuple.
 
-    Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, None, None, source
-    token of each row int32 ``[n_rows]``, ``is_token_in_rank``, None. In the matrix only
-    this rank's column is filled.
+    Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, four sizes int64
+    (here alone), None, source token of each row int32 ``[n_rows]``,
+    ``is_token_in_rank``, None. In the matrix only this rank's column is filled.
 
     Attributes:
         n_rows: Rows of ``recv_x``.
@@ -35,8 +36,9 @@ class NormalHandle(LazyTuple):
         n_scales: Scales of a row, as int32 words; then ids and weights.
         top_k: Ids of a row, and weights.
         mask: ``is_token_in_rank``.
-        ids: int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1.
-        src_info: int32 ``[n_made, 2]``.
+        ids: int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1; written by
+            the first launch.
+        src_info: int32 ``[n_made, 2]``; every launch writes it and ``ranges``.
         ranges: int32 ``[n_ranks, 2]``: first row of each source, and rows.
     """
 
@@ -48,9 +50,27 @@ class NormalHandle(LazyTuple):
     n_scales: int
     top_k: int
     mask: torch.Tensor
-    ids: torch.Tensor
-    src_info: torch.Tensor
-    ranges: torch.Tensor
+    ids: torch.Tensor = field(init=False)
+    src_info: torch.Tensor = field(init=False)
+    ranges: torch.Tensor = field(init=False)
+    has_ids: bool = False
+
+    def __post_init__(self) -> None:
+        n_ranks, new = self.comm.n_ranks, self.mask.new_empty
+        self.ids = new((self.n_sent, n_ranks), dtype=torch.int32)
+        self.src_info = new((max(1, self.n_made), 2), dtype=torch.int32)
+        self.ranges = new((n_ranks, 2), dtype=torch.int32)
+
+    @classmethod
+    def of_items(cls, comm: Communicator, items: Sequence[Any]) -> NormalHandle:
+        """Makes a handle of the items of another, or of copies of them."""
+        if len(items) != 6 or not isinstance(items[1], torch.Tensor):
+            refuse("handle", "has not the items of one that dispatch returned")
+        _, sizes, _, sources, mask, _ = items
+        comm.check_tensor("handle[4]", mask, torch.bool, (None, comm.n_ranks))
+        n_made, cap, n_scales, top_k = sizes.tolist()
+        n_rows, n_sent = len(sources), len(mask)
+        return cls(comm, n_rows, n_made, n_sent, cap, n_scales, top_k, mask)
 
     @property
     def n_words(self) -> int:
@@ -68,7 +88,9 @@ class NormalHandle(LazyTuple):
         matrix = ends.new_zeros((n_ranks, n_ranks))
         matrix[:, self.comm.rank] = ends
         sources = self.src_info[: self.n_rows, 0]
-        return matrix, None, None, sources, self.mask, None
+        sizes = self.n_made, self.cap, self.n_scales, self.top_k
+        sizes = torch.tensor(sizes, device="cpu")
+        return matrix, sizes, None, sources, self.mask, None
 
 
 def check_layout(
