@@ -34,7 +34,7 @@ serve: .venv/.installed-serve
 # Two files at a time: one alone leaves a core idle now and then. Some go together
 # (tests/conftest.py).
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: export MAX_EP_ALL_CASES = 1
 test-all: test

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: one MAX session, their order, and the marker `gpu(n)`."""
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,24 +48,28 @@ TOGETHER = [
 graphs."""
 
 
-def group_of(item: pytest.Item) -> str:
-    """Names the file of a test, or all that one process runs with it."""
-    if hasattr(item.module, "add_graphs"):
-        return "one module"  # its graphs are compiled with those of others
-    stem = item.path.stem
-    return next((group[0] for group in TOGETHER if stem in group), stem)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a file, or its group of files, to one of several processes."""
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def group_of(file: str) -> str:
+        if "\ndef add_graphs(" in (config.rootpath / file).read_text():
+            return "one module"  # its graphs are compiled with those of others
+        return next((g[0] for g in TOGETHER if Path(file).stem in g), file)
+
+    class ByGroup(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(super()._split_scope(nodeid))
+
+    return ByGroup(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first; skips tests that want more GPUs than there are."""
     ranks = {stem: i for i, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(LONGEST)))
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
     marked = [(item, item.get_closest_marker("gpu")) for item in items]
     marked = [(item, marker) for item, marker in marked if marker]
     if not marked:

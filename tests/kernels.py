@@ -4,6 +4,7 @@
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,10 @@ def compiled(program: str) -> Path:
         made = tempfile.mkdtemp(dir=folder.parent)
         said = run_mojo("run", "-I", ".", str(PROGRAMS / program), made)
         Path(made, "printed").write_text(said)
-        os.rename(made, folder)
+        try:
+            os.rename(made, folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
     return folder
 
 
