@@ -101,11 +101,18 @@ def test_lists_have_every_parameter_and_argument():
         assert names and set(names) <= listed, set(names) - listed
 
 
+_ORDERS = (
+    r"ordering\s*=|\bfence\[|\"(?:cp\.async|fence)"
+    r"|\barrive(?:_cluster)?\(|\b(?:fence_mbarrier_init|wgmma_fence_aligned|cluster_sync)\("
+)
+"""Orders of atomics, and what copies, barriers and matmuls of a block order."""
+
+
 @pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
 def test_every_memory_order_is_argued(path):
     lines = path.read_text().splitlines()
     for i, line in enumerate(lines):
-        if re.search(r"ordering\s*=|\bfence\[", line):
+        if re.search(_ORDERS, line):
             above = "\n".join(lines[max(0, i - 8) : i])
             assert "# ORDER:" in above, f"{name_of(path)}:{i + 1}: {line.strip()}"
 

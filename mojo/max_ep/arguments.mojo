@@ -82,6 +82,9 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         is_cpu[target]() or is_gpu[target]()
     ), "max_ep: there are kernels for targets 'cpu' and 'gpu'"
     comptime assert (
+        group.n_experts > 0 and group.max_tokens_per_rank > 0 and group.hidden_size > 0
+    ), "max_ep: n_experts, max_tokens_per_rank and hidden_size must be above 0"
+    comptime assert (
         1 <= group.n_ranks and group.n_ranks <= MAX_RANKS
     ), "max_ep: n_ranks must be in [1, MAX_RANKS]"
     comptime assert (

@@ -262,18 +262,20 @@ struct LaunchHeader(TrivialRegisterPassable):
         return Self(words)
 
     @always_inline
-    def number(self, word: Int) -> Int:
+    def number[word: Int](self) -> Int:
+        comptime assert word in _HEADER_WORDS_OF_LAUNCH, "launches do not read it"
         return Int(self._words[word])
 
     @always_inline
-    def generation(self, word: Int) -> UInt32:
+    def generation[word: Int](self) -> UInt32:
+        comptime assert word in _HEADER_WORDS_OF_LAUNCH, "launches do not read it"
         return self._words[word].cast[DType.uint32]()
 
     @always_inline
     def n_tokens(self, generation: UInt32) -> Int:
         if generation & UInt32(1) == 0:
-            return self.number(Word.N_TOKENS)
-        return self.number(Word.N_TOKENS + 1)
+            return self.number[Word.N_TOKENS]()
+        return self.number[Word.N_TOKENS + 1]()
 
 
 @fieldwise_init

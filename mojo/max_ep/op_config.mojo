@@ -11,8 +11,8 @@ from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import TokenFormat
 
 
-def has_word(words: StaticString, word: StaticString) -> Bool:
-    return String(" ", word, " ") in String(" ", words, " ")
+def has_word(config: StaticString, word: StaticString) -> Bool:
+    return String(" ", word, " ") in String(" ", config, " ")
 
 
 def number_in(config: StaticString, name: StaticString) -> Int:

@@ -76,18 +76,26 @@ def watch_cpu[
     var generation = _awaited_generation[is_combine](counters)
     var start_ns = now_ns()
     var deadline = Deadline.after(counters.timeout_ms())
+    # Of each peer: the first count that was not there yet.
+    var first = Array[Int, n_ranks](fill=0)
     var n_missing = n_ranks
     for peer_rank in range(n_ranks):
         waits_ns[unsafe_offset=peer_rank] = NEVER
     var n_polls = 0
     while True:
         for peer_rank in range(n_ranks):
-            var are_there = waits_ns[unsafe_offset=peer_rank] == NEVER
-            for i in range(_n_counts[group, is_combine](my_rank, peer_rank)):
-                var offset = _count_offset[group, is_combine](peer_rank, i)
+            if waits_ns[unsafe_offset=peer_rank] != NEVER:
+                continue
+            var n = _n_counts[group, is_combine](my_rank, peer_rank)
+            while first[peer_rank] < n:
+                var offset = _count_offset[group, is_combine](
+                    peer_rank, first[peer_rank]
+                )
                 var word = load_acquire_sys(flag_at(my_counts, offset))
-                are_there = are_there and generation_of(word) == generation
-            if are_there:
+                if generation_of(word) != generation:
+                    break
+                first[peer_rank] += 1
+            if first[peer_rank] == n:
                 waits_ns[unsafe_offset=peer_rank] = Int64(now_ns() - start_ns)
                 n_missing -= 1
         if n_missing == 0:

@@ -28,8 +28,8 @@ comptime _IN_FLIGHT = 4
 """How many such loads at a time."""
 comptime _STEP = _IN_FLIGHT * WARP_SIZE * _FOUR
 """Ids that a warp has loaded then."""
-comptime _MAX_WARPS = 32
-"""Warps of a block."""
+comptime _MAX_WARPS = 1024 // WARP_SIZE
+"""Most warps of a block."""
 comptime _N_THREADS = 128
 comptime _ROWS_IN_FLIGHT = 8
 comptime _Four = SIMD[DType.uint32, _FOUR]

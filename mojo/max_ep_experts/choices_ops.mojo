@@ -9,7 +9,10 @@ from .choices import Choices, launch_add, launch_sort, WeightedRows
 from .gather import GatheredSwiglu
 from .hopper import fits, launch_on_hopper
 from .launch import is_hopper
-from .product import GroupedProduct
+from .product import product_of
+from .ring import MAX_GROUPS
+from .tile import K_STEP
+from .tiles import BN
 
 
 @extensibility.register("max_ep.sort_choices")
@@ -37,7 +40,13 @@ struct SortChoices:
             or token_of_row.dim_size(0) != n_choices
             or row_of_choice.dim_size(0) * row_of_choice.dim_size(1) != n_choices
         ):
-            raise Error("max_ep: sort_choices: shapes do not fit")
+            raise Error(
+                t"max_ep: sort_choices of ids [{ids.dim_size(0)}, {ids.dim_size(1)}]"
+                t" for {n_experts} experts gives {n_experts + 1} offsets and"
+                t" {n_choices} tokens and rows; given {row_offsets.dim_size(0)},"
+                t" {token_of_row.dim_size(0)} and [{row_of_choice.dim_size(0)},"
+                t" {row_of_choice.dim_size(1)}]"
+            )
         var choices = Choices(
             row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
             expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
@@ -71,21 +80,28 @@ struct GroupedGateUpGathered:
         ctx: DeviceContext,
     ) raises:
         comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
-        var product = GroupedProduct[DType.bfloat16](
-            y={unsafe_from_address = Int(y.unsafe_ptr())},
-            x={unsafe_from_address = Int(tokens.unsafe_ptr())},
-            weights={unsafe_from_address = Int(weights.unsafe_ptr())},
-            row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
-            expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
-            one_group=0,
-            n_groups=row_offsets.dim_size(0) - 1,
-            n_rows=y.dim_size(0),
-            n_experts=weights.dim_size(0),
-            n=weights.dim_size(1),
-            k=weights.dim_size(2),
-        )
-        if token_of_row.dim_size(0) != product.n_rows or not fits(product):
-            raise Error("max_ep: grouped_gate_up_gathered: shapes do not fit")
+        var product = product_of(y, tokens, weights, row_offsets, expert_ids)
+        if (
+            token_of_row.dim_size(0) != product.n_rows
+            or tokens.dim_size(1) != product.k
+            or 2 * y.dim_size(1) != product.n
+            or expert_ids.dim_size(0) != product.n_groups
+        ):
+            raise Error(
+                t"max_ep: grouped_gate_up_gathered: {token_of_row.dim_size(0)} rows of"
+                t" tokens [{tokens.dim_size(0)}, {tokens.dim_size(1)}],"
+                t" {product.n_groups} groups, {expert_ids.dim_size(0)} experts and"
+                t" weights [n_experts, {product.n}, {product.k}] do not give"
+                t" [{product.n_rows}, {y.dim_size(1)}]; it needs the results of"
+                t" sort_choices, and tokens and weights with equal last sizes"
+            )
+        if not fits(product) or Int(y.unsafe_ptr()) % 16 != 0:
+            raise Error(
+                t"max_ep: grouped_gate_up_gathered takes n in multiples of {BN} and k"
+                t" of {K_STEP}, up to {MAX_GROUPS} experts, and results that are"
+                t" aligned to 16 bytes; given n={product.n}, k={product.k} and"
+                t" {product.n_groups} experts"
+            )
         comptime if is_hopper():
             var gathered = GatheredSwiglu(
                 product,
@@ -127,5 +143,12 @@ struct AddRows:
             or weights.dim_size(0) != added.n_tokens
             or weights.dim_size(1) != top_k
         ):
-            raise Error("max_ep: add_rows: shapes do not fit")
+            raise Error(
+                t"max_ep: add_rows to [{added.n_tokens}, {added.n_columns}] takes rows"
+                t" of as many columns, a multiple of {added.width}, and choices and"
+                t" weights [{added.n_tokens}, {top_k}]; given"
+                t" {rows.dim_size(1)} columns, [{row_of_choice.dim_size(0)},"
+                t" {row_of_choice.dim_size(1)}] and [{weights.dim_size(0)},"
+                t" {weights.dim_size(1)}]"
+            )
         launch_add[target](added, ctx)

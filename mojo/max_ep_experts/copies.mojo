@@ -61,12 +61,12 @@ def _map[
 
 
 def map_of_rows(
-    product: GroupedProduct[DType.bfloat16], context: DeviceContext
+    product: GroupedProduct[DType.bfloat16], n_rows: Int, context: DeviceContext
 ) raises -> TMADescriptor:
-    """Makes the map of `x`, with coordinates `(k, row)`."""
+    """Makes the map of `x` of so many rows, with coordinates `(k, row)`."""
     return _map(
         Int(product.x),
-        IndexList[2](product.n_rows, product.k),
+        IndexList[2](n_rows, product.k),
         IndexList[2](product.k, 1),
         IndexList[2](Int(_ROWS), K_STEP),
         context,
@@ -173,6 +173,7 @@ def load_stage[
 @always_inline
 def gather_16(to: UInt32, source: Bf16In):
     """Starts a copy of 16 bytes to an address in shared memory, past L1."""
+    # ORDER: none of its own; `arrive_when_gathered` of the same thread releases it.
     inlined_assembly[
         "cp.async.cg.shared.global [$0], [$1], 16;",
         NoneType,

@@ -157,6 +157,7 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
                 var a = descriptor[FP8](ring, warpgroup * HALF)
                 var b = descriptor[FP8](ring, BM + UInt32(box) * BOX)
                 var products = Sums[Int(BOX)](fill=0)
+                # ORDER: registers of the sums are written before `wgmma` reads them.
                 wgmma_fence_aligned()
                 comptime for i in range(BLOCK // k_of_one):
                     products = wgmma_async[

@@ -57,6 +57,10 @@ struct GatheredSwiglu(TileProduct):
         return self.product
 
     @always_inline
+    def n_rows_of_x(self) -> Int:
+        return self.n_tokens
+
+    @always_inline
     def consume(self, var ring: Ring, warpgroup: UInt32):
         Self.Product(self.product).consume(ring, warpgroup)
 
@@ -68,6 +72,7 @@ struct GatheredSwiglu(TileProduct):
             if tile.n_rows == 0:
                 # Copies before, of the same stage, have arrived.
                 ring.await_empty()
+                # ORDER: RELEASE; this thread is one of those that the barrier counts.
                 _ = ring.full()[].arrive()
                 return
             self._gather_tile(ring, tile, thread)

@@ -61,6 +61,10 @@ trait TileProduct(KernelArgument):
         """Returns what is multiplied."""
         ...
 
+    def n_rows_of_x(self) -> Int:
+        """Returns how many rows `x` has."""
+        return self.grouped().n_rows
+
     def consume(self, var ring: Ring, warpgroup: UInt32):
         """Computes a warpgroup's part of each tile."""
         ...
@@ -110,6 +114,7 @@ def _load_tiles[
         ring.await_empty()
         ring.tile()[] = tile
         if tile.n_rows == 0:
+            # ORDER: RELEASE of the tile that ends; pairs with `await_full`.
             _ = ring.full()[].arrive()
             return
         for step in range(n_steps):
@@ -168,6 +173,7 @@ def hopper_kernel[P: TileProduct](x: TMADescriptor, weights: TMADescriptor, prod
     if thread == 0:
         ring.initialize[P.n_gathering]()
     _count_tiles[P.chunks](grouped, ring)
+    # ORDER: RELEASE and ACQUIRE in the cluster: tables and barriers of both blocks are there.
     cluster_sync()
     if thread < WARPGROUP:
         warpgroup_reg_dealloc[40]()
@@ -191,7 +197,7 @@ def hopper_kernel[P: TileProduct](x: TMADescriptor, weights: TMADescriptor, prod
     else:
         warpgroup_reg_alloc[232]()
         product.consume(ring, UInt32(thread // WARPGROUP - 1))
-    # Nobody leaves while the other block may still write or arrive here.
+    # ORDER: nobody leaves while the other block may still write or arrive here.
     syncwarp()
     cluster_sync()
 
@@ -218,7 +224,7 @@ def launch_on_hopper[
     )
     queue.enqueue_function(
         function,
-        map_of_rows(grouped, context),
+        map_of_rows(grouped, product.n_rows_of_x(), context),
         map_of_weights[P.swiglu](grouped, context),
         product,
         grid_dim=2 * n_clusters,

@@ -7,32 +7,7 @@ from max.gpu.host.info import is_gpu
 
 from .cpu import cpu_fused_silu, cpu_grouped_matmul
 from .launch import launch
-from .product import GroupedProduct
-
-
-@always_inline
-def _product[
-    dtype: DType
-](
-    y: OutputTensor[dtype=dtype, rank=2, ...],
-    x: InputTensor[dtype=dtype, rank=2, ...],
-    weights: InputTensor[dtype=dtype, rank=3, ...],
-    row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
-    expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
-) -> GroupedProduct[dtype]:
-    return GroupedProduct[dtype](
-        y={unsafe_from_address = Int(y.unsafe_ptr())},
-        x={unsafe_from_address = Int(x.unsafe_ptr())},
-        weights={unsafe_from_address = Int(weights.unsafe_ptr())},
-        row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
-        expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
-        one_group=0,
-        n_groups=row_offsets.dim_size(0) - 1,
-        n_rows=x.dim_size(0),
-        n_experts=weights.dim_size(0),
-        n=weights.dim_size(1),
-        k=weights.dim_size(2),
-    )
+from .product import GroupedProduct, product_of
 
 
 @extensibility.register("max_ep.grouped_matmul")
@@ -55,7 +30,7 @@ struct GroupedMatmul:
         expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var product = _product(y, x, weights, row_offsets, expert_ids)
+        var product = product_of(y, x, weights, row_offsets, expert_ids)
         comptime if is_gpu[target]():
             comptime assert y.dtype == DType.bfloat16, "max_ep: bfloat16 only"
             launch[swiglu=False](rebind[GroupedProduct[DType.bfloat16]](product), ctx)
@@ -82,7 +57,7 @@ struct GroupedGateUp:
         ctx: DeviceContext,
     ) raises:
         comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
-        var product = _product(y, x, weights, row_offsets, expert_ids)
+        var product = product_of(y, x, weights, row_offsets, expert_ids)
         launch[swiglu=True](product, ctx)
 
 

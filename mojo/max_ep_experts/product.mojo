@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a matmul of groups reads and writes."""
+from extensibility import InputTensor, OutputTensor
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
 comptime In[dtype: DType] = Pointer[Scalar[dtype], ImmUntrackedOrigin]
@@ -39,7 +40,7 @@ struct GroupedProduct[dtype: DType](KernelArgument):
     var y: Out[Self.dtype]
     """`[n_rows][n]`, with SwiGLU `[n_rows][n / 2]`."""
     var x: In[Self.dtype]
-    """`[n_rows][k]`; 16-byte aligned on GPUs."""
+    """`[n_rows][k]`, or tokens that rows are gathered from; 16-byte aligned on GPUs."""
     var weights: In[Self.dtype]
     """`[n_experts][n][k]`; 16-byte aligned on GPUs."""
     var row_offsets: In[DType.uint32]
@@ -49,7 +50,7 @@ struct GroupedProduct[dtype: DType](KernelArgument):
     var n_groups: Int
     """Number of groups."""
     var n_rows: Int
-    """Rows of `x` and of `y`, used or not."""
+    """Rows of `y`, used or not."""
     var n_experts: Int
     """Number of weights."""
     var n: Int
@@ -85,3 +86,29 @@ struct GroupedProduct[dtype: DType](KernelArgument):
         var end = min(self.begin(group + 1), UInt32(self.n_rows))
         var is_known = self.expert(group) < UInt32(self.n_experts)
         return end - begin if begin < end and is_known else 0
+
+
+@always_inline
+def product_of[
+    dtype: DType
+](
+    y: OutputTensor[dtype=dtype, rank=2, ...],
+    x: InputTensor[dtype=dtype, rank=2, ...],
+    weights: InputTensor[dtype=dtype, rank=3, ...],
+    row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+    expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
+) -> GroupedProduct[dtype]:
+    """Describes the product of an op's tensors."""
+    return GroupedProduct[dtype](
+        y={unsafe_from_address = Int(y.unsafe_ptr())},
+        x={unsafe_from_address = Int(x.unsafe_ptr())},
+        weights={unsafe_from_address = Int(weights.unsafe_ptr())},
+        row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
+        expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
+        one_group=0,
+        n_groups=row_offsets.dim_size(0) - 1,
+        n_rows=y.dim_size(0),
+        n_experts=weights.dim_size(0),
+        n=weights.dim_size(1),
+        k=weights.dim_size(2),
+    )

@@ -63,6 +63,8 @@ struct NextTile(TrivialRegisterPassable):
     @always_inline
     def give(mut self, tile: BlockTile):
         """Writes a tile when the one before was read."""
+        # ORDER: both barriers are ACQUIRE and RELEASE in the block. `given` makes the tile
+        # visible to who takes it; `taken` says that it may be overwritten.
         self.taken()[].wait(self.parity ^ 1)
         self.tile()[] = tile
         _ = self.given()[].arrive()
@@ -71,6 +73,7 @@ struct NextTile(TrivialRegisterPassable):
     @always_inline
     def take(mut self) -> BlockTile:
         """Reads the tile when it is there."""
+        # ORDER: as in `give`.
         self.given()[].wait(self.parity)
         var tile = self.tile()[]
         _ = self.taken()[].arrive()
@@ -146,6 +149,8 @@ struct Ring(TrivialRegisterPassable):
             self.empty(UInt32(stage))[].init(Int32(_N_READERS))
         self.next_tile().given()[].init(Int32(1))
         self.next_tile().taken()[].init(Int32(1 + n_gathering))
+        # ORDER: makes the barriers visible to the async proxy and to the other block; a
+        # sync of the cluster follows.
         fence_mbarrier_init()
 
     @always_inline
@@ -159,16 +164,20 @@ struct Ring(TrivialRegisterPassable):
     @always_inline
     def await_full(self):
         """Waits until the stage is loaded."""
+        # ORDER: ACQUIRE, block scope; pairs with what TMA and the producers have arrived.
         self.full()[].wait(self.parity)
 
     @always_inline
     def await_empty(self):
         """Waits until the stage may be written, in both blocks."""
+        # ORDER: ACQUIRE, cluster scope; pairs with `release` of all readers of both blocks.
         self.empty(self.stage)[].wait(self.parity ^ 1)
 
     @always_inline
     def release(self, stage: UInt32):
         """Says to both producers that write a stage that this warp has read it."""
+        # ORDER: RELEASE, cluster scope; pairs with `await_empty`. The warp's `wgmma` that
+        # read the stage is done.
         var lane = UInt32(thread_idx.x) % UInt32(WARP_SIZE)
         if lane < 2:
             self.empty(stage)[].arrive_cluster(lane)

@@ -61,6 +61,7 @@ def _multiply[
         comptime if gathers:
             fence_gathered()
         var b = descriptor[DType.bfloat16](ring, 0)
+        # ORDER: registers of the sums are written before `wgmma` reads them.
         wgmma_fence_aligned()
         comptime for part in range(n):
             var a = descriptor[DType.bfloat16](ring, BM + first + UInt32(part * _M))

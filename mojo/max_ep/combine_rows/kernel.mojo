@@ -31,10 +31,8 @@ from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
+from .roles import N_CONTROL
 from .send import send_rows
-
-comptime _N_CONTROL = 2
-"""`NEXT_ROW` and `NEXT_CHUNK`."""
 
 
 @fieldwise_init
@@ -66,9 +64,9 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
         if not load_and_check_header(self.buffers.counters, SEND if sends else RECEIVE):
             self._refuse[receives]()
             return
-        var block = Block[group].set_up[_N_CONTROL](self.buffers, mask)
+        var block = Block[group].set_up[N_CONTROL](self.buffers, mask)
         comptime if sends:
-            if block.before.generation(Word.DISPATCH_RECEIVED) == 0:
+            if block.before.generation[Word.DISPATCH_RECEIVED]() == 0:
                 block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
                 self._refuse[receives]()
                 return

@@ -16,9 +16,8 @@ from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
+from .roles import NEXT_CHUNK
 
-comptime NEXT_CHUNK = 1
-"""Control word of `CombineRows`: next chunk of a token to reduce."""
 comptime ROWS_IN_FLIGHT = 8
 
 comptime _Choices = SIMD[DType.int32, ROWS_IN_FLIGHT]
@@ -108,8 +107,10 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
         comptime for i in range(n):
             if is_there and choices[i] != NO_EXPERT:
                 # If ranks mask, the choice is the rank that sent the row.
+                comptime masks = Self.group.masks
+                var sender = Int(choices[i]) if masks else 0
                 var row = self.received.unsafe_offset(
-                    Self.group.combine_message_offset(0, first + i, Int(choices[i]))
+                    Self.group.combine_message_offset(0, first + i, sender)
                 )
                 comptime if not Self.own_are_sent:
                     var own = row_of_own(choices[i])

@@ -17,9 +17,7 @@ from ..failures import Failure, SEND
 from ..flags import message_flag, publish
 from ..layout import Group, plain_token_bytes
 from ..transport import put_message_warp
-
-comptime NEXT_ROW = 0
-"""Control word of `CombineRows`: next row to send."""
+from .roles import NEXT_ROW
 
 
 @always_inline
@@ -40,7 +38,7 @@ def send_rows[
     comptime row_bytes = plain_token_bytes(group.hidden_size, size_of[Scalar[dtype]]())
     var sent = block.sending()
     if not block.await_done_words(
-        group.combine_done_offset(0), block.before.generation(Word.COMBINE_SENT)
+        group.combine_done_offset(0), block.before.generation[Word.COMBINE_SENT]()
     ):
         return
     comptime if group.drops_rows:

@@ -85,7 +85,10 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         )
         var is_refused = not block.can_go
         comptime if sends:
-            if not is_refused and block.before.generation(Word.DISPATCH_RECEIVED) == 0:
+            if (
+                not is_refused
+                and block.before.generation[Word.DISPATCH_RECEIVED]() == 0
+            ):
                 block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
                 is_refused = True
         comptime if receives:
@@ -104,7 +107,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             comptime if not receives:
                 if self._refuse_too_few_rows(n_rows, code, block):
                     return
-            var most = block.before.number(Word.MOST_RECEIVED)
+            var most = block.before.number[Word.MOST_RECEIVED]()
             if block.warp_idx < n_senders:
                 comptime for are_few in [True, False]:
                     if (most <= FEW_TOKENS) == are_few:
@@ -158,7 +161,7 @@ def _refuse_bad_answer(
         block.refuse_and_break(Failure.BAD_N_TOKENS, RECEIVE, -1, n_tokens, n_sent)
         return True
     # Where the own rows are, and their weights, is known of the last dispatch.
-    var last = block.before.generation(Word.DISPATCH_RECEIVED)
+    var last = block.before.generation[Word.DISPATCH_RECEIVED]()
     if last != dispatch_generation:
         block.refuse_and_break(
             Failure.OTHER_ROWS, RECEIVE, -1, Int(dispatch_generation), Int(last)

@@ -80,7 +80,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             comptime if Self.group.drops_rows:
                 if owner >= 0:
                     var choices = block.counters.choices(
-                        block.before.generation(Word.DISPATCH_RECEIVED)
+                        block.before.generation[Word.DISPATCH_RECEIVED]()
                     )
                     var choice = choices[
                         unsafe_offset=Self.group.choice(token_idx, lane)

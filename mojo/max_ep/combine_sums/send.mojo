@@ -45,7 +45,7 @@ def send_partials[
         var lane = block.lane
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
-        var most = block.before.number(Word.MOST_RECEIVED)
+        var most = block.before.number[Word.MOST_RECEIVED]()
         var split = sum_split[Format.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True

@@ -103,8 +103,8 @@ struct Block[group: Group](TrivialRegisterPassable):
             lane,
             warp_idx,
             control[unsafe_offset=n_control] != 0,
-            header.number(Word.MY_RANK),
-            Deadline.after(header.number(Word.TIMEOUT_MS)),
+            header.number[Word.MY_RANK](),
+            Deadline.after(header.number[Word.TIMEOUT_MS]()),
             header,
             control,
             counters,
@@ -125,7 +125,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         if thread_idx.x < n_control:
             control[unsafe_offset=thread_idx.x] = 0
         var header = LaunchHeader.read(counters)
-        var rank = header.number(Word.MY_RANK)
+        var rank = header.number[Word.MY_RANK]()
         comptime n_ranks = Self.group.n_ranks
         comptime use_shmem = Self.group.use_shmem
         return Self(
@@ -133,7 +133,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             Int(warp_id()),
             True,
             rank,
-            Deadline.after(header.number(Word.TIMEOUT_MS)),
+            Deadline.after(header.number[Word.TIMEOUT_MS]()),
             header,
             control,
             counters,
@@ -152,24 +152,24 @@ struct Block[group: Group](TrivialRegisterPassable):
     def receiving(self) -> UInt32:
         comptime is_combine = Self.group.is_combine()
         comptime word = Word.COMBINE_RECEIVED if is_combine else Word.DISPATCH_RECEIVED
-        return next_generation(self.before.generation(word))
+        return next_generation(self.before.generation[word]())
 
     @always_inline
     def _sent[is_combine: Bool](self) -> UInt32:
         comptime word = Word.COMBINE_SENT if is_combine else Word.DISPATCH_SENT
-        return self.before.generation(word)
+        return self.before.generation[word]()
 
     @always_inline
     def answered[sends: Bool](self) -> UInt32:
         """Returns the generation of the dispatch that this combine answers."""
         comptime word = Word.DISPATCH_RECEIVED if sends else Word.COMBINE_OF
-        return self.before.generation(word)
+        return self.before.generation[word]()
 
     @always_inline
     def is_overtaken(self, dispatch_generation: UInt32) -> Bool:
         """Returns whether two dispatches have been sent since: the tokens and choices of
         two are kept."""
-        var sent = self.before.generation(Word.DISPATCH_SENT)
+        var sent = self.before.generation[Word.DISPATCH_SENT]()
         return sent != dispatch_generation and sent != (
             next_generation(dispatch_generation)
         )
@@ -321,7 +321,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         comptime is_combine = Self.group.is_combine()
         var generation = self._sent[is_combine]()
         comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED
-        if self.before.generation(drained) == generation:
+        if self.before.generation[drained]() == generation:
             return True
         if not self.await_done_words[is_combine](
             Self.group.dispatch_done_offset(0), generation
@@ -377,7 +377,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             self.counters.set_generation(sent, self.sending())
             comptime if is_combine:
                 self.counters.set_generation(
-                    Word.COMBINE_OF, self.before.generation(Word.DISPATCH_RECEIVED)
+                    Word.COMBINE_OF, self.before.generation[Word.DISPATCH_RECEIVED]()
                 )
         comptime if receives:
             self.counters.set_generation(sent + 1, self.receiving())
@@ -391,11 +391,11 @@ struct Block[group: Group](TrivialRegisterPassable):
             self.advance[False, True]()
         comptime if Self.group.is_combine():
             self.publish_reads(
-                self.before.generation(Word.DISPATCH_RECEIVED), self.receiving()
+                self.before.generation[Word.DISPATCH_RECEIVED](), self.receiving()
             )
         else:
             self.publish_reads(
-                self.receiving(), self.before.generation(Word.COMBINE_RECEIVED)
+                self.receiving(), self.before.generation[Word.COMBINE_RECEIVED]()
             )
 
     @always_inline
@@ -423,8 +423,8 @@ struct Block[group: Group](TrivialRegisterPassable):
         """
         if block_idx.x == 0 and self.warp_idx == warp_idx:
             self.publish_reads(
-                self.before.generation(Word.DISPATCH_RECEIVED),
-                self.before.generation(Word.COMBINE_RECEIVED),
+                self.before.generation[Word.DISPATCH_RECEIVED](),
+                self.before.generation[Word.COMBINE_RECEIVED](),
             )
 
     @always_inline

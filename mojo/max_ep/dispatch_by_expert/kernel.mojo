@@ -79,7 +79,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
             var n_senders = n_warps - 1
             comptime if receives:
                 # Stores to peers queue up in a multiprocessor and delay all its other
-                # traffic: few warps send much (docs/performance.md).
+                # traffic: few warps send much.
                 n_senders = min(3 if n_tokens > 256 else 6, n_warps - 2)
             Sender[group, Self.Format, Self.input_type, input_scales](
                 block,

@@ -42,7 +42,7 @@ comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
 
 @always_inline
 def n_scan_warps[group: Group]() -> Int:
-    """Counts the index warps that count: the last ones, which index least."""
+    """Returns how many index warps scan: the last ones, which index least."""
     return min(N_INDEX_WARPS, ceildiv(group.n_pairs(), _PAIRS_AT_ONCE))
 
 

@@ -92,6 +92,6 @@ def chunks_at_once_shift[
 def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
     """Schedules the receiving warps: those with another task first come last.
 
-    Index warps have no round: some of them count.
+    Index warps have no round: some of them scan.
     """
     return Schedule.of_receivers(warp_idx, n_warps - N_INDEX_WARPS, ELECTING_WARP)
