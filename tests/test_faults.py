@@ -256,6 +256,25 @@ def test_a_note_is_read_whole():
     assert names_of(name) == []
 
 
+def test_notes_of_a_later_group_are_left_alone():
+    """Of an earlier group of the same name a process may still run."""
+    name = f"again-{os.getpid()}"
+    given = name, 0, 1, Owner.myself(""), 2.0
+    Membership.create(name)
+    late = Membership(*given)
+    late.publish(state="member")
+    Membership.create(name)
+    first = Membership(*given)
+    first.publish(state="member", masked=[0])
+    for publish in (late.publish, late.join):
+        with pytest.raises(RuntimeError, match="the group ended before"):
+            publish()
+    late.close()
+    assert first.note(0).masked == [0]
+    first.close()
+    assert first.note(0) is None
+
+
 def test_a_group_that_has_no_notes_yet_does_not_run():
     """Node 0 makes the folder while the others look for it."""
     given = f"new-{os.getpid()}", 1, 2, Owner.myself(""), 2.0

@@ -207,6 +207,15 @@ def test_what_is_given_back(group):
     assert n_mappings(name) == 0
 
 
+def test_memory_that_cannot_be_mapped_leaves_the_old(group):
+    memory = make(group, 0, 1)
+    before = memory.local_addresses()
+    with pytest.raises((OSError, ValueError)):
+        memory._map(0, os.open("/dev/null", os.O_RDONLY))
+    assert memory.local_addresses() == before and not memory.is_closed(0)
+    memory.close()
+
+
 def test_memory_is_taken_when_made(group):
     """Or a kernel that comes to it is killed."""
     memory = SharedMemory(group, 0, 2, 1, 64 << 20, "")

@@ -115,7 +115,7 @@ class GpuSharedMemory(PeerMemory):
             take = ctypes.byref(handle), ctypes.c_void_p(descriptor), _KIND
             _call("cuMemImportFromShareableHandle", *take)
         if node in self._mapped:
-            address, old = map(_U64, self._mapped[node])
+            address, old = map(_U64, self._mapped.pop(node))
             _call("cuMemUnmap", address, size)
             _call("cuMemRelease", old)
         else:

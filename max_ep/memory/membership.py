@@ -117,6 +117,8 @@ class Membership:
         self._group, self._node, self._n_nodes = group, node, n_nodes
         self._folder, self._timeout_s = members_folder(group), timeout_s
         self._note = Note(asdict(owner))
+        self._folder_id: int | None = None
+        """Of the folder that has this process's notes."""
         self._latest = self.decision = Decision(members=list(range(n_nodes)))
 
     @staticmethod
@@ -168,9 +170,24 @@ class Membership:
     def publish(self, **fields: Any) -> None:
         """Changes this process's note."""
         self._note = replace(self._note, **fields)
-        # There is no folder if the group has ended without this process.
-        with contextlib.suppress(FileNotFoundError):
+        try:
+            if not self._is_same_folder():
+                raise FileNotFoundError
             os.replace(self._written(self._note), self._folder / f"note-{self._node}")
+        except FileNotFoundError:
+            if self._note.state != GONE:
+                raise RuntimeError(
+                    f"max_ep: the group ended before node {self._node} wrote its note"
+                ) from None
+
+    def _is_same_folder(self) -> bool:
+        """Returns whether the folder is there, and not that of a later group."""
+        try:
+            found = self._folder.stat().st_ino
+        except FileNotFoundError:
+            return False
+        self._folder_id = self._folder_id or found
+        return found == self._folder_id
 
     def _written(self, what: Note | Decision) -> Path:
         """Writes a file that nobody reads before it has its name."""
@@ -303,5 +320,7 @@ class Membership:
         note = self.note(self._node)
         if note is not None and note.owner == self._note.owner:
             self.publish(state=GONE)
-        if not any(note.is_alive() for note in self.notes().values()):
+        if self._is_same_folder() and not any(
+            note.is_alive() for note in self.notes().values()
+        ):
             remove_members(self._group)

@@ -129,6 +129,7 @@ class PeerMemory(ABC):
         absent, lost = set(range(self._n_nodes)) - peers, set()
         left_s = deadline_s - time.monotonic()
         meeting = Meeting(*place, epoch)
+        self._forget()
         self._given = meeting.meet(self._descriptor, left_s, absent, lost)
         return lost
 
@@ -152,11 +153,16 @@ class PeerMemory(ABC):
     def close(self) -> None:
         """Gives the memory back; peers keep what they map until they close."""
         self._meeting.close()
-        given, self._given = self._given, {}
-        for descriptor in (self._descriptor, *(fd for _, fd in given.values())):
-            if descriptor >= 0:
-                os.close(descriptor)
+        self._forget()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
         self._descriptor = -1
+
+    def _forget(self) -> None:
+        """Closes the descriptors that were handed on and not mapped."""
+        while self._given:
+            _, (_, descriptor) = self._given.popitem()
+            os.close(descriptor)
 
 
 class SharedMemory(PeerMemory):
@@ -208,13 +214,14 @@ class SharedMemory(PeerMemory):
         return [first + i * self.region_bytes for i in range(self.n_local_ranks)]
 
     def _map(self, node: int, descriptor: int | None) -> None:
-        if node in self._maps:
-            if descriptor is None:
-                return
-            self._maps[node].close()
+        old = self._maps.get(node)
+        if old is not None and descriptor is None:
+            return
         nobodys = -1
         handle = nobodys if descriptor is None else descriptor
         self._maps[node] = mmap.mmap(handle, self._n_bytes)
+        if old is not None:
+            old.close()
 
     def is_closed(self, node: int) -> bool:
         return self._maps[node][0] == _IS_CLOSED
