@@ -244,8 +244,12 @@ class Buffer(LowLatency, Normal):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """Returns a tensor without elements, which callers may clear; no part of a
-        region, for it holds flags that only kernels may write."""
+        """Returns a tensor of shape ``[0]``, which callers may clear; no part of a
+        region, for it holds flags that only kernels may write.
+
+        Raises:
+            NotImplementedError: If a size or an offset is asked for.
+        """
         if size is not None or offset != 0:
             raise NotImplementedError(
                 "max_ep: get_local_buffer_tensor(size, offset); combine takes rows "

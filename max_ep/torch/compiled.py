@@ -72,7 +72,8 @@ def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
 
 def known(buffer: Buffer, tables: torch.Tensor) -> Handle:
     """Returns the handle that a compiled dispatch has stored."""
-    handle = buffer._handles.get(tables.data_ptr())
+    is_ours = isinstance(tables, torch.Tensor)
+    handle = buffer._handles.get(tables.data_ptr()) if is_ours else None
     if handle is None:
         refuse("handle", "is of another Buffer, or reset() has taken its memory")
     return replace(handle, tables=tables)

@@ -160,10 +160,12 @@ class LowLatency:
                     # Exponents of four powers of two go into an int32, the first
                     # lowest. In place: with `out=` of bytes, CUDA narrows before it
                     # shifts.
-                    exponents = scales.view(torch.int32)
-                    exponents >>= 23
-                    bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4))
-                    bytes_.transpose(2, 3).copy_(exponents.unflatten(1, (-1, 4)))
+                    # Tensors of inference mode are changed in that mode only.
+                    with torch.inference_mode(scales.is_inference()):
+                        exponents = scales.view(torch.int32)
+                        exponents >>= 23
+                        bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4))
+                        bytes_.transpose(2, 3).copy_(exponents.unflatten(1, (-1, 4)))
                 if stats is not None:
                     stats.add_(counts)
 
@@ -222,8 +224,8 @@ class LowLatency:
             if out is not None:
                 y = out.copy_(y)
             return y, EventOverlap(), compiled.nothing if return_recv_hook else None
-        if isinstance(handle, tuple) and isinstance(handle[-1], torch.Tensor):
-            handle = compiled.known(self, handle[-1])  # of a compiled dispatch
+        if isinstance(handle, tuple) and len(handle) == 6:
+            handle = compiled.known(self, handle[5])  # of a compiled dispatch
         self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.turn is not handle.region.turn:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"

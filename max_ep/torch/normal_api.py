@@ -180,6 +180,8 @@ class Normal:
             # Of any strides: matmuls want columns.
             shape = (n_tokens, None)
             comm.check_tensor("scales of x", scales, scales.dtype, shape, True)
+            if not 0 < scales.shape[1] <= hidden:
+                refuse("scales of x", f"have {scales.shape[1]} columns")
         n_scales = 0 if scales is None else scales.shape[1]
         is_new = handle is None
         counts: list[int] | None = None
@@ -384,9 +386,10 @@ class Normal:
     ) -> None:
         """Dispatches tensors through channels, to where the handle says."""
         if not handle.has_ids:
-            ids, handle.has_ids = handle.ids, True
+            ids = handle.ids
             ranks = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
             torch.where(handle.mask, ranks, ranks.new_full((), -1), out=ids)
+            handle.has_ids = True
         counts = handle.ranges.new_empty(1)
         for channel, sent, received in moves:
             channel.latest = (handle, self._comm.streams.is_capturing())

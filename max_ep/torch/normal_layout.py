@@ -67,6 +67,9 @@ class NormalHandle(LazyTuple):
         if len(items) != 6 or not isinstance(items[1], torch.Tensor):
             refuse("handle", "has not the items of one that dispatch returned")
         _, sizes, _, sources, mask, _ = items
+        if sizes.dtype != torch.int64 or sizes.shape != (4,):
+            refuse("handle[1]", "has not the sizes that dispatch returned")
+        comm.check_tensor("handle[3]", sources, torch.int32, (None,), True)
         comm.check_tensor("handle[4]", mask, torch.bool, (None, comm.n_ranks))
         n_made, cap, n_scales, top_k = sizes.tolist()
         n_rows, n_sent = len(sources), len(mask)
