@@ -84,7 +84,9 @@ def run_doctor(_: Any = None) -> int:
             "(pip install 'max_ep[shmem]')"
         )
     say("shmem", not missing, text, is_needed=False)
-    of_serve = [x for x in metadata.requires("max") or [] if "== 'serve'" in x]
+    of_serve = [
+        x for x in metadata.requires("max") or [] if re.search("extra == .serve.", x)
+    ]
     names = [re.match(r"[\w.-]+", requirement)[0] for requirement in of_serve]
     missing = [name for name in names if not _version(name)] if can_run else ["max"]
     text = "`max serve` can run"

@@ -25,7 +25,7 @@ GPU_COLUMNS = 16
 """On GPUs ``n`` of a weight is a multiple of it."""
 GPU_K_STEP = 64
 """On GPUs ``k`` of a weight is a multiple of it."""
-GATHER_COLUMNS = 256
+GATHER_COLUMNS = FP8_COLUMNS
 """Where rows are gathered, ``n`` of a weight is a multiple of it."""
 GATHER_EXPERTS = 2048
 """Most experts there."""
@@ -111,9 +111,15 @@ def grouped_gate_up(
     hidden_size]``, and ``token_of_row[r]`` is row ``r``; on GPUs where
     :func:`gather_takes` says so. Returns ``[n_rows, moe_dim]``, of FP8 quantized as
     dispatched rows are; rows from ``row_offsets[-1]`` on are undefined.
+
+    Raises:
+        TypeError: If the dtypes are not those.
+        ValueError: If the sizes do not fit, or rows in FP8 were to be gathered.
     """
     groups = row_offsets, expert_ids
     if isinstance(rows, tuple):
+        if token_of_row is not None:
+            raise ValueError("grouped_gate_up gathers no rows in FP8; dispatch them")
         values, moe_dim = rows[0], gate_up[0].shape[1] // 2
         n_rows, device = values.shape[0], values.device
         results = [
@@ -178,6 +184,9 @@ def sort_choices(
         ``row_offsets`` and ``expert_ids``, as from dispatch; the token of each row,
         int32 ``[n_tokens * top_k]``, dropped ones behind all others; and the row of
         each choice, int32 ``[n_tokens, top_k]``, -1 if it was dropped.
+
+    Raises:
+        TypeError: If the ids are not int32.
     """
     if topk_ids.dtype != DType.int32:
         raise TypeError(
@@ -210,6 +219,10 @@ def add_rows(
     ``row_of_choice`` is from :func:`sort_choices`, ``weights`` are the router's,
     float32 ``[n_tokens, top_k]``. Returns ``[n_tokens, hidden_size]`` of the dtype of
     ``rows``.
+
+    Raises:
+        TypeError: If rows of choices are not int32, or weights not float32.
+        ValueError: If the sizes do not fit.
     """
     if row_of_choice.dtype != DType.int32 or weights.dtype != DType.float32:
         raise TypeError(

@@ -51,6 +51,14 @@ class MoeShape:
         sizes = (2 * self.moe_dim, self.hidden_size), (self.hidden_size, self.moe_dim)
         return self.has_fp8_blocks and all(fp8_takes(n, k) for n, k in sizes)
 
+    def keeps_fp8(self, n_gpus: int) -> bool:
+        """Returns whether experts stay in FP8, and tokens are dispatched in it.
+
+        Elsewhere their weights are widened when they load, as those of all other
+        layers.
+        """
+        return n_gpus == 1 and self.fits_fp8
+
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:
         """Reads a checkpoint's ``config.json``, as transformers parses it."""

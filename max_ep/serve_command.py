@@ -163,11 +163,13 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) 
             raise ValueError(
                 f"the matmuls need an H100 or H200, this GPU is {gpu.name}"
             )
-    shape = MoeShape.of(SimpleNamespace(**config))
-    loaded = n_bytes
-    if quantization:
-        keeps_fp8 = len(gpus) == 1 and shape.fits_fp8  # as `serve/settings.py` says
-        loaded += _attention_bytes(config) if keeps_fp8 else n_bytes
+    try:
+        shape, loaded = MoeShape.of(SimpleNamespace(**config)), n_bytes
+        if quantization:
+            keeps_fp8 = shape.keeps_fp8(len(gpus))
+            loaded += _attention_bytes(config) if keeps_fp8 else n_bytes
+    except (AttributeError, KeyError) as error:
+        raise ValueError(f"config.json of {name} is not complete: {error}") from error
     most = sum(gpu.n_bytes for gpu in gpus)
     if gpus and loaded > most:
         raise ValueError(
@@ -178,7 +180,10 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) 
 
 
 def _attention_bytes(config: dict[str, Any]) -> int:
-    """Counts a checkpoint's bytes in FP8 that are no experts': they are widened."""
+    """Counts the bytes of attention in FP8, which is widened.
+
+    MLPs of dense layers are widened, too, and not counted.
+    """
     n_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
     heads = 2 * (n_heads + config["num_key_value_heads"]) * head_dim

@@ -132,6 +132,16 @@ def test_refusals(gpus, config, words, text, machine, tmp_path, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["num_experts_per_tok", "hidden_size"])
+def test_a_config_that_lacks_a_size_is_refused(size, machine, tmp_path, capsys):
+    """In one sentence."""
+    machine()
+    config = {name: n for name, n in QWEN.items() if name != size}
+    assert cli.main(["serve", checkpoint(tmp_path, config, 1 << 20), "--dry-run"])
+    said = capsys.readouterr().err
+    assert "is not complete" in said and size in said
+
+
 def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["serve", str(tmp_path)]) == 1

@@ -76,7 +76,7 @@ def call_op(
 
 
 def _group(config: EPConfig) -> str:
-    """Describes the group to an op, in the words that ``ops.mojo`` reads."""
+    """Describes the group to an op, in the words that ``op_config.mojo`` reads."""
     numbers = {
         "n_experts": config.exchange_experts,
         "n_ranks": config.exchange_ranks,

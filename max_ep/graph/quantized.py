@@ -19,9 +19,9 @@ def dequantize(
 ) -> TensorValue:
     """Multiplies the rows that a quantizing dispatch delivers by their scales.
 
-    The numbers are those of ``config.token_format.dequantize``, in NumPy. On GPUs,
-    where it has not been run yet, MAX's own matmuls take rows and scales as they are;
-    our bfloat16 ones (``max_ep.experts``) want the result cast.
+    The numbers are those of ``config.token_format.dequantize``, in NumPy. On GPUs
+    MAX's own matmuls take rows and scales as they are; our bfloat16 ones
+    (``max_ep.experts``) want the result cast.
 
     Args:
         rows: As dispatch delivers them: ``[n_rows, hidden]``, or with

@@ -40,12 +40,9 @@ _NOT_OURS = {
 
 
 def keeps_fp8(pipeline_config: Any, shape: MoeShape) -> bool:
-    """Returns whether experts stay in FP8, and tokens are dispatched in it.
-
-    Elsewhere their weights are widened when they load, as those of all other layers.
-    """
-    is_gpu = n_devices(pipeline_config) == 1 and not is_on_cpu(pipeline_config)
-    return is_gpu and shape.fits_fp8
+    """Returns :meth:`MoeShape.keeps_fp8` on the devices that serve."""
+    on_cpu = is_on_cpu(pipeline_config)
+    return shape.keeps_fp8(0 if on_cpu else n_devices(pipeline_config))
 
 
 def uses_max_ep(pipeline_config: Any) -> bool:
