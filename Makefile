@@ -4,11 +4,8 @@ PYTHON ?= python3
 # Its exact version finds a CPU build where there is one; it is installed
 # first, so that nothing else asks for a larger one.
 TORCH ?= torch==2.13.0
-# What `sanitize` looks for, and what it leaves out: errors of the CUDA API, which MAX's
-# runtime expects some of, and copies of whole tensors to the host.
+# What `sanitize` looks for: see tests/sanitize.sh.
 CHECK ?= memcheck
-SANITIZE_memcheck := --leak-check=no --report-api-errors=no
-SANITIZE_initcheck := --check-api-memory-access=no
 # How many ranks `faults` kills or stops.
 FAULTS ?= 1000
 # What `fuzz` and `faults` draw from; a failure shows it.
@@ -54,15 +51,8 @@ faults: .venv/.installed-dev
 	MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FAULTS=$(FAULTS) \
 		$(BIN)/python -m pytest tests/test_faults.py -k seed
 
-# Without MAX's memory pool, so that a tensor is an allocation and an overrun cannot hide
-# in its neighbour; replays, in another file, need the pool. Read its last lines: it may
-# end with 0 although the tests did not.
 sanitize: .venv/.installed-dev
-	CUDA_VISIBLE_DEVICES=0 MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE=0 \
-	MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_ONLY=false \
-	compute-sanitizer --tool=$(CHECK) --target-processes=all --launch-timeout=0 \
-		--error-exitcode=99 $(SANITIZE_$(CHECK)) \
-		$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+	PYTHON=$(BIN)/python tests/sanitize.sh $(CHECK)
 
 bench: .venv/.installed
 	$(BIN)/python -m bench.cpu_round_trip

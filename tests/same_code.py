@@ -49,7 +49,7 @@ DROPPED = re.compile(
     r"\s*(\.loc|\.file|\.ident|\.section\s+\.debug|\.section\s+\.comment)\b"
 )
 # Sections of a cubin that decide what runs.
-DECIDES = tuple(b".text. .nv.constant .nv.shared .nv.global .rel".split())
+DECIDES = tuple(b".text. .nv.constant .nv.shared .nv.info .nv.global .rel".split())
 
 
 def fail(text: str) -> None:
@@ -93,6 +93,20 @@ def canonical(text: str) -> str:
     return _numbered(REGISTER, text, "%")
 
 
+def _attributes(info: bytes) -> bytes:
+    """Returns what .nv.info says, without the indices of symbols."""
+    found = []
+    at = 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        end = at + 4 + (size if form == 4 else 0)
+        is_of_symbol = attribute in (0x11, 0x12, 0x23, 0x2F)
+        body = info[at + (8 if is_of_symbol else 0) : end]
+        found.append(bytes([attribute]) + body)
+        at = end
+    return b"".join(sorted(found))
+
+
 def sections(elf: bytes) -> Iterator[tuple[bytes, int, bytes]]:
     """Returns the name, info and body of each section of an ELF file."""
     (offset,) = struct.unpack_from("<Q", elf, 0x28)
@@ -112,7 +126,11 @@ def machine_code(path: Path) -> list[tuple[bytes, int, bytes]]:
     entry = re.compile(b"|".join(re.escape(e.encode()) for e in entries))
     # The registers of a thread are in a byte of a text section's header.
     return sorted(
-        (entry.sub(b"K", name), info >> 24, body)
+        (
+            entry.sub(b"K", name),
+            info >> 24,
+            _attributes(body) if name.startswith(b".nv.info") else body,
+        )
         for name, info, body in sections(path.with_suffix(".cubin").read_bytes())
         if name.startswith(DECIDES)
     )

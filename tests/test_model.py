@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire protocols as a model: all orders of small worlds.
+"""The wire protocols as a model: all orders of small worlds, and random ways.
 
 See `docs/model.md`. Tests of mutations fail if the model no longer notices what is
 broken on purpose, so they are what gives "holds" its worth.
@@ -8,6 +8,7 @@ broken on purpose, so they are what gives "holds" its worth.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -23,6 +24,8 @@ from model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_o
 WORLDS = worlds.all_worlds()
 # How far a mutated world is explored before the next one is tried.
 MUTATED_STATES = 300
+N_WALKS = int(os.environ.get("MAX_EP_WALKS", "24"))
+"""Random worlds, each with one random way."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,6 +135,13 @@ def test_choices_alone_find_what_every_order_finds(world):
         few = Machine(mutated).explore().failure
         all_ = Machine(mutated).explore(every_order=True).failure
         assert (few is None) == (all_ is None), mutation.name
+
+
+@pytest.mark.parametrize("seed", range(N_WALKS))
+def test_random_worlds(seed):
+    """Up to four ranks, three tokens, two blocks, any legal order of ops: one way."""
+    result = Machine(worlds.random_world(seed)).walk(1, seed)
+    assert result.failure is None, result.short()
 
 
 def test_a_trace_can_be_read():

@@ -10,8 +10,9 @@ from children import ran
 
 PROGRAM = """
 from emitting import emit
-from max.gpu import thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from std.atomic import Atomic, Ordering
+from std.utils import StaticTuple
 
 comptime Words = Pointer[UInt32, MutUntrackedOrigin]
 
@@ -31,6 +32,12 @@ def order_kernel(words: Words):
 def argument_kernel(words: Words{argument}):
     words[unsafe_offset=Int(thread_idx.x)] = 7
 
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32({bound}))
+)
+def bound_kernel(words: Words):
+    words[unsafe_offset=Int(thread_idx.x)] = 7
+
 def branch_kernel(words: Words):
     if words[] {compare} 3:
         words[] = 1
@@ -40,6 +47,7 @@ def main() raises:
     emit[kept_kernel]("kept")
     emit[order_kernel]("order")
     emit[argument_kernel]("argument")
+    emit[bound_kernel]("bound")
     emit[branch_kernel]("{branch}")
 """
 # What is planted: in the base, and after it.
@@ -48,10 +56,13 @@ PLANTED = {
     "order": ("RELEASE", "RELAXED"),
     "constant": ("3", "4"),
     "argument": ("", ", unused: Int32"),
+    "bound": ("512", "480"),
     "compare": ("<", ">="),
     "branch": ("branch", "renamed"),
 }
-FOUND = dict.fromkeys(("order", "constant", "argument", "renamed"), "different")
+FOUND = dict.fromkeys(
+    ("order", "constant", "argument", "bound", "renamed"), "different"
+)
 
 
 def test_planted_changes(tmp_path):

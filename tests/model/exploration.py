@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explores what can happen when a program runs on the machine of `machine.py`."""
 
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -211,3 +212,28 @@ class Machine(Steps):
             pass
         self._trace = None
         return Result(len(seen), violation, trace)
+
+    def walk(self, n_walks: int, seed: int) -> Result:
+        """Goes random ways: for worlds that are too large to explore."""
+        chance = random.Random(seed)
+        for _ in range(n_walks):
+            trace = self._trace = []
+            state = self.start()
+            self.settle(state)
+            try:
+                while not self.is_over(state):
+                    agents = self.waiting(state)
+                    chance.shuffle(agents)
+                    for rank, agent in agents:
+                        options = self.options(state, rank, agent)
+                        if options:
+                            self.perform(state, rank, agent, chance.choice(options))
+                            self.settle(state)
+                            break
+                    else:
+                        if self.is_refused(state):
+                            break
+                        raise self._stuck(state)
+            except Violation as violation:
+                return Result(0, violation, trace)
+        return Result(0, n_ends=n_walks)

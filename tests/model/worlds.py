@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worlds that are explored: small, and each for a reason."""
 
-from .launches import World
+import random
+
+from .launches import Token, World
 
 SPLIT = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
 FUSED = ("dispatch", "combine")
@@ -79,6 +81,76 @@ drops | TWO_RANKS | replays(FUSED, 3) | DROPS
 drops, split | TWO_RANKS | replays(SPLIT, 2) | DROPS
 all-gather | EVERYBODY | TWICE | TWO_BLOCKS | GATHER
 """,
+    )
+
+
+def random_program(chance: random.Random, has_sums: bool, n_ops: int) -> tuple:
+    """Ops in any order that the protocol allows, mixed as nobody would."""
+    program: list[str] = []
+    sent = received = answered = 0
+    is_combining = False
+    while len(program) < n_ops or sent > received or is_combining:
+        may = []
+        # What is saved of a dispatch is kept until the next but one, what of the rows
+        # for sums until the next is received.
+        may_send = sent == received and not (is_combining and sent > answered)
+        may_receive = not (has_sums and is_combining)
+        is_long = len(program) >= n_ops
+        if may_send and not is_long:
+            may += ["dispatch_async"] + ["dispatch"] * may_receive
+        if sent > received and may_receive:
+            may.append("dispatch_wait")
+        if received and not is_combining and not is_long:
+            may += ["combine_async"] + ["combine"] * (sent == received)
+        if is_combining:
+            may.append("combine_wait")
+        op = chance.choice(may)
+        program.append(op)
+        sent += op in ("dispatch", "dispatch_async")
+        received += op in ("dispatch", "dispatch_wait")
+        if op == "combine_async":
+            is_combining, answered = True, received
+        elif op == "combine_wait":
+            is_combining = False
+    return tuple(program)
+
+
+def random_world(seed: int) -> World:
+    """A larger world, for random walks."""
+    chance = random.Random(seed)
+    n_ranks = chance.randint(2, 4)
+    top_k = chance.randint(1, 3)
+    n_experts = chance.randint(1, n_ranks)
+
+    def token() -> Token:
+        return tuple(chance.randint(-1, n_experts - 1) for _ in range(top_k))
+
+    routing = tuple(
+        tuple(
+            tuple(token() for _ in range(chance.randint(0, 3))) for _ in range(n_ranks)
+        )
+        for _ in range(3)
+    )
+    protocol = chance.choice(("by_expert", "by_rank", "all_gather"))
+    has_sums = protocol != "by_expert" and chance.random() < 0.7
+    program = random_program(chance, has_sums, 8)
+    return World(
+        f"random {seed}",
+        protocol,
+        routing=routing,
+        program=program,
+        has_sums=has_sums,
+        n_experts=n_experts,
+        n_blocks=chance.randint(1, 2),
+        n_index_warps=1 if protocol == "by_expert" else chance.randint(1, 2),
+        n_chunks=chance.randint(1, 2),
+        n_chunks_at_once=chance.randint(1, 2),
+        most_scan_warps=chance.randint(1, 2),
+        indexes_by_blocks=chance.random() < 0.5,
+        indexes_in_lanes=chance.random() < 0.5,
+        has_metadata=protocol == "all_gather" and has_sums and chance.random() < 0.3,
+        n_inline_tokens=chance.randint(0, 3),
+        has_shared_expert=protocol != "by_expert" and chance.random() < 0.3,
     )
 
 

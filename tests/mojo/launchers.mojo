@@ -13,7 +13,6 @@ from max_ep import (
 )
 from max_ep.formats.plain import PlainRows
 from max_ep.layout import Addressing, Group
-from max_ep.token_format import SharedRows
 from ranks import Ranks, tensor, vector
 from std.testing import assert_equal, assert_raises
 
@@ -102,24 +101,9 @@ def main() raises:
                     factor * tokens[rank].ptr[unsafe_offset=i],
                 )
 
-    # Rows of a shared expert come first, and must be there.
-    comptime shared_wait = ep_combine_wait_kernel_api[
-        F32,
-        HIDDEN,
-        TOP_K,
-        N_EXPERTS,
-        MAX_TOKENS,
-        N_RANKS,
-        1,
-        "cpu",
-        fused_shared_expert=True,
-    ]
-    var result = tensor[F32](3, HIDDEN)
-    var one_row = SharedRows(rows[0].ptr.unsafe_bitcast[UInt8](), 1)
-    with assert_raises(contains="3 tokens, but input_tokens holds 1 rows"):
-        shared_wait(result, counters[0], weights[0], ptrs[4], ptrs[5], ctx, one_row)
     # One address that is not there is enough to refuse them all.
     ptrs[5].ptr[unsafe_offset=1] = 0
+    var result = tensor[F32](3, HIDDEN)
     with assert_raises(contains="was freed"):
         combine_wait(result, counters[0], weights[0], ptrs[4], ptrs[5], ctx)
     _ = scales

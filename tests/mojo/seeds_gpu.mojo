@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the kernels of `kernels.mojo` on a GPU that two ranks share.
 
-All ranks send, then all receive, in one stream, so nobody waits. The kernels are
-called with MAX's lists alone; the factors of tokens are read from memory that a closure
-captures. Prints OK, or raises. Run by tests/test_mojo.py.
+All ranks send, then all receive, in one stream, so nobody waits. One generation is
+sent by the kernels, one by the launchers, both with MAX's lists alone; the factors of
+tokens are read from memory that a closure captures. Prints OK, or raises. Run by
+tests/test_mojo.py.
 """
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceBuffer, DeviceContext
-from max_ep import EPLocalSyncCounters, Float32TokenFormat
+from max_ep import (
+    ep_combine_async_kernel_api,
+    ep_dispatch_async_kernel_api,
+    EPLocalSyncCounters,
+    Float32TokenFormat,
+)
 from max_ep.device.kernel import InputScales
 from max_ep.flags import FlagPointer
 from max_ep.formats.plain import PlainRows
@@ -177,20 +183,32 @@ def token(rank: Int, t: Int, i: Int) -> Float32:
     return Float32(100 * rank + 10 * t + i % 7)
 
 
+def addresses(ranks: List[Rank], which: Int) -> Vector[DType.uint64]:
+    """Says where the same buffer of all ranks is."""
+    var result = vector[DType.uint64](N_RANKS)
+    for i in range(N_RANKS):
+        result.ptr[unsafe_offset=i] = ranks[i].buffers.ptr[unsafe_offset=which]
+    return result
+
+
 def buffers[
     T: AnyType
 ](ranks: List[Rank], which: Int) -> Array[Pointer[T, MutUntrackedOrigin], N_RANKS]:
     """Finds the same buffer of all ranks."""
-    var first = ranks[0].buffers.ptr[unsafe_offset=which]
-    var second = ranks[1].buffers.ptr[unsafe_offset=which]
+    var found = addresses(ranks, which)
     return [
-        Pointer[T, MutUntrackedOrigin](unsafe_from_address=Int(first)),
-        Pointer[T, MutUntrackedOrigin](unsafe_from_address=Int(second)),
+        Pointer[T, MutUntrackedOrigin](unsafe_from_address=Int(found.ptr[])),
+        Pointer[T, MutUntrackedOrigin](
+            unsafe_from_address=Int(found.ptr[unsafe_offset=1])
+        ),
     ]
 
 
 def dispatch_all(
-    ranks: List[Rank], scales: Pointer[Float32, MutUntrackedOrigin], ctx: DeviceContext
+    ranks: List[Rank],
+    scales: Pointer[Float32, MutUntrackedOrigin],
+    by_launcher: Bool,
+    ctx: DeviceContext,
 ) raises:
     """Sends the tokens of all ranks."""
 
@@ -201,6 +219,19 @@ def dispatch_all(
 
     for i in range(N_RANKS):
         ref rank = ranks[i]
+        if by_launcher:
+            ep_dispatch_async_kernel_api[
+                Format, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu", scale_of
+            ](
+                words(rank.counters),
+                matrix(rank.tokens, rank.n_tokens, HIDDEN),
+                matrix(rank.ids, rank.n_tokens, TOP_K),
+                addresses(ranks, 0),
+                addresses(ranks, 1),
+                addresses(ranks, 2),
+                ctx,
+            )
+            continue
         ctx.enqueue_function[dispatch_async[scale_of]](
             matrix(rank.tokens, rank.n_tokens, HIDDEN),
             matrix(rank.ids, rank.n_tokens, TOP_K),
@@ -214,10 +245,23 @@ def dispatch_all(
         )
 
 
-def combine_all(ranks: List[Rank], ctx: DeviceContext) raises:
+def combine_all(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
     """Sends the rows of all ranks back; the experts return what they get."""
     for i in range(N_RANKS):
         ref rank = ranks[i]
+        if by_launcher:
+            ep_combine_async_kernel_api[
+                F32, HIDDEN, TOP_K, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu"
+            ](
+                words(rank.counters),
+                matrix(rank.rows, MAX_ROWS, HIDDEN),
+                matrix(rank.src_info, MAX_ROWS, 2),
+                addresses(ranks, 3),
+                addresses(ranks, 4),
+                addresses(ranks, 5),
+                ctx,
+            )
+            continue
         ctx.enqueue_function[combine_async](
             at[F32](rank.rows),
             Int32(MAX_ROWS),
@@ -279,12 +323,12 @@ def main() raises:
     with scales.map_to_host() as factors:
         for expert_id in range(N_EXPERTS):
             factors[expert_id] = Float32(1 << expert_id)
-    for _ in range(2):
+    for by_launcher in [False, True]:
         for i in range(N_RANKS):
             ranks[i].result.enqueue_fill(-1)
-        dispatch_all(ranks, at[F32](scales), ctx)
+        dispatch_all(ranks, at[F32](scales), by_launcher, ctx)
         receive_tokens(ranks, ctx)
-        combine_all(ranks, ctx)
+        combine_all(ranks, by_launcher, ctx)
         receive_rows(ranks, ctx)
         ctx.synchronize()
         for i in range(N_RANKS):
