@@ -251,6 +251,13 @@ CAPPED = Case("capped", 3, 5, 3, 80, 7, max_output_rows=17)
 TIGHT = replace(CAPPED, name="tight", max_output_rows=1, fused_shared_expert=True)
 CAPPED_CASES = in_protocols([CAPPED]) | {"tight": TIGHT}
 """Dispatch into fewer rows than some routings need."""
+# Pairs of two scan warps; more tokens than can be inline.
+CAPPED_MANY = Case("capped_many", 2, 300, 3, 80, 300, max_output_rows=301)
+CAPPED_ON_TWO = [
+    replace(CAPPED, name="capped_two", n_ranks=2),
+    replace(TIGHT, name="tight_two", n_ranks=2),
+    CAPPED_MANY,
+]
 
 SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | CAPPED_CASES
 
