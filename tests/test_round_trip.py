@@ -17,6 +17,7 @@ from cases import (
     SUMS_CASES,
     Case,
     Inputs,
+    covering,
     make_inputs,
 )
 from children import ALL_CASES
@@ -45,6 +46,7 @@ FORM_CASES = {
     "two_ranks": TWO,
     "one": ONE,
     "one_fp8": ONE_FP8,
+    # What these have is not swept once more (`covering`).
     "by_rank": BY_RANK_CASES["top_32_by_rank"],
     "sums": SUMS_CASES["uneven_7_on_3_sums"],
     "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
@@ -53,23 +55,8 @@ FORM_CASES = {
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
-# With those, each element type, layout, form of scales and odd size of a group once in
-# each protocol that makes a difference: a case takes ten seconds to compile. All with
-# `MAX_EP_ALL_CASES`.
-_SWEPT = """
-five_ranks_top_1 uneven_7_on_3 top_32 mxfp4 allreduce packed_scales row_scales
-padded_fp8 padded_mxfp8 tiles_mxfp8 forwarded_fp8 forwarded_mxfp4 forwarded_nvfp4
-five_ranks_top_1_by_rank uneven_7_on_3_by_rank padded_last_rank_empty_by_rank
-shared_last_rank_empty_by_rank tiles_nvfp4_by_rank forwarded_fp8_by_rank
-packed_scales_by_rank
-shared_fp8_sums last_rank_empty_sums top_32_sums fp8_sums_back mxfp8_sums_back
-capped capped_by_rank capped_sums tight
-"""
-SWEPT = {
-    name: case
-    for name, case in SMALL_CASES.items()
-    if ALL_CASES or name in _SWEPT.split()
-}
+# Compiling a case for CPU ranks takes ten seconds.
+SWEPT = SMALL_CASES if ALL_CASES else covering(SMALL_CASES, FORM_CASES.values())
 
 # ------------------------------------------------------- cases times routings
 
