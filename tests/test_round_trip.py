@@ -27,8 +27,12 @@ from harness import (
     all_round_trip,
     assert_dispatched,
     assert_round_trip,
+    assert_same_bits,
+    building,
+    flatten,
     fused_round_trip,
     round_trip,
+    to_numpy,
 )
 from kernels import counter_word
 from max.graph import DeviceRef, Module
@@ -42,6 +46,7 @@ TWO = CASES["two_ranks"]
 PADDED_SUMS = dict(output_layout="padded", protocol="by_rank", combine_mode="sums")
 ONE = Case("one", 1, 5, 3, 80, 7, scales="each")
 ONE_FP8 = Case("one_fp8", 1, 6, 2, 128, 7, "fp8_pow2")
+MASKING = ONE.config(on_timeout="mask")
 FORM_CASES = {
     "two_ranks": TWO,
     "one": ONE,
@@ -61,7 +66,16 @@ SWEPT = SMALL_CASES if ALL_CASES else covering(SMALL_CASES, FORM_CASES.values())
 # ------------------------------------------------------- cases times routings
 
 
+def add_alone(module: Module) -> None:
+    """One rank that may mask, whose ops are those of `one`."""
+    with building("alone", ONE, MASKING, module) as (manager, ranks, graph):
+        ((*_, result),) = fused_round_trip(manager, ranks)
+        degraded = manager.ep_degraded(ranks[0].ids, ranks[0].weights, 0)
+        graph.output(result, *degraded)
+
+
 def add_graphs(module: Module) -> dict[str, Groups]:
+    add_alone(module)
     forms = FORM_CASES | LAYERS
     return dict(
         small=Groups(None, "small_cases", SWEPT, module=module),
@@ -258,6 +272,23 @@ def test_reset_forgets_what_was_sent_before(forms):
         given = make_forms(routing)
         check_forms(f"after reset, {routing}", given, forms.run(given))
         forms.reset()
+
+
+@pytest.mark.parametrize("routing", ["full", "masked"])
+def test_one_rank_has_nobody_to_mask(session, one_module, routing):
+    given = make_inputs(ONE, routing)
+    with EPCommInitializer(MASKING) as comm:
+        comm.ep_init(session)
+        assert comm.active_ranks() == [0]
+        comm.mask(0)
+        assert comm.active_ranks() == [0]
+        model = one_module.models["alone"]
+        outputs = model.execute(*flatten(given), *comm.model_inputs())
+        comm.check()
+    result, degraded, live_share = map(to_numpy, outputs)
+    assert_same_bits("result", result, expected(ONE, given).combine[0])
+    assert len(degraded) == len(given.ids[0]) > 0
+    assert not degraded.any() and (live_share == 1).all()
 
 
 # ----------------------------------------------------------- generations wrap
