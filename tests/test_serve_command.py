@@ -39,6 +39,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
+    def started(*_: object) -> None:
+        raise AssertionError("a server would have been started")
+
+    monkeypatch.setattr(os, "execv", started)  # which does not return
     have()
     return have
 
