@@ -59,6 +59,7 @@ def test_scenario(four, name):
 @pytest.mark.parametrize("name", [n for n in SCENARIOS if "_only" in n])
 def test_fast_rank_waits_for_slow_reader(four, name):
     """Nobody has sent a generation before the slow rank looked at the last."""
+    assert_well([outcomes[name] for outcomes in four])
     looked = four[scenarios.SLOW_RANK][name].value["looked"]
     for rank, outcomes in enumerate(four):
         sent = outcomes[name].value["sent"]
