@@ -7,6 +7,7 @@ hold. Everything is a function of names and a fixed seed, so any process can
 make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from max.dtype import DType
 
 from max_ep import EPConfig
 from max_ep.formats import BY_NAME, TokenFormat
+from max_ep.limits import MAX_TOP_K
 from max_ep.reference import (
     bfloat16_to_float32,
     float32_to_bfloat16,
@@ -251,8 +253,59 @@ CAPPED = Case("capped", 3, 5, 3, 80, 7, max_output_rows=17)
 TIGHT = replace(CAPPED, name="tight", max_output_rows=1, fused_shared_expert=True)
 CAPPED_CASES = in_protocols([CAPPED]) | {"tight": TIGHT}
 """Dispatch into fewer rows than some routings need."""
+# Pairs of two scan warps; more tokens than can be inline.
+CAPPED_MANY = Case("capped_many", 2, 300, 3, 80, 300, max_output_rows=301)
+CAPPED_ON_TWO = [
+    replace(CAPPED, name="capped_two", n_ranks=2),
+    replace(TIGHT, name="tight_two", n_ranks=2),
+    CAPPED_MANY,
+]
 
 SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | CAPPED_CASES
+
+
+def features(case: Case) -> set[tuple]:
+    """Lists what a case has that its protocol, or its combine, must get right."""
+    n_last = case.n_experts - (case.n_ranks - 1) * case.n_local_experts
+    of_dispatch = dict(
+        ranks=case.n_ranks if case.n_ranks in (1, 5) else "some",
+        last_rank="full" if n_last == case.n_local_experts else n_last > 0,
+        top_k=case.top_k if case.top_k in (1, MAX_TOP_K) else "some",
+        scales=case.scales,
+        layout=(case.output_layout, case.fused_shared_expert, case.is_quantized),
+        scale_layout=case.scale_layout if case.is_quantized else None,
+        # Whether a launch is spread over workers.
+        spread=case.max_tokens_per_rank > 32 and case.output_layout,
+        allreduce=case.use_allreduce,
+    )
+    of_combine = dict(
+        layout=(case.output_layout, case.fused_shared_expert),
+        dtype=(case.combine, case.sends_rows_back, case.partial_dtype),
+        partial=case.partial,
+        cap=case.max_output_rows,
+    )
+    # The numbers of a block-scaled format do not depend on the protocol.
+    is_block_scaled = case.wire in ("mxfp8", "nvfp4", "mxfp4")
+    wire_of = "all" if is_block_scaled else case.protocol
+    return {
+        (wire_of, "wire", case.wire, case.tokens, case.forwards, case.row_scales),
+        *((case.protocol, *of) for of in of_dispatch.items()),
+        *((case.combine_mode, case.protocol, *of) for of in of_combine.items()),
+    }
+
+
+def covering(cases: dict[str, Case], others: Iterable[Case]) -> dict[str, Case]:
+    """Picks cases that have, with others, each feature once."""
+    seen = set().union(*map(features, others))
+    picked: dict[str, Case] = {}
+
+    def new_in(name: str) -> int:
+        return len(features(cases[name]) - seen)
+
+    while new_in(name := max(cases, key=new_in)):
+        picked[name] = cases[name]
+        seen |= features(cases[name])
+    return picked
 
 
 # Large enough that a launch is spread over workers and writes past the caches.

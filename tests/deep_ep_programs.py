@@ -119,6 +119,33 @@ class LikeSglang:
         return outs
 
 
+class LikeSglangAuto:
+    """SGLang's mode `auto`: one Buffer, prefill by normal calls, then decode."""
+
+    def __init__(self, group: Any) -> None:
+        self.decode = LikeSglang(group, True)
+        self.buffer = self.decode.buffer
+
+    def run(self, batches: list[Batch]) -> list[torch.Tensor]:
+        (x, ids, weights), *others = batches
+        how = dict(async_finish=True, allocate_on_comm_stream=True)
+        before = self.buffer.capture()
+        layout, before = layout_of(self.buffer, ids, previous_event=before, **how)
+        given = dict(topk_idx=ids, topk_weights=weights, expert_alignment=128)
+        given |= dict(config=None, previous_event=before)
+        rows, _, row_weights, counts, handle, event = self.buffer.dispatch(
+            x, **layout, **given, **how
+        )
+        event.current_stream_wait()
+        assert all(n % 128 == 0 for n in counts)
+        made = doubled(rows, row_weights)
+        how |= dict(config=None, previous_event=self.buffer.capture())
+        y, _, event = self.buffer.combine(made, handle, **how)
+        event.current_stream_wait()
+        self.buffer.clean_low_latency_buffer(CAP, H, E)
+        return [y, *self.decode.run(others)]
+
+
 class LikeVllmPrefill:
     """`DeepEPHTPrepareAndFinalize` of vLLM 0.33.0: two micro-batches in flight."""
 
@@ -253,6 +280,7 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         LikeVllm(group),
         LikeSglang(group, True),
         LikeSglang(group, False),
+        LikeSglangAuto(group),
         LikeVllmPrefill(group),
         LikeMegatron(group),
         LikeXtuner(group),

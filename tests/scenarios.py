@@ -138,10 +138,14 @@ def _all_gather(member: Member, graph: str) -> None:
         gathering.check(where, list(map(to_numpy, outputs)), given, rank)
 
 
-def _one_phase_only(member: Member, name: str) -> None:
+SLOW_RANK = 1
+
+
+def _one_phase_only(member: Member, name: str) -> dict[str, list[float]]:
     """Only dispatches, or combines one dispatch again and again, each time other rows.
-    Nothing but the done words keeps fast ranks from overwriting what rank 1 has not
-    read: it would wait for a generation that has gone."""
+    Nothing but the done words keeps fast ranks from overwriting what the slow one has
+    not read. Returns when each generation was sent, and when its rows were read."""
+    times: dict[str, list[float]] = {"sent": [], "looked": []}
     is_combine = name.startswith("combine_only")
     if is_combine:
         member.dispatch_async(2)
@@ -152,11 +156,14 @@ def _one_phase_only(member: Member, name: str) -> None:
             member.send_rows(generation, bounds, rows, src_info)
         else:
             member.dispatch_async(generation)
-        time.sleep(0.04 if member.rank == 1 else 0)
+        times["sent"].append(time.monotonic())
+        time.sleep(0.04 if member.rank == SLOW_RANK else 0)
+        times["looked"].append(time.monotonic())
         if is_combine:
             member.combine_wait(2, generation)
         else:
             member.dispatch_wait(generation)
+    return times
 
 
 STOPPED_S = 0.5

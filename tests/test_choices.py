@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from cases import narrow, widen
 from errors import raises, refused
-from max.driver import CPU, Accelerator, Buffer
+from harness import to_buffer, to_numpy
+from max.driver import CPU, Accelerator
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
@@ -20,16 +22,6 @@ HIDDEN = 64
 LAYERS = {"few": (7, 3), "usual": (128, 8), "many": (300, 10)}
 """Experts, and those of a token; more rows than are loaded at once."""
 ON_BOTH = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))]
-
-
-def bits_of(x: np.ndarray) -> np.ndarray:
-    """Rounds to bfloat16, ties to even, as uint16."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 @functools.cache
@@ -56,20 +48,10 @@ def model_of(kind: str) -> Callable:
         graph.output(*results)
     model = InferenceSession(devices=[CPU(), there]).load(graph)
 
-    def put(x: np.ndarray, is_row: bool) -> Buffer:
-        if is_row and dtype == DType.bfloat16:
-            return Buffer.from_numpy(bits_of(x)).view(dtype, x.shape).to(there)
-        return Buffer.from_numpy(x).to(there)
-
-    def got(buffer: Buffer) -> np.ndarray:
-        if buffer.dtype != DType.bfloat16:
-            return buffer.to(CPU()).to_numpy()
-        bits = buffer.to(CPU()).view(DType.uint16, buffer.shape).to_numpy()
-        return widened(bits)
-
     def run(given: list[np.ndarray]) -> list[np.ndarray]:
-        buffers = [put(x, i % 3 == 1) for i, x in enumerate(given)]
-        return [got(buffer) for buffer in model.execute(*buffers)]
+        given = [narrow(x, dtype) if i % 3 == 1 else x for i, x in enumerate(given)]
+        buffers = [to_buffer(x, there) for x in given]
+        return [widen(to_numpy(buffer)) for buffer in model.execute(*buffers)]
 
     return run
 
@@ -126,14 +108,14 @@ def test_choices_are_sorted_and_rows_added(kind, how, n_tokens):
         rows = rng.standard_normal((n_tokens * top_k, HIDDEN)).astype(np.float32)
         weights = rng.random((n_tokens, top_k)).astype(np.float32)
         ids = draw_ids(how, (n_tokens, top_k), n_experts)
-        given += [ids, widened(bits_of(rows)), weights]
+        given += [ids, widen(narrow(rows, DType.bfloat16)), weights]
     results = model_of(kind)(given)
     for i, (n_experts, _) in enumerate(LAYERS.values()):
         ids, rows, weights = given[3 * i : 3 * i + 3]
         *found, sums = results[5 * i : 5 * i + 5]
         check_sorted(ids, n_experts, found)
         wanted = added_up(rows, found[-1], weights)
-        wanted = widened(bits_of(wanted)) if kind == "gpu" else wanted
+        wanted = widen(narrow(wanted, DType.bfloat16)) if kind == "gpu" else wanted
         np.testing.assert_array_equal(sums, wanted)
 
 

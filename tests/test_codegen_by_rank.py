@@ -64,7 +64,7 @@ def test_readers_are_recorded_when_all_have_read(it):
 
 @kernels("by_rank.*dispatch(_wait)?\\.")
 def test_rows_are_used_after_they_are_counted(it):
-    """Counting warps hand the rows on after a `syncwarp`; none is filled before."""
+    """Scan warps hand the rows on after a `syncwarp`; none is filled before."""
     for loop in it.receive_loops:
         counted = loop.body & it.block_polls
         filled = loop.body & it.stores_16

@@ -28,7 +28,8 @@ NARROW_BLOCKS, BF16_SCALES = (
 )
 
 
-# The last two are fields of MAX's EPConfig that ask for what there is not.
+REFUSED_FIELD = "fused_moe_ready"
+"""The one of MAX's that asks for what there is not."""
 BAD_CONFIGS = """
 hidden_size=81 | 81; 162 bytes; multiple of 16
 hidden_size=4, dispatch_dtype=F32 | hidden_size=4; combine_dtype; multiple of 8
@@ -146,7 +147,7 @@ def test_each_field_of_maxs_config_is_taken_or_refused(monkeypatch):
     """Fails if MAX has a field that is neither here nor among the refused."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # MAX asks for it with two nodes
     names = [field.name for field in dataclasses.fields(MaxEPConfig)]
-    assert sorted([*GIVEN, "fused_moe_ready"]) == sorted(names)
+    assert sorted([*GIVEN, REFUSED_FIELD]) == sorted(names)
     for name, given in GIVEN.items():
         config = TWO.config(**given)
         assert np.array_equal(getattr(config, name), given[name])
@@ -154,7 +155,7 @@ def test_each_field_of_maxs_config_is_taken_or_refused(monkeypatch):
         for field in names:
             assert np.array_equal(getattr(theirs, field), getattr(config, field)), name
     guide = (ROOT / "docs/from_max.md").read_text()
-    assert "| `fused_moe_ready` |" in guide
+    assert f"| `{REFUSED_FIELD}` |" in guide
 
 
 @refused("""

@@ -4,14 +4,13 @@
 What it computes is compared with torch in tests/test_experts_gpu.py.
 """
 
-import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 from assembly import nvidia_resources
-from children import WHERE_WE_IMPORT, ran
+from children import WHERE_WE_IMPORT, ran, slow
 from errors import raises, refused
 from kernels import PROGRAMS, compiled
 from max.dtype import DType
@@ -144,7 +143,7 @@ os._exit(0)
 process."""
 
 
-@pytest.mark.skipif("MAX_EP_ALL_CASES" not in os.environ, reason="slow")
+@slow
 def test_ops_compile_for_hopper(tmp_path):
     """In a graph, whose GPU has another name than that of `mojo build`."""
     how = dict(PYTHONPATH=WHERE_WE_IMPORT)

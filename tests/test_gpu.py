@@ -18,6 +18,7 @@ from cases import (
     BF16,
     BY_RANK_CASES,
     CAPPED,
+    CAPPED_ON_TWO,
     CASES,
     F32,
     LAYOUT_CASES,
@@ -86,15 +87,7 @@ _QUANTIZED_SUMS = [
 ]
 ALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | in_protocols(_FEW_RANKS)
 ALL_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
-_CAPPED = [
-    CAPPED,
-    TIGHT,
-    replace(CAPPED, name="capped_two", n_ranks=2),
-    replace(TIGHT, name="tight_two", n_ranks=2),
-    # Pairs of two counting warps; more tokens than can be inline.
-    Case("capped_many", 2, 300, 3, 80, 300, max_output_rows=301),
-]
-ALL_CASES |= capped(_CAPPED)
+ALL_CASES |= capped([CAPPED, TIGHT, *CAPPED_ON_TWO])
 
 
 def two_on_each(case: Case) -> EPConfig:
@@ -176,6 +169,16 @@ def test_round_trip_is_the_oracles(run_at, place, name, data, routing):
     run = run_at(place, routing, data)
     want = expected(ALL_CASES[name], run.given[name])
     assert_round_trip(f"{place}, {name}, {routing}, {data}", run.got[name], want)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, c in ALL_CASES.items() if c.max_output_rows is not None]
+)
+def test_full_routing_drops_rows(name):
+    """Or the caps of the tests above would show nothing. Needs no GPU."""
+    given = make_inputs(ALL_CASES[name], "full")
+    dropped = expected(ALL_CASES[name], given).dropped
+    assert any(of_tokens.any() for of_tokens, _ in dropped)
 
 
 PLAIN = {

@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import PROTOCOLS, Case, capped, in_protocols, make_inputs
+from cases import (
+    CAPPED,
+    CAPPED_MANY,
+    CAPPED_ON_TWO,
+    PROTOCOLS,
+    TIGHT,
+    Case,
+    capped,
+    in_protocols,
+    make_inputs,
+)
 from harness import (
     assert_round_trip,
     assert_same_bits,
@@ -40,7 +50,9 @@ REPLAYED = in_protocols(
         Case("four", 4, 10, 3, 512, 7),
     ]
 )
-REPLAYED |= capped([Case("two_capped", 2, 5, 3, 512, 7, max_output_rows=9)])
+REPLAYED |= capped(CAPPED_ON_TWO)
+SHARED = capped([CAPPED, TIGHT, CAPPED_MANY])
+"""Their ranks share one GPU, which runs them one after another."""
 
 
 # Each phase: which delay it has, and which of its arguments is the rank.
@@ -79,16 +91,26 @@ class Delayed:
         return call
 
 
-# Of `sends` nothing is between async and wait, not even a delay.
-@pytest.mark.parametrize("form", ["split", "sends", "fused"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.gpu(c.n_ranks)) for n, c in REPLAYED.items()],
-)
-def test_1000_replays_with_delays(gpu_session, name, form):
+# Of `sends` nothing is between async and wait, not even a delay. Ranks in turn have no
+# fused form.
+REPLAYS = [
+    pytest.param(case, case.on_gpus(), form, id=f"{name}-{form}", marks=gpu)
+    for name, case in REPLAYED.items()
+    for gpu in [pytest.mark.gpu(case.n_ranks)]
+    for form in ("split", "sends", "fused")
+]
+REPLAYS += [
+    pytest.param(case, case.on_one_gpu(), form, id=f"{name}-shared-{form}", marks=gpu)
+    for gpu in [pytest.mark.gpu(1)]
+    for name, case in SHARED.items()
+    for form in ("split", "sends")
+]
+
+
+@pytest.mark.parametrize("case, config, form", REPLAYS)
+def test_1000_replays_with_delays(gpu_session, case, config, form):
     """A captured graph, replayed with other tokens, routings and delays."""
-    case, build = REPLAYED[name], fused_round_trip if form == "fused" else round_trip
-    config = case.config(target="gpu", timeout_s=5)
+    name, build = case.name, fused_round_trip if form == "fused" else round_trip
     manager = EPBatchManager(config)
     ranks = range(case.n_ranks)
     counts = [case.max_tokens_per_rank] * case.n_ranks

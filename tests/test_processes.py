@@ -56,6 +56,17 @@ def test_scenario(four, name):
     assert_well([outcomes[name] for outcomes in four])
 
 
+@pytest.mark.parametrize("name", [n for n in SCENARIOS if "_only" in n])
+def test_fast_rank_waits_for_slow_reader(four, name):
+    """Nobody has sent a generation before the slow rank looked at the last."""
+    assert_well([outcomes[name] for outcomes in four])
+    looked = four[scenarios.SLOW_RANK][name].value["looked"]
+    for rank, outcomes in enumerate(four):
+        sent = outcomes[name].value["sent"]
+        early = [g for g in range(1, len(sent)) if sent[g] < looked[g - 1]]
+        assert not early, f"rank {rank} overwrote unread rows in {early}"
+
+
 @pytest.mark.parametrize("where", ["", " from outside"])
 @pytest.mark.parametrize(
     "when, phase, after",

@@ -13,7 +13,7 @@ from cases import BF16, CASES, F32
 from errors import arguments_of, raises, refused
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
-from test_config import TWO
+from test_config import F16, TWO  # noqa: F401, for the tables
 
 from max_ep import *  # noqa: F403, for the tables
 from max_ep import EPBatchManager, EPConfig
@@ -178,7 +178,7 @@ rows=tensor(F32, ROWS, 80) | input_tokens; float32; bfloat16
 rows=tensor(BF16, ROWS, 40) | input_tokens; 40; 80
 rows=tensor(BF16, 5, 80) | input_tokens; 5 rows; 42
 rows=tensor(BF16, ROWS, 80, device=GPU) | input_tokens; gpu:0; cpu:0
-weights=tensor(DType.float16, "t", 3) | router_weights; float16; bfloat16 or
+weights=tensor(F16, "t", 3) | router_weights; float16; bfloat16 or DType.float32
 weights=tensor(F32, "t", 2) | router_weights; [t, 2]; [any, 3]
 weights=tensor(F32, "t", 3, device=GPU) | router_weights; gpu:0; cpu:0
 weights=tensor(F32, 8, 3) | router_weights; 8 tokens; 7

@@ -17,6 +17,7 @@ from cases import (
     SUMS_CASES,
     Case,
     Inputs,
+    covering,
     make_inputs,
 )
 from children import ALL_CASES
@@ -26,8 +27,12 @@ from harness import (
     all_round_trip,
     assert_dispatched,
     assert_round_trip,
+    assert_same_bits,
+    building,
+    flatten,
     fused_round_trip,
     round_trip,
+    to_numpy,
 )
 from kernels import counter_word
 from max.graph import DeviceRef, Module
@@ -41,10 +46,12 @@ TWO = CASES["two_ranks"]
 PADDED_SUMS = dict(output_layout="padded", protocol="by_rank", combine_mode="sums")
 ONE = Case("one", 1, 5, 3, 80, 7, scales="each")
 ONE_FP8 = Case("one_fp8", 1, 6, 2, 128, 7, "fp8_pow2")
+MASKING = ONE.config(on_timeout="mask")
 FORM_CASES = {
     "two_ranks": TWO,
     "one": ONE,
     "one_fp8": ONE_FP8,
+    # What these have is not swept once more (`covering`).
     "by_rank": BY_RANK_CASES["top_32_by_rank"],
     "sums": SUMS_CASES["uneven_7_on_3_sums"],
     "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
@@ -53,28 +60,22 @@ FORM_CASES = {
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
-# With those, each element type, layout, form of scales and odd size of a group once in
-# each protocol that makes a difference: a case takes ten seconds to compile. All with
-# `MAX_EP_ALL_CASES`.
-_SWEPT = """
-five_ranks_top_1 uneven_7_on_3 top_32 mxfp4 allreduce packed_scales row_scales
-padded_fp8 padded_mxfp8 tiles_mxfp8 forwarded_fp8 forwarded_mxfp4 forwarded_nvfp4
-five_ranks_top_1_by_rank uneven_7_on_3_by_rank padded_last_rank_empty_by_rank
-shared_last_rank_empty_by_rank tiles_nvfp4_by_rank forwarded_fp8_by_rank
-packed_scales_by_rank
-shared_fp8_sums last_rank_empty_sums top_32_sums fp8_sums_back mxfp8_sums_back
-capped capped_by_rank capped_sums tight
-"""
-SWEPT = {
-    name: case
-    for name, case in SMALL_CASES.items()
-    if ALL_CASES or name in _SWEPT.split()
-}
+# Compiling a case for CPU ranks takes ten seconds.
+SWEPT = SMALL_CASES if ALL_CASES else covering(SMALL_CASES, FORM_CASES.values())
 
 # ------------------------------------------------------- cases times routings
 
 
+def add_alone(module: Module) -> None:
+    """One rank that may mask, whose ops are those of `one`."""
+    with building("alone", ONE, MASKING, module) as (manager, ranks, graph):
+        ((*_, result),) = fused_round_trip(manager, ranks)
+        degraded = manager.ep_degraded(ranks[0].ids, ranks[0].weights, 0)
+        graph.output(result, *degraded)
+
+
 def add_graphs(module: Module) -> dict[str, Groups]:
+    add_alone(module)
     forms = FORM_CASES | LAYERS
     return dict(
         small=Groups(None, "small_cases", SWEPT, module=module),
@@ -271,6 +272,23 @@ def test_reset_forgets_what_was_sent_before(forms):
         given = make_forms(routing)
         check_forms(f"after reset, {routing}", given, forms.run(given))
         forms.reset()
+
+
+@pytest.mark.parametrize("routing", ["full", "masked"])
+def test_one_rank_has_nobody_to_mask(session, one_module, routing):
+    given = make_inputs(ONE, routing)
+    with EPCommInitializer(MASKING) as comm:
+        comm.ep_init(session)
+        assert comm.active_ranks() == [0]
+        comm.mask(0)
+        assert comm.active_ranks() == [0]
+        model = one_module.models["alone"]
+        outputs = model.execute(*flatten(given), *comm.model_inputs())
+        comm.check()
+    result, degraded, live_share = map(to_numpy, outputs)
+    assert_same_bits("result", result, expected(ONE, given).combine[0])
+    assert len(degraded) == len(given.ids[0]) > 0
+    assert not degraded.any() and (live_share == 1).all()
 
 
 # ----------------------------------------------------------- generations wrap

@@ -180,6 +180,7 @@ def test_every_rank_has_one_address_for_the_same_bytes(group):
         writer = (rank // 2 + 1) % n  # not the owner
         write(tables[writer][rank], bytes([rank + 1]) * REGION_BYTES)
         status = memories[rank // 2].status
+        assert len(status) == 2 * STATUS_BYTES
         begin = rank % 2 * STATUS_BYTES
         status[begin : begin + 4] = bytes([rank + 101]) * 4
     for memory, table in zip(memories, tables):
@@ -220,6 +221,7 @@ def test_memory_is_taken_when_made(group):
     """Or a kernel that comes to it is killed."""
     memory = SharedMemory(group, 0, 2, 1, 64 << 20, "")
     assert os.fstat(memory._descriptor).st_blocks * 512 >= 64 << 20
+    memory.close()
     memory.close()
 
 
@@ -394,8 +396,10 @@ def test_another_configuration_is_refused(group):
     memories = [make(group, node, 4) for node in (0, 2, 3)]
     memories.append(make(group, 1, 4, fingerprint="hidden_size=16"))
     begin = time.monotonic()
-    errors = [str(error) for error in errors_of(memories, TIMEOUT_S)]
+    errors = errors_of(memories, TIMEOUT_S)
     assert time.monotonic() - begin < TIMEOUT_S / 2
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    errors = list(map(str, errors))
     assert all("another configuration: hidden_size=" in x for x in errors), errors
     # Who looks first sees both; the others may hear of it.
     assert any("hidden_size=8" in x and "hidden_size=16" in x for x in errors), errors

@@ -175,6 +175,7 @@ c(x, ids, ids.float(), (1, 2)) | handle
 c(x, ids, x, None, True) | logfmt
 buffer.low_latency_query_mask_buffer(x) | masks
 buffer.get_local_buffer_tensor(x.dtype, x.shape) | get_local_buffer_tensor(size
+Buffer(buffer.group, timeout_s=0) | timeout_s=0 must be seconds
 """
 
 
@@ -189,6 +190,10 @@ def arguments(buffer: Buffer) -> None:
         code, words = line.split(" | ")
         with raises((TypeError, ValueError, NotImplementedError), words):
             eval(code, known)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAX_EP_TIMEOUT_S", "soon")
+        with raises(ValueError, "MAX_EP_TIMEOUT_S='soon' must be seconds"):
+            Buffer(buffer.group)
     if buffer.group_size > 1:
         too_many = dict(layout, num_tokens_per_expert=ids.new_zeros(E + 3).int())
         with raises(ValueError, "has 11 experts"):
