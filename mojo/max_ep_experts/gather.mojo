@@ -79,8 +79,8 @@ struct GatheredSwiglu(TileProduct):
 
     @always_inline
     def _gather_tile(self, mut ring: Ring, tile: BlockTile, thread: UInt32):
-        """Copies the rows of a tile, with one thread of two warps; as rows behind them the
-        last one again."""
+        """Copies the rows of a tile, with one thread of two warps. What is behind them
+        stays as it is: no result depends on it."""
         var which, lane = divmod(thread, UInt32(WARP_SIZE))
         var in_pass, chunk = divmod(lane, UInt32(_LANES_OF_ROW))
         var first = which * _ROWS
@@ -92,6 +92,7 @@ struct GatheredSwiglu(TileProduct):
             found[i] = self._begin_of(tile, 2 * _ROWS * of_lane + first + in_pass)
         var source = self.product.x.unsafe_offset(Int(8 * chunk))
         var place = 16 * (chunk ^ (first + in_pass))
+        var n_left = Int32(tile.n_rows) - Int32(first + in_pass)
         for _ in range(UInt32(self.product.k // K_STEP)):
             ring.await_empty()
             var to = UInt32(Int(ring.rows(first + in_pass))) + place
@@ -105,10 +106,12 @@ struct GatheredSwiglu(TileProduct):
                         )
                     comptime for j in range(_TOGETHER):
                         comptime rows = 2 * Int(_ROWS) * (first_pass + j)
-                        gather_16(
-                            to + UInt32(rows * ROW_BYTES),
-                            source.unsafe_offset(8 * Int(begins[j])),
-                        )
+                        # With one token, all blocks would read the line of one row.
+                        if Int32(rows) < n_left:
+                            gather_16(
+                                to + UInt32(rows * ROW_BYTES),
+                                source.unsafe_offset(8 * Int(begins[j])),
+                            )
             arrive_when_gathered(ring)
             source = source.unsafe_offset(K_STEP)
             ring.step()
