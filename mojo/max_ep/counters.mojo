@@ -195,16 +195,6 @@ def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
     return wanted
 
 
-@always_inline
-def word_after_init(i: Int, my_rank: Int, timeout_ms: Int, group: Group) -> Int32:
-    """Returns the value of a word before the first generation."""
-    if i == Word.MY_RANK:
-        return Int32(my_rank)
-    if i == Word.TIMEOUT_MS:
-        return Int32(timeout_ms)
-    return wanted_word(i, 0, group)
-
-
 def name_of_word(i: Int) -> String:
     var names: Array[StaticString, N_GROUP_WORDS] = [
         "n_experts",
