@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a launcher: tensors, checked and turned into pointers.
-
-All checks come before the first send.
-"""
+"""Arguments of a launcher: tensors, checked before the first send, as pointers."""
 from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu
 
@@ -36,7 +33,6 @@ struct Form(TrivialRegisterPassable):
 
     @staticmethod
     def of(op: StaticString) -> Self:
-        """Returns the form of an op, which is the end of its name."""
         return Self(not op.endswith("_wait"), not op.endswith("_async"))
 
 
@@ -104,7 +100,6 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
 def check_dispatch[
     group: Group, Format: TokenFormat, target: StaticString, has_input_scales: Bool
 ]():
-    """Checks, at compile time, that dispatch supports a group and format."""
     check_group[group, target, Format.hidden_multiple]()
     comptime assert (
         not group.is_by_rank() or not has_input_scales
@@ -237,7 +232,6 @@ def _peer_buffers[
 ](
     op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
 ) raises -> PeerBuffers[group.n_ranks]:
-    """Finds the same buffer on every rank whose memory is mapped."""
     comptime n_ranks = group.n_ranks
     var n = Int(ptrs.dim[0]())
     if n != n_ranks:
@@ -281,8 +275,7 @@ def given_tokens[
 ](
     call: Call[group], tokens: TileTensor, topk_ids: TileTensor[DType.int32, ...]
 ) raises -> GivenTokens[tokens.dtype]:
-    """Checks what dispatch sends, without router weights; raises if a size does not fit.
-    """
+    """Checks what dispatch sends, without router weights."""
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses an op's parameter `config` into its `Group` and token format, at compile time.
-
-It is a string such as "n_experts=256 n_ranks=8 by_rank sums". `max_ep/graph/ops.py`
-writes it.
+"""Parses an op's parameter `config`, such as "n_experts=256 n_ranks=8 by_rank sums", into
+its `Group` and token format. `max_ep/graph/ops.py` writes it.
 """
 from max.gpu.host.info import is_gpu
 
@@ -36,7 +34,6 @@ def group_of(
     dispatch_msg_bytes: Int = 0,
     combine_msg_bytes: Int = 0,
 ) -> Group:
-    """Reads the group out of an op's parameter `config`."""
     var n_ranks = number_in(config, "n_ranks")
     var per_node = number_in(config, "n_ranks_per_node")
     return Group(

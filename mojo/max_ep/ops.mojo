@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MAX custom ops: each launches a phase on its tensors, without logic of its own.
 
-The parameter `config` describes the group: words such as `n_experts=256`, `by_rank`,
-`sums`, `padded`. `max_ep/graph/ops.py` writes it, `op_config.mojo` parses it.
+The parameter `config` describes the group (`op_config.mojo`).
 
 Every op takes `order`, a mutable tensor that it never accesses. MAX runs ops that
 share a mutable tensor in graph order, and other ops concurrently.

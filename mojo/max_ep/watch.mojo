@@ -60,7 +60,6 @@ def _n_counts[group: Group, is_combine: Bool](my_rank: Int, peer_rank: Int) -> I
 
 @always_inline
 def _count_offset[group: Group, is_combine: Bool](peer_rank: Int, i: Int) -> Int:
-    """Locates one of them in this rank's counts buffer."""
     comptime if is_combine:
         return group.combine_count_offset(group.expert_id(peer_rank, i))
     else:

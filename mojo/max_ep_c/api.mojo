@@ -95,7 +95,7 @@ comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
 
 @always_inline
 def _at[T: AnyType](address: Int) -> MutPointer[T]:
-    """Makes a pointer of an address; a pointer is never null."""
+    """A pointer is never null."""
     return {unsafe_from_address = address if address != 0 else MESSAGE_ALIGN}
 
 
@@ -120,8 +120,7 @@ def _load_phase[P: Kernel](context: DeviceContext) raises:
 
 
 def _load_kernels(context: DeviceContext) raises:
-    """Loads all kernels: the first launch of one may be in a capture, which forbids
-    that."""
+    """The first launch of a kernel may be in a capture, which forbids to load it."""
     _load_phase[DispatchByRank[DISPATCH, Format, INPUT_DTYPE]](context)
     _load_phase[CombineRows[COMBINE, COMBINE_DTYPE, True]](context)
     _ = context.compile_function[watch_kernel[DISPATCH, False]]()
@@ -147,7 +146,6 @@ struct Rank(Movable):
     def __init__(
         out self, device: Int, rank: Int, timeout_ms: Int, region: Int, words: Int
     ) raises:
-        """Keeps a rank's memory, without clearing it."""
         comptime if is_gpu[TARGET]():
             self.context = DeviceContext(device_id=device)
             _load_kernels(self.context)
@@ -204,7 +202,6 @@ struct Rank(Movable):
         _ = rank_word
 
     def buffers[group: Group](self, i: Int) -> PeerBuffers[group.n_ranks]:
-        """Finds a buffer on all ranks, by its place in `offsets`."""
         return {_at[UInt64](Int(Pointer(to=self.addresses)) + 8 * N_RANKS * i)}
 
     def call[group: Group, direction: Int](self, op: StaticString) -> Call[group]:
@@ -223,7 +220,7 @@ def _rank(handle: Int) -> MutPointer[Rank]:
 
 
 def _write(text: String, address: Int, size: Int) -> Int32:
-    """Copies a text to a caller; returns how many bytes it got."""
+    """Returns how many bytes the caller got."""
     var bytes = text.as_bytes()
     var n = min(len(bytes), size)
     var to = _at[UInt8](address)
@@ -356,7 +353,6 @@ struct DispatchArguments(TrivialRegisterPassable):
 
 
 def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) raises:
-    """Sends tokens, or receives rows, or both."""
     var ids = given.topk_ids
     var narrow = List[Int32]()
     comptime if WIDE_IDS and form.sends and not is_gpu[TARGET]():
@@ -426,7 +422,6 @@ struct CombineArguments(TrivialRegisterPassable):
 
 
 def _combine[form: Form](mut rank: Rank, queue: Int, given: CombineArguments) raises:
-    """Sends rows, or adds those that came, or both."""
     # A caller may write over its rows once they are sent.
     launch_combine[COMBINE_DTYPE, TARGET, form, True](
         rank.call[COMBINE, 1]("combine"),

@@ -24,10 +24,8 @@ def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16])
     warp takes 16 rows of a weight and a chunk of up to 64 tokens, then the next such
     tile.
 
-    Launch: grid any, block of four warps.
-
-    Args:
-        product: `n` a multiple of 16, `k` of `K_STEP`, up to `MAX_GROUPS` groups.
+    Launch: grid any, block of `_N_WARPS` warps; what `check_sizes` allows, up to
+    `MAX_GROUPS` groups.
     """
     var before = unsafe_stack_allocation[
         MAX_GROUPS + 1, UInt32, address_space=AddressSpace.SHARED
@@ -90,16 +88,7 @@ def launch_grouped_matmul[
 ](
     product: GroupedProduct[DType.bfloat16], context: DeviceContext, queue: DeviceStream
 ) raises:
-    """Launches `grouped_matmul_kernel`.
-
-    Args:
-        product: The product; `n` a multiple of 16, `k` of `K_STEP`.
-        context: The device.
-        queue: Where the launch goes.
-
-    Raises:
-        If `n`, `k` or the number of groups do not fit the kernel, or the launch fails.
-    """
+    """Raises if `n`, `k` or the number of groups do not fit the kernel."""
     check_sizes("grouped_matmul", product.n, product.k)
     if product.n_groups > MAX_GROUPS:
         raise Error(

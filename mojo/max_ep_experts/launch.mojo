@@ -17,7 +17,6 @@ def is_hopper[arch: StaticString = _accelerator_arch()]() -> Bool:
 def launch[
     swiglu: Bool
 ](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
-    """Launches the product; only the device knows how many rows there are."""
     comptime if is_hopper():
         if fits(product) and Int(product.y) % 16 == 0:
             launch_on_hopper(Bf16Product[swiglu](product), context, context.stream())

@@ -48,18 +48,11 @@ def _multiply_together[
 def linear_kernel(
     y: Bf16Out, x: Bf16In, weight: Bf16In, n_rows: Int32, n: Int32, k: Int32
 ):
-    """Multiplies few rows with the transpose of a weight.
+    """Multiplies few rows with the transpose of a weight: `y` is `[n_rows][n]`, `x`
+    `[n_rows][k]`, `weight` `[n][k]`, both 16-byte aligned.
 
-    Launch: grid `(n / 16, n_rows / 64 rounded up)`, block of `_N_WARPS` warps,
-    which share the sum along `k`.
-
-    Args:
-        y: `[n_rows][n]`.
-        x: `[n_rows][k]`, 16-byte aligned.
-        weight: `[n][k]`, 16-byte aligned.
-        n_rows: Rows.
-        n: A multiple of 16.
-        k: A multiple of `K_STEP`.
+    Launch: grid `(n / COLUMNS, ceildiv(n_rows, CHUNK))`, block of `_N_WARPS` warps,
+    which share the sum along `k`; what `check_sizes` allows.
     """
     var theirs = unsafe_stack_allocation[
         (_N_WARPS - 1) * (CHUNK // TOKENS) * WARP_SIZE * 4,
@@ -97,11 +90,7 @@ def launch_linear(
     k: Int,
     context: DeviceContext,
 ) raises:
-    """Launches `linear_kernel`, whose arguments these are.
-
-    Raises:
-        If `n` or `k` do not fit the kernel, or the launch fails.
-    """
+    """Raises if `n` or `k` do not fit the kernel."""
     check_sizes("linear", n, k)
     if n_rows == 0:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MAX ops, but for `gpu_linear` and those of `fp8_ops` and `choices_ops`."""
+"""The MAX ops of experts on any device."""
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from max.gpu.host import DeviceContext

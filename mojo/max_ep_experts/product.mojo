@@ -48,15 +48,11 @@ struct GroupedProduct[dtype: DType](KernelArgument):
     var expert_ids: In[DType.int32]
     """`[n_groups]`."""
     var n_groups: Int
-    """Number of groups."""
     var n_rows: Int
     """Rows of `y`, used or not."""
     var n_experts: Int
-    """Number of weights."""
     var n: Int
-    """Rows of a weight."""
     var k: Int
-    """Columns of `x`."""
     var one_group: Int
     """1 if all rows are one group; then there are no offsets and ids. A `Bool` here makes
     the kernels' pointers generic."""
@@ -98,7 +94,6 @@ def product_of[
     row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
     expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
 ) -> GroupedProduct[dtype]:
-    """Describes the product of an op's tensors."""
     return GroupedProduct[dtype](
         y={unsafe_from_address = Int(y.unsafe_ptr())},
         x={unsafe_from_address = Int(x.unsafe_ptr())},

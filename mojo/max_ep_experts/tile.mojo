@@ -29,7 +29,6 @@ comptime Sums[n_tiles: Int] = Array[SIMD[DType.float32, 4], n_tiles]
 
 @always_inline
 def silu(x: Float32) -> Float32:
-    """Returns `x * sigmoid(x)`."""
     return x * recip(1 + exp(-x))
 
 
@@ -58,9 +57,7 @@ struct Tile[swiglu: Bool = False](Copyable, Movable):
     var column: Int
     """First column."""
     var n: Int
-    """Columns of `y`."""
     var k: Int
-    """Elements of a token."""
 
     @always_inline
     def add[
@@ -110,7 +107,6 @@ struct Tile[swiglu: Bool = False](Copyable, Movable):
 
     @always_inline
     def store[n_tiles: Int](self, sums: Sums[n_tiles]):
-        """Stores the lane's results."""
         var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
         comptime for tile in range(n_tiles):
             comptime for i in range(2):

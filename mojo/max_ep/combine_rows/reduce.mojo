@@ -101,7 +101,6 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
         vector: Int,
         is_there: Bool,
     ):
-        """Adds a vector of the rows of some choices, if there is one."""
         comptime n = min(ROWS_IN_FLIGHT, Self.group.top_k)
         var parts = Array[LaneBytes, n](fill=0)
         comptime for i in range(n):

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp sends expert rows back to the places of their choices.
-
-The receive phase reads the rows of own tokens in place. They are sent only if they may
-change before it.
-"""
+"""How a warp sends expert rows back to the places of their choices."""
 from max.gpu import barrier, block_idx, syncwarp, thread_idx
 from std.sys import size_of
 

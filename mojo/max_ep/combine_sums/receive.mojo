@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp adds up tokens from own rows and partial sums.
-
-The order of additions is fixed (`kernel.mojo`) and does not depend on arrival. A warp
-polls the 16 bytes of a partial sum when it needs them, and then restores `SENTINEL`.
-"""
+"""How a warp adds up tokens: own rows, then partial sums in order of rank."""
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.utils.numerics import nan

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control words and roles of the warps of a block of `CombineSums`.
-
-Each warp may send, and then takes part in adding up. The last three warps also do the
-work that is done once per block or launch (`kernel.mojo`).
-
-`SavedRoutes` is the record that dispatch made of a token, one choice per lane. With
-few tokens a warp can load its first record while the launch reads its header.
+"""Control words of a block of `CombineSums`, the roles of its warps, and what dispatch
+has recorded of a token. Each warp may send, and then takes part in adding up.
 """
 from ..counters import Counters, NO_ROW
 from ..device.schedule import Schedule

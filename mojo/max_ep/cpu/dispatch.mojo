@@ -43,7 +43,6 @@ def cpu_dispatch_async[
     token_fmt_type: TokenFormat,
     input_scales: InputScales = None,
 ](given: GivenTokens[input_type], rank: CpuRank[group]) raises:
-    """Sends each token to its experts or ranks, and publishes the counts."""
     comptime is_by_rank = group.is_by_rank()
     comptime n_copies = min(group.top_k, group.n_ranks if is_by_rank else group.top_k)
     comptime bytes_per_token = n_copies * token_fmt_type.msg_bytes
@@ -158,7 +157,6 @@ def _write_entry[
 def _publish_counts[
     group: Group, //
 ](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]):
-    """Publishes this generation's counts to every rank."""
     # I2: numbers and counts are published after all they announce. A rank
     # without tokens publishes zeros: its peers wait for every pair.
     comptime if group.is_by_rank():

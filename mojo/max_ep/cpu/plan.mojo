@@ -27,7 +27,6 @@ struct SendPlan[group: Group](Movable):
     var first_dropped: Int
 
     def __init__(out self, ids: ImmPointer[Int32], n_tokens: Int):
-        """Gives each choice the next place of its pair."""
         var n_choices = n_tokens * Self.group.top_k
         self.ids = ids
         self.positions = List[Int32](length=n_choices, fill=_NO_POSITION)
@@ -51,7 +50,7 @@ struct SendPlan[group: Group](Movable):
             self.counts[expert_id] += 1
 
     def rank_of(self, choice: Int) -> Int:
-        """Names the rank that a choice goes to; -1: to none."""
+        """Returns -1 if the choice goes to none."""
         if self.positions[choice] == _NO_POSITION:
             return -1
         return Int(self.ids[unsafe_offset=choice]) // Self.group.n_local_experts()

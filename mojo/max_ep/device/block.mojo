@@ -59,7 +59,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     var deadline: Deadline
     var before: LaunchHeader
     var control: SharedWord
-    """The block's control words, all 0 at first."""
+    """The control words, all 0 at first."""
     var counters: Counters[Self.group]
     var recv_bufs: SharedAddresses
     """Receive buffers of all ranks, of dispatch or of combine."""
@@ -80,9 +80,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         counts: SharedAddresses,
         phase: Int,
     ) -> Self:
-        """Sets a block up; all its threads call it, with `header_word` and `mask_word`.
-
-        Addresses that were shared before are visible afterwards.
+        """Sets a block up, with a block barrier; `header_word` and `mask_word` are given.
         """
         comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
         var control = shared[UInt32, n_control + 1]()
@@ -116,10 +114,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def set_up[n_control: Int](buffers: Buffers[Self.group], mask: Int32 = 0) -> Self:
-        """Sets up a block of a portable phase; a block barrier must follow.
-
-        Every warp calls it, after `load_and_check_header`.
-        """
+        """Sets up a block of a portable phase; a block barrier must follow."""
         var counters = buffers.counters
         var control = shared[UInt32, n_control]()
         if thread_idx.x < n_control:
@@ -167,8 +162,8 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def is_overtaken(self, dispatch_generation: UInt32) -> Bool:
-        """Returns whether two dispatches have been sent since: the tokens and choices of
-        two are kept."""
+        """Returns whether two dispatches have been sent since: choices of two are kept.
+        """
         var sent = self.before.generation[Word.DISPATCH_SENT]()
         return sent != dispatch_generation and sent != (
             next_generation(dispatch_generation)
@@ -253,7 +248,6 @@ struct Block[group: Group](TrivialRegisterPassable):
     def refuse_and_break(
         self, code: Int32, phase: Int, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
     ):
-        """Records the same, and that the rank is broken."""
         self.refuse(code, phase, expert_or_row, a, b)
         self.counters.set_broken()
 
@@ -317,7 +311,8 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_readers(self) -> Bool:
-        """Waits for readers by rank, unless an earlier launch has seen them done."""
+        """Waits for readers by rank, unless `prefetch_done_words` has seen them done.
+        """
         comptime is_combine = Self.group.is_combine()
         var generation = self._sent[is_combine]()
         comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED
@@ -400,11 +395,8 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def publish_reads(self, dispatch_received: UInt32, combine_received: UInt32):
-        """Publishes to every rank which generations this one has read.
-
-        One warp calls it. A word holds both: dispatch in its upper half, combine
-        in its lower one.
-        """
+        """Publishes, with one warp, which generations this rank has read: dispatch in the
+        upper half of a word, combine in the lower one."""
         # After `elect_last_block` one lane has acquired what all blocks did.
         syncwarp()
         for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
@@ -416,10 +408,9 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def publish_earlier_reads(self, warp_idx: Int):
-        """Publishes to every rank what the launches before this one have read.
+        """Publishes, with one warp of the grid, what the launches before have read.
 
-        One warp of the first block does so. The reads are over: a kernel that calls
-        this has waited for the kernels before it (`await_launch_before`).
+        They are over: the kernel has called `await_launch_before`.
         """
         if block_idx.x == 0 and self.warp_idx == warp_idx:
             self.publish_reads(
@@ -429,11 +420,8 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def prefetch_done_words(self):
-        """Polls done words of the other direction, so that its next launch need not
-        wait.
-
-        A warp that no other waits for calls it. It polls at most `_DONE_POLLS` times.
-        """
+        """Polls done words of the other direction, so that its next launch need not wait;
+        a warp that no other waits for calls it."""
         comptime is_combine = not Self.group.is_combine()
         var generation = self._sent[is_combine]()
         var my_counts = self.my_counts()

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a rank that does not answer is masked: the clock of ranks that mask.
 
-docs/fault_tolerance.md says when a rank is late. Between its launches it sends no
-heartbeats.
-
-All this is read after some dozens of polls without success, never before.
+docs/fault_tolerance.md says when a rank is late. All this is read after some dozens of
+polls without success, never before.
 """
 from ..flags import (
     count_of,
@@ -25,7 +23,7 @@ comptime _NS_PER_MS = UInt64(1_000_000)
 comptime _BEATS_PER_TIMEOUT = 8
 """Heartbeats that a rank sends in the time after which it would be masked."""
 comptime _MOST_TIMEOUTS = UInt64(4)
-"""How long heartbeats help: two ranks that wait for each other stop some time."""
+"""How long heartbeats help: two ranks that wait for each other must stop."""
 comptime _UNDECIDED_MS = UInt64(2_000)
 """How much longer the other blocks wait for what the first decides."""
 
@@ -39,7 +37,6 @@ def _timeout_ns(block: Block[...]) -> UInt64:
 def _heartbeat[
     group: Group, //
 ](block: Block[group], reader: Int, rank: Int) -> FlagPointer:
-    """Points to the heartbeat of a rank on a reader's rank."""
     var offset = group.heartbeat_offset(rank)
     # `CombineRows` has the counts of combine.
     comptime if group.combine_msg_bytes > 0 and not group.has_sums:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens and sums are split into chunks, and which warp takes which chunk.
-
-Nothing here accesses memory: it is arithmetic on the numbers of tokens, warps and
-blocks of a launch.
+"""How tokens and sums are split into chunks, and which warp takes which: arithmetic on
+the numbers of tokens, warps and blocks of a launch.
 """
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
@@ -63,7 +61,6 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     comptime most_steps = ceildiv(Self.n_steps, Self._FEWER)
 
     var are_more: Bool
-    """Whether the larger number is used."""
 
     @always_inline
     def n_chunks(self) -> Int:
@@ -96,7 +93,6 @@ comptime FlaggedSplit[n_steps: Int] = Split[n_steps, N_CHUNKS, N_CHUNKS]
 
 @always_inline
 def inline_split[n_steps: Int](n_tokens: Int) -> InlineSplit[n_steps]:
-    """Chooses into how many chunks an inline token is split."""
     return InlineSplit[n_steps](n_tokens <= 64)
 
 

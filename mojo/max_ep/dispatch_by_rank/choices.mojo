@@ -33,7 +33,6 @@ comptime _MOST_COUNTED = 4
 
 @always_inline
 def n_shared_ids[group: Group]() -> Int:
-    """Counts the words of shared memory for ids, or for the index of many."""
     comptime n_choices = group.n_choices()
     comptime if n_choices <= N_SHARED_CHOICES:
         return n_choices
@@ -50,18 +49,17 @@ def n_counted[group: Group]() -> Int:
 
 @always_inline
 def nth_expert_of_block(n: Int) -> Int:
-    """Returns an expert that this block counts; it may be past the last one."""
+    """It may be past the last one."""
     return Int(block_idx.x) + n * Int(grid_dim.x)
 
 
 @fieldwise_init
 struct Choice(TrivialRegisterPassable):
-    """A choice of a token."""
+    """A choice of a token, as the router gave it; the weight is 0 if combine returns rows.
+    """
 
     var id: Int32
-    """The expert, as the router gave it."""
     var weight: Float32
-    """Its router weight; 0 if combine returns rows."""
 
     comptime NONE = Self(NO_EXPERT, 0)
 
@@ -97,7 +95,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
         router_weights: ImmPointer[Float32],
         n_tokens: Int,
     ):
-        """Makes those of a launch; none is shared yet."""
         comptime n_weights = min(_N_SHARED_WEIGHTS, Self.group.n_choices())
         comptime has_sums = Self.group.has_sums
         self.ids = topk_ids
@@ -147,14 +144,12 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def load(self, choice: Int, end: Int) -> Choice:
-        """Loads a choice from global memory, if it is before an end."""
         if choice >= end:
             return Choice.NONE
         return Choice(self.load_id(choice), self.load_weight(choice))
 
     @always_inline
     def shared(self, choice: Int) -> Choice:
-        """Reads a choice whose id is in shared memory."""
         var id = self.shared_ids[unsafe_offset=choice]
         comptime if Self._loads_weights:
             if self.n_choices <= _N_SHARED_WEIGHTS:

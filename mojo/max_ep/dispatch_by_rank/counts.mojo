@@ -42,7 +42,7 @@ comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
 
 @always_inline
 def n_scan_warps[group: Group]() -> Int:
-    """Returns how many index warps scan: the last ones, which index least."""
+    """The last index warps scan: they index least."""
     return min(N_INDEX_WARPS, ceildiv(group.n_pairs(), _PAIRS_AT_ONCE))
 
 
@@ -217,7 +217,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_numbers(self) -> Bool:
-        """Waits for the warp that calls `share_numbers`."""
         var ready = self.block.word(TOKENS_READY)
         while load_acquire_block(ready) == 0:
             pass
@@ -235,7 +234,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     def _await_counts(
         self, mut words: Array[UInt64, _PAIRS_OF_LANE], first: Int, n_pairs: Int
     ) -> Bool:
-        """Waits for the count words of a lane's pairs; all lanes call it."""
         var generation = self.block.receiving()
         var my_counts = self.block.my_counts()
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
@@ -298,7 +296,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _read_counts(self, n_before_all: Int32, scanner: Int) -> Bool:
-        """Waits for some counts and adds them up, with one warp."""
         var n_held = Self.group.n_experts_on(self.block.my_rank)
         var begin = scanner * _pairs_of_warp[Self.group]()
         var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
@@ -364,7 +361,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _count_rows(self, n_shared: Int, n_rows_max: Int, scanner: Int):
-        """Waits for counts and finds the rows before each pair, with a warp."""
         comptime n_scanners = n_scan_warps[Self.group]()
         var failed = self.block.word(FAILED)
         var is_there = self._read_counts(

@@ -2,11 +2,9 @@
 """Dispatch by rank, for GPU ranks.
 
 Each token goes once to each rank that has an expert of it; in an all-gather, to each
-rank. An entry for each choice goes to every rank. Entries, counts and numbers of
-tokens hold their generation, so they need no order between their stores. Rows and
-tables are those of dispatch by expert, bit for bit.
-
-How a token announces itself depends on how many its source sends: docs/protocol.md.
+rank. An entry for each choice goes to every rank. Rows and tables are those of dispatch
+by expert, bit for bit. How a token announces itself depends on how many its source
+sends: docs/protocol.md.
 
 `roles.mojo` lists the roles of warps. Index warps publish entries and counts
 (`index_small.mojo`, `index_large.mojo`, `publish.mojo`), then read counts
@@ -50,11 +48,8 @@ from .send import TokenSender
 struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Kernel):
     """Sends each token to its ranks; makes rows, sorted by expert, of those that come.
 
-    A launch that only sends does not touch the outputs, one that only receives not
-    the inputs. `group.fused_shared_expert`: this rank receives all of its tokens, as
-    the first rows. `group.shares_gpu`: a launch that only receives publishes at its
-    end what it has read, since the next launch of this rank may be queued behind
-    those of others.
+    `group.shares_gpu`: a launch that only receives publishes at its end what it has read,
+    since the next launch of this rank may be queued behind those of others.
 
     Safety:
         All buffers must be mapped and peer-writable until every receiver has
@@ -165,11 +160,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         block: Block[Self.group],
         indexer: Int,
     ):
-        """Publishes some of this block's entries and counts, with an index warp.
-
-        The position of a choice counts the earlier choices of the same expert.
-        Receivers wait for the entries of choices without an expert, too.
-        """
+        """Publishes some of this block's entries and counts, with an index warp."""
         # I3, for entries and counts.
         var can_write = block.await_readers()
         if choices.are_in_lanes():

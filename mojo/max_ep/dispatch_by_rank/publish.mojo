@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes entries, counts, numbers of tokens and routing metadata.
 
-Each word holds its generation. Their stores are not ordered with each other.
+Each word holds its generation, so they need no order between their stores.
 """
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.memory import bitcast
@@ -62,7 +62,8 @@ def publish_entry[
     lane: Int,
     n_lanes: Int,
 ):
-    """Publishes the entry of a choice to every rank, with one lane of some."""
+    """Publishes the entry of a choice to every rank, of one without an expert, too; with
+    one lane of some."""
     var generation = block.sending()
     var is_expert = choice.is_expert[group]()
     var has_place = is_expert and position < group.max_tokens_per_rank

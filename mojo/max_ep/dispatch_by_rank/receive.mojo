@@ -2,8 +2,7 @@
 """How a warp of dispatch makes rows of tokens, as they arrive.
 
 It awaits the entries of a token, which hold its destination on this rank, and each of
-its chunks. It awaits the row positions (`counts.mojo`) only before it places something.
-It restores `SENTINEL` in inline tokens.
+its chunks.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
@@ -52,7 +51,7 @@ struct _Destination(TrivialRegisterPassable):
 struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     TrivialRegisterPassable
 ):
-    """A warp that makes rows of tokens."""
+    """A warp that receives."""
 
     var dispatched: DispatchedRows[Self.group, Self.Format]
     var own_tokens: UInt64
@@ -64,7 +63,6 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     @always_inline
     def receive[are_all_inline: Bool](self):
-        """Makes rows of tokens as they arrive, until there are no more."""
         comptime n_ranks = Self.group.n_ranks
         comptime n_steps = n_steps_of[Self.Format]()
         comptime flagged = FlaggedSplit[n_steps](True)
@@ -130,7 +128,6 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     @always_inline
     def _read_entry(self, token: Token) -> _Destination:
-        """Waits for the entry of a lane's choice of a token."""
         comptime has_sums = Self.group.has_sums
         comptime n_local_experts = Self.group.n_local_experts()
         var my_rank = self.block.my_rank

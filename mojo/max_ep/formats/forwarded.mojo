@@ -43,10 +43,9 @@ struct ForwardedTokenFormat[
         Self.Numbers, Self.Rows_, Self.hidden_size_, Self.top_k_
     ]
     comptime hidden_size = Self.token_bytes
-    """Bytes of a token, as it is given and sent."""
+    """In bytes, as they are given."""
     comptime top_k = Self.top_k_
     comptime hidden_multiple = Self.Quantizing.hidden_multiple
-    """Whole blocks, and 16 bytes of values."""
     comptime token_bytes = Self.Quantizing.token_bytes + (
         MESSAGE_ALIGN if Self.has_row_scale else 0
     )
@@ -103,8 +102,7 @@ struct ForwardedTokenFormat[
 
 @fieldwise_init
 struct JoinWords[Numbers: BlockNumbers, hidden_size: Int](Work):
-    """Joins tokens that are given as values and scales; an item is 4 bytes of a token.
-    """
+    """Joins tokens of values and scales; an item is 4 bytes of a token."""
 
     var joined: BytePointer
     """Result, `[n_tokens][token_bytes]`."""

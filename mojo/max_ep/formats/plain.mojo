@@ -18,7 +18,6 @@ struct PlainRows(OutputRows):
     """Output tensors of a format without scales."""
 
     var tokens: BytePointer
-    """Rows, `[n_rows_max][hidden_size]` in the wire's element type."""
     var expert_ids: MutPointer[Int32]
     """All-gather: routing map, `[n_rows_max][router_top_k]`; after the last row, -1."""
     var probs: MutPointer[Float32]
@@ -44,7 +43,7 @@ struct PlainRows(OutputRows):
 struct PlainTokenFormat[
     wire_type: DType, hidden_size_: Int, top_k_: Int, router_top_k_: Int = 0
 ](TokenFormat):
-    """Sends elements as they are, or cast once to the wire's type."""
+    """Sends elements of the wire's type."""
 
     comptime hidden_size = Self.hidden_size_
     comptime top_k = Self.top_k_
@@ -53,7 +52,6 @@ struct PlainTokenFormat[
         Self.hidden_size, size_of[Scalar[Self.wire_type]]()
     )
     comptime msg_bytes = message_bytes(Self.token_bytes, Self.router_top_k_)
-    """Bytes of elements, routing metadata and source info."""
     comptime value_bytes = Self.token_bytes
     comptime lane_elements = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
     comptime scale_vectors = 0

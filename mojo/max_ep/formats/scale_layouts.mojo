@@ -42,7 +42,7 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
     @staticmethod
     @always_inline
     def of(outputs: OutputTensors) -> Self:
-        """Takes them from those of the op; `probs` is for all-gathers otherwise."""
+        """`probs` is for all-gathers otherwise."""
         return {Self.Rows.of(outputs), outputs.probs}
 
     @always_inline
@@ -72,7 +72,6 @@ struct TransposedRows(ScaledRows):
     """
 
     var tokens: BytePointer
-    """Values, `[n_rows_max][hidden_size]` of one byte each."""
     var scales: BytePointer
     var rows_per_panel: Int
     """Rows whose scales stand together: all of them where rows are packed,
@@ -112,7 +111,6 @@ struct PackedExponents(ScaledRows):
     """
 
     var rows: TransposedRows
-    """Values, and bytes of scales."""
 
     @staticmethod
     @always_inline
