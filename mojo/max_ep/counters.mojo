@@ -52,8 +52,7 @@ comptime NO_EXPERT = Int32(-1)
 
 @always_inline
 def sent_choice(expert_id: Int32, position: Int, group: Group) -> Int32:
-    """Encodes the expert of a choice; if rows are dropped, also the place in its pair.
-    """
+    """Encodes an expert; if rows are dropped, also the choice's place in its pair."""
     if group.drops_rows:
         return Int32(position * group.n_experts) + expert_id
     return expert_id

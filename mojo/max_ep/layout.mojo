@@ -270,8 +270,7 @@ struct Group(TrivialRegisterPassable):
         ]
 
     def protocol(self) -> Int:
-        """Numbers the axes, and whether ranks mask, as the counters keep them; 0: any.
-        """
+        """Numbers the axes, and whether ranks mask; 0: any."""
         return (
             self.addressing.value
             + Int(self.has_sums)

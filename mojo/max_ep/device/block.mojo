@@ -80,8 +80,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         counts: SharedAddresses,
         phase: Int,
     ) -> Self:
-        """Sets a block up, with a block barrier; `header_word` and `mask_word` are given.
-        """
+        """Sets a block up, with a barrier; `start.mojo` loads `word` and `mask`."""
         comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
         var control = shared[UInt32, n_control + 1]()
         var lane = Int(lane_id())
@@ -162,8 +161,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def is_overtaken(self, dispatch_generation: UInt32) -> Bool:
-        """Returns whether two dispatches have been sent since: choices of two are kept.
-        """
+        """Returns whether two dispatches were sent since: choices of two are kept."""
         var sent = self.before.generation[Word.DISPATCH_SENT]()
         return sent != dispatch_generation and sent != (
             next_generation(dispatch_generation)
@@ -311,8 +309,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_readers(self) -> Bool:
-        """Waits for readers by rank, unless `prefetch_done_words` has seen them done.
-        """
+        """Waits for readers by rank, unless `prefetch_done_words` has seen them."""
         comptime is_combine = Self.group.is_combine()
         var generation = self._sent[is_combine]()
         comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED

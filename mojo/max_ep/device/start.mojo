@@ -49,8 +49,7 @@ def _load_now(word: MutPointer[Int32]) -> Int32:
 
 @always_inline
 def header_word(counters: Counters[...]) -> Int32:
-    """Issues the load of the header; it overlaps with what stands before `Block.begin`.
-    """
+    """Issues the load of the header; it overlaps with what is before `Block.begin`."""
     comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
     return _load_now(counters.at(Int(lane_id())))
 

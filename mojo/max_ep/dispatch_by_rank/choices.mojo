@@ -55,8 +55,7 @@ def nth_expert_of_block(n: Int) -> Int:
 
 @fieldwise_init
 struct Choice(TrivialRegisterPassable):
-    """A choice of a token, as the router gave it; the weight is 0 if combine returns rows.
-    """
+    """A choice, as the router gave it; the weight is 0 if combine returns rows."""
 
     var id: Int32
     var weight: Float32
