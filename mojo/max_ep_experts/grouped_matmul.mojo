@@ -2,7 +2,7 @@
 """A matmul of groups for GPUs, for sizes that `hopper.mojo` does not take."""
 
 from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, thread_idx
-from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
+from max.gpu.host import DeviceAttribute, DeviceContext
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
@@ -85,9 +85,7 @@ def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16])
 
 def launch_grouped_matmul[
     swiglu: Bool
-](
-    product: GroupedProduct[DType.bfloat16], context: DeviceContext, queue: DeviceStream
-) raises:
+](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
     """Raises if `n`, `k` or the number of groups do not fit the kernel."""
     check_sizes("grouped_matmul", product.n, product.k)
     if product.n_groups > MAX_GROUPS:
@@ -98,7 +96,7 @@ def launch_grouped_matmul[
     if product.n_groups == 0:
         return
     var function = context.compile_function[grouped_matmul_kernel[swiglu]]()
-    queue.enqueue_function(
+    context.enqueue_function(
         function,
         product,
         grid_dim=_BLOCKS_PER_SM

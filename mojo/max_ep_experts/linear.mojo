@@ -6,7 +6,7 @@ from max.gpu.host import DeviceContext
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
-from .product import Bf16In, Bf16Out
+from .product import Bf16In, Bf16Out, GroupedProduct
 from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Sums, Tile, check_sizes
 
 comptime FEW_ROWS = 128
@@ -82,27 +82,20 @@ def linear_kernel(
 
 
 def launch_linear(
-    y: Bf16Out,
-    x: Bf16In,
-    weight: Bf16In,
-    n_rows: Int,
-    n: Int,
-    k: Int,
-    context: DeviceContext,
+    product: GroupedProduct[DType.bfloat16], context: DeviceContext
 ) raises:
-    """Raises if `n` or `k` do not fit the kernel."""
-    check_sizes("linear", n, k)
-    if n_rows == 0:
+    """Launches a product of one group; raises if `n` or `k` do not fit the kernel."""
+    check_sizes("linear", product.n, product.k)
+    if product.n_rows == 0:
         return
-    var function = context.compile_function[linear_kernel]()
     context.enqueue_function(
-        function,
-        y,
-        x,
-        weight,
-        Int32(n_rows),
-        Int32(n),
-        Int32(k),
-        grid_dim=(n // COLUMNS, ceildiv(n_rows, CHUNK)),
+        context.compile_function[linear_kernel](),
+        product.y,
+        product.x,
+        product.weights,
+        Int32(product.n_rows),
+        Int32(product.n),
+        Int32(product.k),
+        grid_dim=(product.n // COLUMNS, ceildiv(product.n_rows, CHUNK)),
         block_dim=_N_WARPS * WARP_SIZE,
     )

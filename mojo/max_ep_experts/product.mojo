@@ -2,6 +2,7 @@
 """What a matmul of groups reads and writes."""
 from extensibility import InputTensor, OutputTensor
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.sys import size_of
 
 comptime In[dtype: DType] = Pointer[Scalar[dtype], ImmUntrackedOrigin]
 comptime Out[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
@@ -88,12 +89,14 @@ struct GroupedProduct[dtype: DType](KernelArgument):
 def product_of[
     dtype: DType
 ](
-    y: OutputTensor[dtype=dtype, rank=2, ...],
-    x: InputTensor[dtype=dtype, rank=2, ...],
-    weights: InputTensor[dtype=dtype, rank=3, ...],
+    y: OutputTensor[rank=2, ...],
+    x: InputTensor[rank=2, ...],
+    weights: InputTensor[dtype=x.dtype, rank=3, ...],
     row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
     expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
 ) -> GroupedProduct[dtype]:
+    """Describes the product of an op's tensors, whose bytes are seen as of a dtype."""
+    comptime per_element = size_of[Scalar[dtype]]() // size_of[Scalar[x.dtype]]()
     return GroupedProduct[dtype](
         y={unsafe_from_address = Int(y.unsafe_ptr())},
         x={unsafe_from_address = Int(x.unsafe_ptr())},
@@ -105,5 +108,5 @@ def product_of[
         n_rows=y.dim_size(0),
         n_experts=weights.dim_size(0),
         n=weights.dim_size(1),
-        k=weights.dim_size(2),
+        k=weights.dim_size(2) // per_element,
     )
