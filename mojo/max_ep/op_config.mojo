@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses an op's parameter `config`, such as "n_experts=256 n_ranks=8 by_rank sums", into
-its `Group` and token format. `max_ep/graph/ops.py` writes it.
+its `Group` and token format. `max_ep/graph/ops.py` writes it; `layout_query.mojo` asks in
+the same words.
 """
 from max.gpu.host.info import is_gpu
 
@@ -9,11 +10,11 @@ from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import TokenFormat
 
 
-def has_word(config: StaticString, word: StaticString) -> Bool:
+def has_word(config: StringSlice, word: StaticString) -> Bool:
     return String(" ", word, " ") in String(" ", config, " ")
 
 
-def number_in(config: StaticString, name: StaticString) -> Int:
+def number_in(config: StringSlice, name: StaticString) -> Int:
     """Reads the number after `name=` in a space-separated list; 0 if it is missing."""
     var all = String(" ", config, " ")
     var begin = all.find(String(" ", name, "="))
@@ -29,8 +30,8 @@ def number_in(config: StaticString, name: StaticString) -> Int:
 
 
 def group_of(
-    config: StaticString,
-    on_gpu: Bool,
+    config: StringSlice,
+    on_gpu: Bool = False,
     dispatch_msg_bytes: Int = 0,
     combine_msg_bytes: Int = 0,
 ) -> Group:
