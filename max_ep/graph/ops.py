@@ -77,9 +77,8 @@ def call_op(
 
 def _group(config: EPConfig) -> str:
     """Describes the group to an op, in the words that ``op_config.mojo`` reads."""
-    # Those whose memory is mapped.
     n_mapped = config.n_gpus_per_node if config.uses_shmem else config.exchange_ranks
-    numbers = f"n_ranks_per_node={n_mapped}", f"n_sms={config.n_sms}"
+    numbers = f"n_mapped={n_mapped}", f"n_sms={config.n_sms}"
     flags = {
         "padded": config.is_padded,
         "fused_shared_expert": config.fused_shared_expert,

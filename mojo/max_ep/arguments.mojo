@@ -46,16 +46,16 @@ def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtyp
 
 def mapped_buffers[
     group: Group, T: AnyType
-](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped()]:
+](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped]:
     # Without any, the last possible: the bounds of the table hold.
-    comptime last = group.n_ranks - group.n_mapped()
+    comptime last = group.n_ranks - group.n_mapped
     var first_rank = 0
     while first_rank < last and buffers.addresses[unsafe_offset=first_rank] == 0:
         first_rank += 1
-    var result = Array[MutPointer[T], group.n_mapped()](
+    var result = Array[MutPointer[T], group.n_mapped](
         fill=buffers[first_rank].unsafe_bitcast[T]()
     )
-    for i in range(group.n_mapped()):
+    for i in range(group.n_mapped):
         result[i] = buffers[first_rank + i].unsafe_bitcast[T]()
     return result^
 
@@ -64,9 +64,9 @@ def mapped_buffers[
 struct Buffers[group: Group](Copyable, KernelArgument):
     """The group's buffers that a kernel can access."""
 
-    var recv_bufs: Array[BytePointer, Self.group.n_mapped()]
+    var recv_bufs: Array[BytePointer, Self.group.n_mapped]
     """Recv buffers of the ranks that are mapped, of dispatch or of combine."""
-    var counts: Array[FlagPointer, Self.group.n_mapped()]
+    var counts: Array[FlagPointer, Self.group.n_mapped]
     var counters: Counters[Self.group]
 
 
@@ -90,7 +90,7 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         group.hidden_size % hidden_multiple == 0
     ), "max_ep: hidden_size must be a multiple of 16 bytes, of 128 for FP8"
     comptime assert not (
-        group.is_by_rank() and group.use_shmem
+        group.is_by_rank() and group.uses_shmem()
     ), "max_ep: by rank is for one host"
     comptime assert (
         group.is_by_rank() or not group.has_sums
@@ -240,7 +240,7 @@ def _peer_buffers[
     var n_mapped = 0
     for rank in range(n_ranks):
         n_mapped += Int(buffers.addresses[unsafe_offset=rank] != 0)
-    if n_mapped < group.n_mapped():
+    if n_mapped < group.n_mapped:
         raise Error(
             t"max_ep: {op}: the symmetric memory of these inputs was freed"
             t" (EPCommInitializer.close); run before close(), or with the"

@@ -178,10 +178,8 @@ struct Group(TrivialRegisterPassable):
     """Whether this rank's own tokens come first, as rows of a shared expert."""
     var shares_gpu: Bool
     """Whether other ranks may run on this rank's GPU."""
-    var n_ranks_per_node: Int
-    """Ranks of one node. With several nodes, only their memory is mapped."""
-    var use_shmem: Bool
-    """Whether ranks of other nodes are reached through the SHMEM library."""
+    var n_mapped: Int
+    """Ranks of a node, whose memory is mapped; the SHMEM library reaches others."""
     var wide_ids: Bool
     """Whether expert ids are int64 (by rank)."""
     var num_threads: Int
@@ -210,8 +208,7 @@ struct Group(TrivialRegisterPassable):
         is_padded: Bool = False,
         fused_shared_expert: Bool = False,
         shares_gpu: Bool = True,
-        n_ranks_per_node: Int = 0,
-        use_shmem: Bool = False,
+        n_mapped: Int = 0,
         wide_ids: Bool = False,
         num_threads: Int = 512,
         n_sms: Int = 0,
@@ -219,7 +216,7 @@ struct Group(TrivialRegisterPassable):
         drops_rows: Bool = False,
         partial_block: Int = 0,
     ):
-        """Describes a group; `n_ranks_per_node` 0: one node has all ranks."""
+        """Describes a group; `n_mapped` 0: all ranks."""
         self.n_experts = n_experts
         self.n_ranks = n_ranks
         self.max_tokens_per_rank = max_tokens_per_rank
@@ -232,8 +229,7 @@ struct Group(TrivialRegisterPassable):
         self.is_padded = is_padded
         self.fused_shared_expert = fused_shared_expert
         self.shares_gpu = shares_gpu
-        self.n_ranks_per_node = n_ranks_per_node or n_ranks
-        self.use_shmem = use_shmem
+        self.n_mapped = n_mapped or n_ranks
         self.wide_ids = wide_ids
         self.num_threads = num_threads
         self.n_sms = n_sms
@@ -328,8 +324,8 @@ struct Group(TrivialRegisterPassable):
         """Counts the rows that a fused shared expert can get."""
         return self.max_tokens_per_rank if self.fused_shared_expert else 0
 
-    def n_mapped(self) -> Int:
-        return self.n_ranks_per_node if self.use_shmem else self.n_ranks
+    def uses_shmem(self) -> Bool:
+        return self.n_mapped < self.n_ranks
 
     def choice(self, token_idx: Int, k: Int) -> Int:
         """Numbers a rank's choices; `divmod` by `top_k` takes one apart."""

@@ -3,11 +3,8 @@
 its `Group` and token format. `max_ep/graph/ops.py` writes it; `layout_query.mojo` asks in
 the same words.
 """
-from max.gpu.host.info import is_gpu
-
 from .formats.table import FormatOf
 from .layout import Addressing, combine_msg_bytes, Group
-from .token_format import TokenFormat
 
 
 def has_word(config: StringSlice, word: StaticString) -> Bool:
@@ -30,16 +27,11 @@ def number_in(config: StringSlice, name: StaticString) -> Int:
 
 
 def group_of(
-    config: StringSlice,
-    on_gpu: Bool = False,
-    dispatch_msg_bytes: Int = 0,
-    combine_msg_bytes: Int = 0,
+    config: StringSlice, dispatch_msg_bytes: Int = 0, combine_msg_bytes: Int = 0
 ) -> Group:
-    var n_ranks = number_in(config, "n_ranks")
-    var per_node = number_in(config, "n_ranks_per_node")
     return Group(
         n_experts=number_in(config, "n_experts"),
-        n_ranks=n_ranks,
+        n_ranks=number_in(config, "n_ranks"),
         max_tokens_per_rank=number_in(config, "max_tokens_per_rank"),
         top_k=number_in(config, "top_k"),
         hidden_size=number_in(config, "hidden_size"),
@@ -52,8 +44,7 @@ def group_of(
         is_padded=has_word(config, "padded"),
         fused_shared_expert=has_word(config, "fused_shared_expert"),
         shares_gpu=has_word(config, "shares_gpu"),
-        n_ranks_per_node=per_node,
-        use_shmem=on_gpu and per_node < n_ranks,
+        n_mapped=number_in(config, "n_mapped"),
         n_sms=number_in(config, "n_sms"),
         masks=has_word(config, "masks"),
         drops_rows=has_word(config, "drops_rows"),
@@ -73,15 +64,10 @@ comptime FormatOfOp[format: StaticString, config: StaticString] = FormatOf[
     ),
 ]
 
-comptime DispatchGroup[
-    target: StaticString, Format: TokenFormat, config: StaticString
-] = group_of(config, is_gpu[target](), dispatch_msg_bytes=Format.msg_bytes)
-
 comptime CombineGroup[
-    target: StaticString, dtype: DType, partial_dtype: DType, config: StaticString
+    dtype: DType, partial_dtype: DType, config: StaticString
 ] = group_of(
     config,
-    is_gpu[target](),
     combine_msg_bytes=combine_msg_bytes[
         partial_dtype if has_word(config, "sums") else dtype
     ](number_in(config, "hidden_size"), number_in(config, "partial_block")),

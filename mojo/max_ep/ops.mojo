@@ -39,7 +39,7 @@ from .for_each import for_each
 from .formats.forwarded import JoinWords, QuantizeTokens
 from .formats.table import has_format, NumbersOf
 from .missing import CountDropped, FindDegraded
-from .op_config import CombineGroup, DispatchGroup, FormatOfOp
+from .op_config import CombineGroup, FormatOfOp, group_of
 from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
 from .setup import init
@@ -173,7 +173,7 @@ struct Dispatch:
         comptime assert has_format(format), "max_ep: no format has this name"
         comptime form = Form.of(op)
         comptime Format = FormatOfOp[format, config]
-        comptime group = DispatchGroup[target, Format, config]
+        comptime group = group_of(config, dispatch_msg_bytes=Format.msg_bytes)
         var call = Call[group].of[target](
             op,
             atomic_counters.to_tile_tensor(),
@@ -240,7 +240,7 @@ struct Combine:
         ctx: DeviceContext,
     ) raises:
         comptime form = Form.of(op)
-        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        comptime group = CombineGroup[combine_dtype, partial_dtype, config]
         var call = Call[group].of[target](
             op,
             atomic_counters.to_tile_tensor(),
@@ -283,7 +283,7 @@ struct Degraded:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        comptime group = CombineGroup[combine_dtype, partial_dtype, config]
         var call = Call[group].of_wait[target](
             "degraded",
             atomic_counters.to_tile_tensor(),
@@ -324,7 +324,7 @@ struct Watch:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        comptime group = CombineGroup[combine_dtype, partial_dtype, config]
         var call = Call[group].of_wait[target](
             "watch",
             atomic_counters.to_tile_tensor(),
@@ -354,7 +354,7 @@ struct Dropped:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        comptime group = CombineGroup[combine_dtype, partial_dtype, config]
         var call = Call[group].of_wait[target](
             "dropped",
             atomic_counters.to_tile_tensor(),

@@ -49,7 +49,7 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
     """Rows in the order of the last dispatch, aligned to 16 bytes."""
     var combined: CombinedTokens[Self.dtype]
     var buffers: Buffers[Self.group]
-    var put_bufs: Array[BytePointer, Self.group.n_mapped()]
+    var put_bufs: Array[BytePointer, Self.group.n_mapped]
     """Put buffers of this node's ranks; used if it sends with SHMEM."""
 
     @always_inline

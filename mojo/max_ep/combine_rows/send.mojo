@@ -79,7 +79,7 @@ def send_rows[
         var offset = UInt64(group.combine_message_offset(token_idx, k, block.my_rank))
         var message = block.recv_bufs[unsafe_offset=src_rank] + offset
         var put_to: UInt64 = 0
-        comptime if group.use_shmem:
+        comptime if group.uses_shmem():
             if message == offset:
                 message = put_buf + UInt64(
                     group.combine_put_offset(src_rank, group.choice(token_idx, k))
@@ -92,7 +92,7 @@ def send_rows[
         )
         syncwarp()
         # I2: a message's flag is published after all of the message.
-        comptime if group.use_shmem:
+        comptime if group.uses_shmem():
             if put_to != 0:
                 # I3: as in dispatch, a done word ends the use of the put buffer.
                 put_message_warp(

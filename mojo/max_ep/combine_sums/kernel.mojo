@@ -72,8 +72,8 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # so both are in flight together.
         var n_rows = counters.pair_row(group.n_pairs())
         var prefetched = SavedRoutes.of(counters, source, token_idx, Int(lane_id()))
-        var recv_bufs = share_addresses[group.n_ranks, False](self.buffers.recv_bufs, 0)
-        var dispatch_counts = share_addresses[group.n_ranks, False](
+        var recv_bufs = share_addresses[group.n_ranks](self.buffers.recv_bufs, 0)
+        var dispatch_counts = share_addresses[group.n_ranks](
             self.buffers.counts, 0, group.dispatch_counts_from_combine_counts()
         )
         var block = Block[group].begin[N_CONTROL](

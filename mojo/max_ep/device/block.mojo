@@ -121,7 +121,6 @@ struct Block[group: Group](TrivialRegisterPassable):
         var header = LaunchHeader.read(counters)
         var rank = header.number[Word.MY_RANK]()
         comptime n_ranks = Self.group.n_ranks
-        comptime use_shmem = Self.group.use_shmem
         return Self(
             Int(lane_id()),
             Int(warp_id()),
@@ -131,8 +130,8 @@ struct Block[group: Group](TrivialRegisterPassable):
             header,
             control,
             counters,
-            share_addresses[n_ranks, use_shmem](buffers.recv_bufs, rank),
-            share_addresses[n_ranks, use_shmem](buffers.counts, rank),
+            share_addresses[n_ranks](buffers.recv_bufs, rank),
+            share_addresses[n_ranks](buffers.counts, rank),
             mask_of[Self.group](mask),
         )
 
@@ -343,7 +342,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         syncwarp()
         for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
             var to = self.counts[unsafe_offset=rank]
-            comptime if Self.group.use_shmem:
+            comptime if Self.group.uses_shmem():
                 if to == 0:
                     var own = self.counts[unsafe_offset=self.my_rank]
                     put_flag(own + UInt64(offset), generation, 0, rank)

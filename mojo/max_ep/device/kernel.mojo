@@ -99,7 +99,7 @@ def enqueue[
     """Launches a phase, and returns at once."""
     comptime kernel = kernel_entry[P, sends, receives, input_scales]
     var function = queue.context.compile_function[kernel]()
-    comptime if P.group.use_shmem:
+    comptime if P.group.uses_shmem():
         register_module(function, queue.context)
     var attributes = List[LaunchAttribute]()
     comptime if P.group.is_by_rank():

@@ -44,7 +44,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
     var dispatched: DispatchedRows[Self.group, Self.Format]
     var buffers: Buffers[Self.group]
     """Of dispatch. The send buffers are found from the recv buffers."""
-    var put_bufs: Array[BytePointer, Self.group.n_mapped()]
+    var put_bufs: Array[BytePointer, Self.group.n_mapped]
     """Put buffers of this node's ranks; used if it sends with SHMEM."""
 
     @always_inline

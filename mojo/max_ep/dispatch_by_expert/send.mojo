@@ -208,7 +208,7 @@ struct Sender[
                 Int(histogram[unsafe_offset=expert_id]), group.max_tokens_per_rank
             )
             var to = counts[unsafe_offset=dst_rank]
-            comptime if group.use_shmem:
+            comptime if group.uses_shmem():
                 if to == 0:
                     put_flag(
                         counts[unsafe_offset=my_rank] + UInt64(offset),
@@ -253,7 +253,7 @@ struct Sender[
             self._write_messages(token_idx, place, first_k, end_k, staged_at)
             syncwarp()
             # I2: a message's flag is published after all of the message.
-            comptime if group.use_shmem:
+            comptime if group.uses_shmem():
                 self._put_messages(token_idx, place, first_k, end_k)
             if place.message != 0 and place.put_to == 0:
                 publish(
@@ -281,7 +281,7 @@ struct Sender[
                 )
             )
             place.message = recv_bufs[unsafe_offset=dst_rank] + offset
-            comptime if group.use_shmem:
+            comptime if group.uses_shmem():
                 if place.message == offset:
                     place.message = self.put_buf + UInt64(
                         group.dispatch_put_offset(choice)

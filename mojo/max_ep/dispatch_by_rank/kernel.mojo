@@ -97,10 +97,8 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             var indexer = Int(warp_id()) - (Self.n_warps - N_INDEX_WARPS)
             if indexer >= 0 and choices.are_in_lanes():
                 lane_index.prefetch(indexer)
-        var recv_bufs = share_addresses[Self.group.n_ranks, False](
-            self.buffers.recv_bufs, 0
-        )
-        var counts = share_addresses[Self.group.n_ranks, False](self.buffers.counts, 0)
+        var recv_bufs = share_addresses[Self.group.n_ranks](self.buffers.recv_bufs, 0)
+        var counts = share_addresses[Self.group.n_ranks](self.buffers.counts, 0)
         comptime if sends:
             choices.share()
             sender.find_targets(word)
