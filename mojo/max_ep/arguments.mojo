@@ -265,6 +265,18 @@ struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     var n_tokens: Int
 
 
+@always_inline
+def load_id[group: Group](ids: ImmPointer[Int32], choice: Int) -> Int32:
+    """Loads the expert of a choice; in an all-gather each token chooses every rank."""
+    comptime if group.sends_to_all():
+        return Int32(UInt32(choice) % UInt32(group.n_ranks))
+    comptime if group.wide_ids:
+        var wide = ids.unsafe_bitcast[Int64]()[unsafe_offset=choice]
+        # What does not fit is out of range in any case.
+        return Int32(max(min(wide, Int64(Int32.MAX)), -2))
+    return ids[unsafe_offset=choice]
+
+
 def n_choices_of[Format: TokenFormat]() -> Int:
     """Counts the experts that the router gives a token."""
     return Format.router_top_k if Format.router_top_k > 0 else Format.top_k

@@ -112,8 +112,6 @@ struct Word:
     comptime DISPATCH_RECEIVED = 4
     comptime COMBINE_SENT = 5
     comptime COMBINE_RECEIVED = 6
-    comptime N_DROPPED = 7
-    """CPU: choices that were dropped: a bad id, or a full pair."""
     comptime SRC_INFO_HASH = 8
     """CPU: digest of the last dispatch's `src_info`."""
     comptime GROUP = 9

@@ -181,7 +181,7 @@ struct Group(TrivialRegisterPassable):
     var n_mapped: Int
     """Ranks of a node, whose memory is mapped; the SHMEM library reaches others."""
     var wide_ids: Bool
-    """Whether expert ids are int64 (by rank)."""
+    """Whether expert ids are int64: by rank, and on CPU."""
     var num_threads: Int
     """Threads of a GPU block."""
     var n_sms: Int

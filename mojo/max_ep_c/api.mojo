@@ -353,19 +353,11 @@ struct DispatchArguments(TrivialRegisterPassable):
 
 
 def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) raises:
-    var ids = given.topk_ids
-    var narrow = List[Int32]()
-    comptime if WIDE_IDS and form.sends and not is_gpu[TARGET]():
-        var wide = _at[Int64](given.topk_ids)
-        for i in range(given.n_tokens * TOP_K):
-            # What does not fit is out of range in any case.
-            narrow.append(Int32(max(min(wide[unsafe_offset=i], Int64(Int32.MAX)), -2)))
-        ids = Int(narrow.unsafe_ptr())
     launch_dispatch[Format, TARGET, form](
         rank.call[DISPATCH, 0]("dispatch"),
         GivenTokens[INPUT_DTYPE](
             _imm[Scalar[INPUT_DTYPE]](given.tokens),
-            _imm[Int32](ids),
+            _imm[Int32](given.topk_ids),
             _imm[Float32](0),
             given.n_tokens,
         ),
@@ -386,7 +378,6 @@ def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) 
         ),
         rank.queue_at(queue),
     )
-    _ = narrow^
 
 
 @export

@@ -50,14 +50,7 @@ def cpu_dispatch_async[
     rank.await_readers(group.dispatch_done_offset(0), only_owners=True)
     rank.counters.n_tokens_of(rank.generation)[] = Int32(n_tokens)
 
-    var ids = given.topk_ids
-    var all_ranks = List[Int32]()
-    comptime if token_fmt_type.router_top_k > 0:
-        for _ in range(n_tokens):
-            for dst_rank in range(group.n_ranks):
-                all_ranks.append(Int32(dst_rank))
-        ids = {unsafe_from_address = Int(all_ranks.unsafe_ptr())}
-    var plan = SendPlan[group](ids, n_tokens)
+    var plan = SendPlan[group](given.topk_ids, n_tokens)
     var is_streaming = should_stream(n_tokens, bytes_per_token)
 
     def send_some(begin: Int, end: Int) {imm}:
@@ -84,18 +77,16 @@ def cpu_dispatch_async[
                         continue
                     offset = group.token_offset(rank.my_rank, token_idx)
                 else:
-                    var expert = Int(plan.ids[unsafe_offset=choice])
+                    var local_expert = plan.expert_of(choice) % group.n_local_experts()
                     offset = group.dispatch_message_offset(
-                        group.pair(expert % group.n_local_experts(), rank.my_rank),
+                        group.pair(local_expert, rank.my_rank),
                         Int(plan.positions[choice]),
                     )
                 var place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
                 comptime if input_scales:
                     comptime scale_of = input_scales.value()
                     token_fmt_type.encode[input_type, True](
-                        place,
-                        token,
-                        scale_of[DType.float32](Int(ids[unsafe_offset=choice])),
+                        place, token, scale_of[DType.float32](plan.expert_of(choice))
                     )
                 else:
                     copy_bytes(
@@ -115,7 +106,6 @@ def cpu_dispatch_async[
     # AFTER: this generation's tokens and counts are with their receivers.
     plan.raise_if_dropped(rank)
     _ = plan^
-    _ = all_ranks^
 
 
 @always_inline
@@ -133,9 +123,7 @@ def _write_entry[
     # I1: only this rank writes the entries of its number.
     var entry = flag_at(recv_buf, group.entry_offset(rank.my_rank, choice))
     entry[] = entry_word(
-        rank.generation,
-        Int(plan.ids[unsafe_offset=choice]),
-        Int(plan.positions[choice]),
+        rank.generation, plan.expert_of(choice), Int(plan.positions[choice])
     )
     comptime if group.has_sums:
         var weight: Float32 = 1

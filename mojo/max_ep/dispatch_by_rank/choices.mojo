@@ -8,6 +8,7 @@ from max.gpu import block_dim, block_idx, grid_dim, lane_id, thread_idx, WARP_SI
 from std.math import ceildiv
 from std.memory import bitcast
 
+from ..arguments import load_id
 from ..counters import NO_EXPERT
 from ..device.shared import shared, SharedInts
 from ..device.warp import sum_of_lanes
@@ -114,13 +115,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def load_id(self, choice: Int) -> Int32:
-        comptime if Self.group.sends_to_all():
-            return Int32(UInt32(choice) % UInt32(Self.group.n_ranks))
-        comptime if Self.group.wide_ids:
-            var wide = self.ids.unsafe_bitcast[Int64]()[unsafe_offset=choice]
-            # What does not fit is out of range in any case.
-            return Int32(max(min(wide, Int64(Int32.MAX)), -2))
-        return self.ids[unsafe_offset=choice]
+        return load_id[Self.group](self.ids, choice)
 
     @always_inline
     def id_of_lane(self, token_idx: Int, lane: Int) -> Int32:
