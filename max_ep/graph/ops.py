@@ -62,7 +62,7 @@ def call_op(
         parameters["format"] = config.token_format.op_name(
             config.fp8_power_of_two_scales, config.tokens_are_quantized
         )
-    else:
+    elif name in ("combine", "watch"):
         parameters["combine_dtype"] = config.combine_dtype
         parameters["partial_dtype"] = config.combine_wire_dtype
     results = ops.inplace_custom(

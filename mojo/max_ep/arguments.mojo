@@ -177,7 +177,16 @@ struct Call[group: Group](TrivialRegisterPassable):
         recv_count_ptrs: TileTensor[DType.uint64, ...],
     ) raises -> Self:
         """The same for an op that only receives, and has no send buffers."""
-        comptime buffers = _peer_buffers[Self.group]
+        var call = Self.of_counters[target](op, atomic_counters)
+        call.recv_bufs = _peer_buffers[Self.group](op, "recv_ptrs", recv_ptrs)
+        call.counts = _peer_buffers[Self.group](op, "recv_count_ptrs", recv_count_ptrs)
+        return call
+
+    @staticmethod
+    def of_counters[
+        target: StaticString
+    ](op: StaticString, atomic_counters: TileTensor[DType.int32, ...]) raises -> Self:
+        """The same for an op that reads only counters."""
         # On a GPU the kernels check what they hold.
         var counters = Counters[Self.group](mut_(atomic_counters))
         var n_words = Int(atomic_counters.dim[0]())
@@ -199,9 +208,8 @@ struct Call[group: Group](TrivialRegisterPassable):
                             Failure.WRONG_COUNTERS, -1, i, Int(found), Int(wanted)
                         ),
                     )
-        var recv_bufs = buffers(op, "recv_ptrs", recv_ptrs)
-        var counts = buffers(op, "recv_count_ptrs", recv_count_ptrs)
-        return Self(op, counters, recv_bufs, recv_bufs, counts)
+        var none = unused[PeerBuffers[Self.group.n_ranks]]()
+        return Self(op, counters, none, none, none)
 
     def buffers(self) -> Buffers[Self.group]:
         return {

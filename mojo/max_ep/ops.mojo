@@ -268,10 +268,7 @@ struct Degraded:
 
     @staticmethod
     def execute[
-        target: StaticString,
-        config: StaticString,
-        combine_dtype: DType,
-        partial_dtype: DType,
+        target: StaticString, config: StaticString
     ](
         degraded: OutputTensor[dtype=DType.bool, rank=1, ...],
         live_share: OutputTensor[dtype=DType.float32, rank=1, ...],
@@ -279,16 +276,11 @@ struct Degraded:
         order: WordsTensor,
         topk_ids: Int32Matrix,
         router_weights: Float32Matrix,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime group = CombineGroup[combine_dtype, partial_dtype, config]
-        var call = Call[group].of_wait[target](
-            "degraded",
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
+        comptime group = group_of(config)
+        var call = Call[group].of_counters[target](
+            "degraded", atomic_counters.to_tile_tensor()
         )
         var ids = topk_ids.to_tile_tensor()
         var weights = router_weights.to_tile_tensor()
@@ -340,26 +332,18 @@ struct Dropped:
 
     @staticmethod
     def execute[
-        target: StaticString,
-        config: StaticString,
-        combine_dtype: DType,
-        partial_dtype: DType,
+        target: StaticString, config: StaticString
     ](
         of_tokens: OutputTensor[dtype=DType.int32, rank=1, ...],
         of_experts: OutputTensor[dtype=DType.int32, rank=1, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
         topk_ids: Int32Matrix,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime group = CombineGroup[combine_dtype, partial_dtype, config]
-        var call = Call[group].of_wait[target](
-            "dropped",
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
+        comptime group = group_of(config)
+        var call = Call[group].of_counters[target](
+            "dropped", atomic_counters.to_tile_tensor()
         )
         var ids = topk_ids.to_tile_tensor()
         var n_tokens = of_tokens.dim_size(0)
