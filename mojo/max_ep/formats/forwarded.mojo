@@ -8,10 +8,9 @@ that a word of inline bytes says whether they have arrived (`BlockNumbers`).
 import max.gpu.primitives.warp as warp
 from max.gpu import lane_id, WARP_SIZE
 from std.bit import log2_floor
-from std.memory import bitcast
+from std.memory import bitcast, unsafe_memcpy
 from std.sys import is_gpu, size_of
 
-from ..cpu_copy import copy_bytes
 from ..for_each import Work
 from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN
@@ -66,11 +65,8 @@ struct ForwardedTokenFormat[
         token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
-        copy_bytes(
-            dest=message,
-            src=token.unsafe_bitcast[UInt8](),
-            count=Self.token_bytes,
-            is_streaming=False,
+        unsafe_memcpy(
+            dest=message, src=token.unsafe_bitcast[UInt8](), count=Self.token_bytes
         )
 
     @staticmethod

@@ -4,10 +4,9 @@
 In an all-gather each token goes to every rank. Its routing metadata follows it in the
 message (`Group.metadata_offset`) and is delivered as a routing map and probabilities.
 """
-from std.memory import bitcast
+from std.memory import bitcast, unsafe_memcpy
 from std.sys import size_of
 
-from ..cpu_copy import copy_bytes
 from ..kernel_argument import ImmPointer, MutPointer, unused
 from ..layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
 from ..token_format import BytePointer, LaneWire, OutputRows, OutputTensors, TokenFormat
@@ -69,11 +68,8 @@ struct PlainTokenFormat[
     ):
         comptime if Self.wire_type == input_type and not is_scaled:
             # Read again right away, so never streamed.
-            copy_bytes(
-                dest=message,
-                src=token.unsafe_bitcast[UInt8](),
-                count=Self.token_bytes,
-                is_streaming=False,
+            unsafe_memcpy(
+                dest=message, src=token.unsafe_bitcast[UInt8](), count=Self.token_bytes
             )
         else:
             # 4 divides every hidden size that is a multiple of 16 bytes.
