@@ -46,7 +46,7 @@ def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtyp
 
 def mapped_buffers[
     group: Group, T: AnyType
-](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped]:
+](buffers: PeerBuffers) -> Array[MutPointer[T], group.n_mapped]:
     # Without any, the last possible: the bounds of the table hold.
     comptime last = group.n_ranks - group.n_mapped
     var first_rank = 0
@@ -147,10 +147,10 @@ struct Call[group: Group](TrivialRegisterPassable):
 
     var op: StaticString
     var counters: Counters[Self.group]
-    var send_bufs: PeerBuffers[Self.group.n_ranks]
+    var send_bufs: PeerBuffers
     """Every rank's send buffer; an op that only receives does not use them."""
-    var recv_bufs: PeerBuffers[Self.group.n_ranks]
-    var counts: PeerBuffers[Self.group.n_ranks]
+    var recv_bufs: PeerBuffers
+    var counts: PeerBuffers
 
     @staticmethod
     def of[
@@ -208,7 +208,7 @@ struct Call[group: Group](TrivialRegisterPassable):
                             Failure.WRONG_COUNTERS, -1, i, Int(found), Int(wanted)
                         ),
                     )
-        var none = unused[PeerBuffers[Self.group.n_ranks]]()
+        var none = unused[PeerBuffers]()
         return Self(op, counters, none, none, none)
 
     def buffers(self) -> Buffers[Self.group]:
@@ -239,12 +239,12 @@ def _peer_buffers[
     group: Group
 ](
     op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
-) raises -> PeerBuffers[group.n_ranks]:
+) raises -> PeerBuffers:
     comptime n_ranks = group.n_ranks
     var n = Int(ptrs.dim[0]())
     if n != n_ranks:
         raise Error(t"max_ep: {op}: {what} holds {n} addresses for {n_ranks} ranks.")
-    var buffers = PeerBuffers[n_ranks](mut_(ptrs))
+    var buffers = PeerBuffers(mut_(ptrs))
     var n_mapped = 0
     for rank in range(n_ranks):
         n_mapped += Int(buffers.addresses[unsafe_offset=rank] != 0)

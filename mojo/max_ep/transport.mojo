@@ -69,7 +69,7 @@ def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
 
 
 @fieldwise_init
-struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
+struct PeerBuffers(TrivialRegisterPassable):
     """The same buffer on every rank, as addresses in this process."""
 
     var addresses: MutPointer[UInt64]

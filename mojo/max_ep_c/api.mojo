@@ -201,7 +201,7 @@ struct Rank(Movable):
         _ = setup^
         _ = rank_word
 
-    def buffers[group: Group](self, i: Int) -> PeerBuffers[group.n_ranks]:
+    def buffers(self, i: Int) -> PeerBuffers:
         return {_at[UInt64](Int(Pointer(to=self.addresses)) + 8 * N_RANKS * i)}
 
     def call[group: Group, direction: Int](self, op: StaticString) -> Call[group]:
@@ -209,9 +209,9 @@ struct Rank(Movable):
         return {
             op,
             {self.counters.words},
-            self.buffers[group](3 * direction),
-            self.buffers[group](3 * direction + 1),
-            self.buffers[group](3 * direction + 2),
+            self.buffers(3 * direction),
+            self.buffers(3 * direction + 1),
+            self.buffers(3 * direction + 2),
         }
 
 

@@ -43,8 +43,8 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     var last: UInt32
     var generation: UInt32
     var counters: Counters[Self.group]
-    var recv_bufs: PeerBuffers[Self.group.n_ranks]
-    var recv_counts: PeerBuffers[Self.group.n_ranks]
+    var recv_bufs: PeerBuffers
+    var recv_counts: PeerBuffers
     var timeout_ms: Int
     """How long it may wait in all; 0: it must not wait, because the ranks of this
     process run one after another."""
