@@ -53,6 +53,13 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
 
     @staticmethod
     @always_inline
+    def partial_of(
+        recv_buf: BytePointer, owner_rank: Int, token_idx: Int
+    ) -> BytePointer:
+        return recv_buf.unsafe_offset(Self.group.partial_offset(owner_rank, token_idx))
+
+    @staticmethod
+    @always_inline
     def row_vector(row: BytePointer, share: Int, i: Int) -> BytePointer:
         return row.unsafe_offset((share * Self.n_row_vectors + i) * MESSAGE_ALIGN)
 
@@ -218,9 +225,7 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
                 if (come >> UInt32(rank)) & 1 != 0 and loaded[i][3] == SENTINEL:
                     loaded[i] = load_relaxed_sys_16(
                         Self.partial_vector(
-                            recv_buf.unsafe_offset(
-                                Self.group.partial_offset(rank, token_idx)
-                            ),
+                            Self.partial_of(recv_buf, rank, token_idx),
                             share,
                             i % n_vectors,
                         )

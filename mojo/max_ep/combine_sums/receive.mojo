@@ -97,9 +97,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                         if (owners >> UInt32(rank)) & 1 != 0:
                             Format.load_partial[rank * n_vectors](
                                 loaded,
-                                recv_buf.unsafe_offset(
-                                    Self.group.partial_offset(rank, token_idx)
-                                ),
+                                Format.partial_of(recv_buf, rank, token_idx),
                                 share,
                             )
                 var sum = Format.Sum(0)
@@ -119,9 +117,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                             ](
                                 sum,
                                 loaded,
-                                recv_buf.unsafe_offset(
-                                    Self.group.partial_offset(rank, token_idx)
-                                ),
+                                Format.partial_of(recv_buf, rank, token_idx),
                                 share,
                                 rank,
                                 block,
@@ -138,8 +134,8 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                         if last_owner == Self.group.n_ranks:
                             break
                         # All that are missing are polled at once.
-                        var partial_sum = recv_buf.unsafe_offset(
-                            Self.group.partial_offset(last_owner, token_idx)
+                        var partial_sum = Format.partial_of(
+                            recv_buf, last_owner, token_idx
                         )
                         Format.load_partial[0](loaded, partial_sum, share)
                         var came = Format.add_partial[0](

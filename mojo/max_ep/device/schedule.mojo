@@ -5,7 +5,7 @@ the numbers of tokens, warps and blocks of a launch.
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
 
-from ..layout import MESSAGE_ALIGN, N_CHUNKS
+from ..layout import MESSAGE_ALIGN
 from ..token_format import TokenFormat
 from .warp import divmod_32
 
@@ -86,9 +86,6 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
 
 comptime InlineSplit[n_steps: Int] = Split[n_steps, 14, 7]
 """How inline tokens are split. Sender and receiver may split them differently."""
-
-comptime FlaggedSplit[n_steps: Int] = Split[n_steps, N_CHUNKS, N_CHUNKS]
-"""How tokens with a flag for each chunk are split."""
 
 
 @always_inline

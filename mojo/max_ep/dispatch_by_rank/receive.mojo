@@ -12,10 +12,10 @@ from std.memory import bitcast
 from ..arguments import DispatchedRows
 from ..counters import NO_EXPERT, NO_ROW, own_row, row_elsewhere
 from ..device.block import Block
-from ..device.schedule import Chunk, FlaggedSplit, inline_split, n_steps_of, Schedule
+from ..device.schedule import Chunk, inline_split, n_steps_of, Schedule, Split
 from ..device.warp import any_lane, bytes_at, divmod_32
 from ..flags import flag_at, generation_of
-from ..layout import Group
+from ..layout import Group, N_CHUNKS
 from ..token_format import BytePointer, TokenFormat
 from .counts import SharedCounts
 from .entries import (
@@ -65,7 +65,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     def receive[are_all_inline: Bool](self):
         comptime n_ranks = Self.group.n_ranks
         comptime n_steps = n_steps_of[Self.Format]()
-        comptime flagged = FlaggedSplit[n_steps](True)
+        comptime flagged = Split[n_steps, N_CHUNKS, N_CHUNKS](True)
         var steps = Steps[Self.Format, are_all_inline]()
         var most = self.shared.most_tokens()
         var inline = inline_split[n_steps](most)
