@@ -60,6 +60,6 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
 comptime BlockwiseFP8TokenFormat[
     hidden_size: Int, top_k: Int, power_of_two_scales: Bool = False
 ] = BlockScaledTokenFormat[
-    BlockwiseFP8[power_of_two_scales], TransposedRows, hidden_size, top_k
+    BlockwiseFP8[power_of_two_scales], TransposedRows[], hidden_size, top_k
 ]
 """Blockwise FP8 with transposed scales; `hidden_size` is a multiple of 128."""

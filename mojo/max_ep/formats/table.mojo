@@ -8,14 +8,7 @@ from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 from .plain import PlainTokenFormat
-from .scale_layouts import (
-    InTiles,
-    PackedExponents,
-    RowByRow,
-    ScaledRows,
-    TransposedRows,
-    WithRowScales,
-)
+from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows, WithRowScales
 
 comptime FORMAT_NAMES: List[StaticString] = [
     "bfloat16",
@@ -37,9 +30,7 @@ comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
 )
 
 comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
-    RowByRow if scales
-    == "rows" else PackedExponents if scales
-    == "packed" else TransposedRows
+    RowByRow if scales == "rows" else TransposedRows[scales == "packed"]
 )
 
 comptime FormatOf[
