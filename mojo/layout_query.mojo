@@ -47,22 +47,16 @@ def main() raises:
             number_in(asked, "partial_block"),
         ),
     )
-    # int32 words of the counters.
     print("counters_words", local_sync_counters_words(group))
-    # The mask of n_ranks, if on_timeout is "mask".
     print("masked_word", masked_word(group))
     print("failure_word", Word.FAILURE)
     print("n_failure_words", N_FAILURE_WORDS)
-    # The four generations.
     print("generations_word", Word.DISPATCH_SENT)
-    # What a CPU rank does; two words on: since when.
     print("launch_word", Word.LAUNCH)
     print("n_tokens_word", Word.N_TOKENS)
     print("combine_of_word", Word.COMBINE_OF)
     print("choices_word", choices_word(group.n_experts))
-    # int64 words that max_ep.init takes.
     print("setup_words", N_SETUP_WORDS)
-    # As `Group.protocol` numbers it.
     print("protocol", group.protocol())
     print("n_local_experts", group.n_local_experts())
     print("dispatch_msg_bytes", group.dispatch_msg_bytes)
@@ -79,6 +73,5 @@ def main() raises:
     print("combine_recv_offset", group.combine_recv_offset())
     print("combine_counts_offset", group.combine_counts_offset())
     print("region_bytes", group.region_bytes())
-    # Behind the region, where SHMEM is used; those of dispatch are the first.
     print("dispatch_put_bytes", group.combine_put_from_region_end())
     print("put_bytes", group.put_bytes())
