@@ -29,7 +29,6 @@ from ..dispatch_by_rank.entries import (
     weight_word,
 )
 from ..flags import count_of, flag_at, flag_word, generation_of, message_flag
-from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
@@ -159,30 +158,28 @@ def _publish_counts[
 
 
 @fieldwise_init
-struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
-    var rows: Self.token_fmt_type.Rows
-    var src_info: MutPointer[Int32]
+struct _Outputs[group: Group, Format: TokenFormat](TrivialRegisterPassable):
+    var dispatched: DispatchedRows[Self.group, Self.Format]
     var is_streaming: Bool
 
     @always_inline
-    def of_pair[group: Group, //](self, pair: Int, rank: CpuRank[group]) -> Self:
+    def of_pair(self, pair: Int, rank: CpuRank[Self.group]) -> Self:
         var outputs = self
-        var expert = pair // group.n_ranks
-        var first_row = rank.counters.pair_row(group.pair(expert, 0))
-        outputs.rows = self.rows.of_expert(expert, first_row)
+        var expert = pair // Self.group.n_ranks
+        var first_row = rank.counters.pair_row(Self.group.pair(expert, 0))
+        outputs.dispatched.rows = self.dispatched.rows.of_expert(expert, first_row)
         return outputs
 
     @always_inline
     def place(self, message: BytePointer, row: Int, token_idx: Int, k: Int):
         copy_bytes(
-            dest=Self.token_fmt_type.row_values(self.rows, row),
+            dest=Self.Format.row_values(self.dispatched.rows, row),
             src=message,
-            count=Self.token_fmt_type.row_bytes,
+            count=Self.Format.row_bytes,
             is_streaming=self.is_streaming,
         )
-        place_all_scales[Self.token_fmt_type](message, self.rows, row, 0, 1)
-        self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
-        self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+        place_all_scales[Self.Format](message, self.dispatched.rows, row, 0, 1)
+        self.dispatched.set_source(row, token_idx, k)
 
 
 def cpu_dispatch_wait[
@@ -191,14 +188,11 @@ def cpu_dispatch_wait[
     """Waits for all tokens and puts each into the rows of its choices."""
     comptime msg_bytes = Format.msg_bytes
     var n_rows_max = given.n_rows_max
-    var src_info = given.src_info
     var n_shared, n_rows = lay_out_rows(given.tables, n_rows_max, rank)
     # AFTER: every token of this generation is visible to this thread and to
     # the workers it starts; `pair_row` says where each pair's rows go, with
     # the shared expert's, if any, before the first.
-    var outputs = _Outputs[Format](
-        given.rows, src_info, should_stream(n_rows, msg_bytes)
-    )
+    var outputs = _Outputs(given, should_stream(n_rows, msg_bytes))
     comptime if group.is_by_rank():
         _place_tokens(outputs, rank)
     else:
@@ -211,14 +205,16 @@ def cpu_dispatch_wait[
 
     for_each_chunk(n_shared, msg_bytes, place_own_tokens)
     rank.counters.set_generation(Word.DISPATCH_RECEIVED, rank.generation)
-    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(src_info, rank.counters)
+    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(
+        given.src_info, rank.counters
+    )
     rank.publish_done(group.dispatch_done_offset(0))
     # AFTER: rows are complete, and every source may overwrite its tokens here.
 
 
 def _place_messages[
     token_fmt_type: TokenFormat, group: Group, //
-](outputs: _Outputs[token_fmt_type], n_rows: Int, rank: CpuRank[group]):
+](outputs: _Outputs[group, token_fmt_type], n_rows: Int, rank: CpuRank[group]):
     def decode_rows(begin: Int, end: Int) {imm}:
         var at = RowCursor()
         for i in range(begin, end):
@@ -235,7 +231,7 @@ def _place_messages[
 
 def _place_tokens[
     token_fmt_type: TokenFormat, group: Group, //
-](outputs: _Outputs[token_fmt_type], rank: CpuRank[group]):
+](outputs: _Outputs[group, token_fmt_type], rank: CpuRank[group]):
     """Puts each token into the rows that its entries name."""
     # A count that came says that this number came before it. A rank without
     # experts has awaited none, and has no rows.
@@ -266,7 +262,7 @@ def _place_tokens[
 def _place_choice[
     token_fmt_type: TokenFormat, group: Group, //
 ](
-    outputs: _Outputs[token_fmt_type],
+    outputs: _Outputs[group, token_fmt_type],
     src_rank: Int,
     token_idx: Int,
     k: Int,
@@ -304,7 +300,7 @@ def _place_choice[
             recv_buf, group.metadata_offset(src_rank, token_idx, j, router_top_k)
         )
         token_fmt_type.place_metadata(
-            outputs.rows,
+            outputs.dispatched.rows,
             row,
             j,
             id_of_word(metadata[]),
