@@ -8,7 +8,7 @@ from std.memory import unsafe_stack_allocation
 
 from .groups import add_up, count, group_of
 from .product import GroupedProduct
-from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Tile, check_sizes
+from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Tile
 
 comptime _N_WARPS = 4
 comptime _BLOCKS_PER_SM = 3
@@ -24,8 +24,8 @@ def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16])
     warp takes 16 rows of a weight and a chunk of up to 64 tokens, then the next such
     tile.
 
-    Launch: grid any, block of `_N_WARPS` warps; what `check_sizes` allows, up to
-    `MAX_GROUPS` groups.
+    Launch: grid any, block of `_N_WARPS` warps; `n` a multiple of `COLUMNS`, `k` of
+    `K_STEP`, up to `MAX_GROUPS` groups.
     """
     var before = unsafe_stack_allocation[
         MAX_GROUPS + 1, UInt32, address_space=AddressSpace.SHARED
@@ -86,8 +86,6 @@ def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16])
 def launch_grouped_matmul[
     swiglu: Bool
 ](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
-    """Raises if `n`, `k` or the number of groups do not fit the kernel."""
-    check_sizes("grouped_matmul", product.n, product.k)
     if product.n_groups > MAX_GROUPS:
         raise Error(
             t"max_ep: grouped_matmul on GPUs takes up to {MAX_GROUPS} experts;"

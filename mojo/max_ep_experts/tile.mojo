@@ -128,12 +128,3 @@ struct Tile[swiglu: Bool = False](Copyable, Movable):
         var sums = Sums[n_tiles](fill=0)
         self.add[n_tiles, n_loads](sums, 0, 1)
         self.store(sums)
-
-
-def check_sizes(op: StaticString, n: Int, k: Int) raises:
-    """Raises unless `n` is a multiple of `COLUMNS` and `k` of `K_STEP`."""
-    if n % COLUMNS != 0 or k % K_STEP != 0:
-        raise Error(
-            t"max_ep: {op} on GPUs takes n in multiples of {COLUMNS} and k of"
-            t" {K_STEP}; given n={n} and k={k}"
-        )
