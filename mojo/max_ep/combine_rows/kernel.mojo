@@ -31,8 +31,7 @@ from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
-from .roles import N_CONTROL
-from .send import send_rows
+from .send import N_CONTROL, send_rows
 
 
 @fieldwise_init

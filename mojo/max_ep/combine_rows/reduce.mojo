@@ -16,7 +16,7 @@ from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
-from .roles import NEXT_CHUNK
+from .send import NEXT_CHUNK
 
 comptime ROWS_IN_FLIGHT = 8
 

@@ -13,7 +13,12 @@ from ..failures import Failure, SEND
 from ..flags import message_flag, publish
 from ..layout import Group, plain_token_bytes
 from ..transport import put_message_warp
-from .roles import NEXT_ROW
+
+comptime NEXT_ROW = 0
+"""Control word: next row to send."""
+comptime NEXT_CHUNK = 1
+"""Control word: next chunk of a token to reduce."""
+comptime N_CONTROL = 2
 
 
 @always_inline
