@@ -198,7 +198,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         var is_here = is_shared or any_lane(to.is_here)
         if not is_here:
             if chunk.idx == 0:
-                self._record_row(token, to.row)
+                self._record_choice[has_weight=False](token, to)
             return True
         if not are_all_inline and not token.is_loaded:
             var flag = flag_at(
@@ -267,15 +267,18 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         return self.dispatched.rows.of_expert(expert, Int(first_row))
 
     @always_inline
-    def _record_row(self, token: Token, row: Int32):
+    def _record_choice[has_weight: Bool](self, token: Token, to: _Destination):
+        """Records row and weight of a lane's choice, for sums."""
         comptime if Self.group.has_sums:
             if self.block.lane < Self.group.top_k:
+                var counters = self.block.counters
+                var choice = Self.group.choice(token.idx, self.block.lane)
                 var source = Self.group.relative_rank(
                     self.block.my_rank, token.src_rank
                 )
-                self.block.counters.received_rows(source)[
-                    unsafe_offset=Self.group.choice(token.idx, self.block.lane)
-                ] = row
+                counters.received_rows(source)[unsafe_offset=choice] = to.row
+                comptime if has_weight:
+                    counters.received_weights(source)[unsafe_offset=choice] = to.weight
 
     @always_inline
     def _record(
@@ -296,15 +299,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             self.block.counters.choices(self.block.receiving())[
                 unsafe_offset=Self.group.choice(token.idx, lane)
             ] = NO_EXPERT
-        self._record_row(token, to.row)
-        comptime if Self.group.has_sums:
-            if lane < Self.group.top_k:
-                var source = Self.group.relative_rank(
-                    self.block.my_rank, token.src_rank
-                )
-                self.block.counters.received_weights(source)[
-                    unsafe_offset=Self.group.choice(token.idx, lane)
-                ] = to.weight
+        self._record_choice[has_weight=True](token, to)
         comptime if Self.Format.router_top_k > 0:
             # In an all-gather choices are ranks: only that of this rank has a row here.
             var k = count_trailing_zeros(wanted)
