@@ -23,7 +23,6 @@ last generations of dispatch and of combine that the group has run."""
 comptime _Words = Array[Int64, N_SETUP_WORDS]
 
 
-@always_inline
 def _thread() -> Tuple[Int, Int]:
     """Returns which thread of how many this is that do something together."""
     comptime if is_gpu():
@@ -31,7 +30,6 @@ def _thread() -> Tuple[Int, Int]:
     return (0, 1)
 
 
-@always_inline
 def _fill(buffer: BytePointer, begin: Int, end: Int, value: UInt32):
     """Fills a part of a buffer with a word, on a GPU with the whole grid."""
     var words = buffer.unsafe_offset(begin).unsafe_bitcast[UInt32]()
@@ -40,7 +38,6 @@ def _fill(buffer: BytePointer, begin: Int, end: Int, value: UInt32):
         words[unsafe_offset=i] = value
 
 
-@always_inline
 def _clear_flags(messages: BytePointer, n: Int, msg_bytes: Int):
     """Clears the flags of messages, on a GPU with the whole grid."""
     var first, n_threads = _thread()
@@ -118,7 +115,6 @@ def _group_of(words: _Words) -> Group:
     return Group.of(of_group)
 
 
-@always_inline
 def _first_word(i: Int, words: _Words, group: Group) -> Int32:
     """Returns a word of the counters of a rank that begins."""
     if i == Word.MY_RANK:

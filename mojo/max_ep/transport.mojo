@@ -74,6 +74,5 @@ struct PeerBuffers(TrivialRegisterPassable):
 
     var addresses: MutPointer[UInt64]
 
-    @always_inline
     def __getitem__(self, rank: Int) -> BytePointer:
         return BytePointer(unsafe_from_address=Int(self.addresses[unsafe_offset=rank]))

@@ -93,18 +93,15 @@ comptime REGION = _group(HIDDEN, Format.msg_bytes, COMBINE_BYTES)
 comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
 
 
-@always_inline
 def _at[T: AnyType](address: Int) -> MutPointer[T]:
     """A pointer is never null."""
     return {unsafe_from_address = address if address != 0 else MESSAGE_ALIGN}
 
 
-@always_inline
 def _imm[T: AnyType](address: Int) -> ImmPointer[T]:
     return {unsafe_from_address = Int(_at[T](address))}
 
 
-@always_inline
 def _vector[
     dtype: DType
 ](address: Int, n: Int) -> TileTensor[

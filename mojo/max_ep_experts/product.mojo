@@ -85,7 +85,6 @@ struct GroupedProduct[dtype: DType](KernelArgument):
         return end - begin if begin < end and is_known else 0
 
 
-@always_inline
 def product_of[
     dtype: DType
 ](

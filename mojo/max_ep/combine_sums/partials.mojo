@@ -348,7 +348,6 @@ comptime FEW_TOKENS = 64
 latency matters, else throughput."""
 
 
-@always_inline
 def n_rows_at_once[are_few: Bool, n_prefetched: Int = 0]() -> Int:
     """Chooses how many rows of a token a lane loads before it adds them.
 

@@ -55,7 +55,6 @@ def kernel_entry[
         phase.run[sends, receives]()
 
 
-@always_inline
 def n_blocks[group: Group](context: DeviceContext) raises -> Int:
     """Decides the grid: a block for each multiprocessor, at most `n_sms`, so that all are
     resident at once. The device may have fewer than the one compiled for."""

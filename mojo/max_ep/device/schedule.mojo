@@ -10,7 +10,6 @@ from ..token_format import TokenFormat
 from .warp import divmod_32
 
 
-@always_inline
 def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token, of 16 bytes a lane each."""
     return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)

@@ -32,7 +32,6 @@ comptime _FULL_GRID = 128
 comptime _MOST_COUNTED = 4
 
 
-@always_inline
 def n_shared_ids[group: Group]() -> Int:
     comptime n_choices = group.n_choices()
     comptime if n_choices <= N_SHARED_CHOICES:
@@ -40,7 +39,6 @@ def n_shared_ids[group: Group]() -> Int:
     return max(N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + group.n_experts)
 
 
-@always_inline
 def n_counted[group: Group]() -> Int:
     """Returns how many experts a block counts while it copies ids (`share`)."""
     if group.n_choices() <= N_LANE_CHOICES:

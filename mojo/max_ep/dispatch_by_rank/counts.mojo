@@ -40,7 +40,6 @@ comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
 """Pairs that a warp counts at once: so many have one warp, more have several."""
 
 
-@always_inline
 def n_scan_warps[group: Group]() -> Int:
     """The last index warps scan: they index least."""
     return min(N_INDEX_WARPS, ceildiv(group.n_pairs(), _PAIRS_AT_ONCE))

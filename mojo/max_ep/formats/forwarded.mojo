@@ -82,7 +82,6 @@ struct ForwardedTokenFormat[
         return LaneWire(bitcast[DType.uint32, 4](elements), 0)
 
     @staticmethod
-    @always_inline
     def is_identity[input_type: DType]() -> Bool:
         return True
 

@@ -30,7 +30,6 @@ struct PlainRows(OutputRows):
         self.tokens = tokens
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         return {outputs.tokens, outputs.routing_map, outputs.probs, outputs.n_gathered}
 
@@ -97,7 +96,6 @@ struct PlainTokenFormat[
             return LaneWire(bitcast[DType.uint32, 4](x.cast[Self.wire_type]()), 0)
 
     @staticmethod
-    @always_inline
     def is_identity[input_type: DType]() -> Bool:
         return Self.wire_type == input_type
 

@@ -40,7 +40,6 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
     comptime depend_on_expert = Self.Rows.depend_on_expert
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         """`probs` is for all-gathers otherwise."""
         return {Self.Rows.of(outputs), outputs.probs}
@@ -79,7 +78,6 @@ struct TransposedRows[packed: Bool = False](ScaledRows):
     those of one expert where they are padded."""
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         return {outputs.tokens, outputs.scales, outputs.scales_columns}
 
@@ -119,7 +117,6 @@ struct RowByRow(ScaledRows):
     var scales: BytePointer
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         return {outputs.tokens, outputs.scales}
 
@@ -160,7 +157,6 @@ struct InTiles(ScaledRows):
     comptime depend_on_expert = True
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         return {outputs.tokens, outputs.scales, 0}
 
