@@ -41,7 +41,7 @@ from ..flags import (
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
-from .liveness import mask_if_late
+from .liveness import Liveness
 from .shared import share_addresses, shared, SharedAddresses
 from .start import check_header, elect_last_block, mask_of
 from .warp import any_lane, bytes_at
@@ -255,6 +255,10 @@ struct Block[group: Group](TrivialRegisterPassable):
         return (self.mask >> UInt32(rank)) & 1 != 0
 
     @always_inline
+    def liveness(self) -> Liveness[Self.group]:
+        return {self.counters, self.counts, self.my_rank, self.deadline}
+
+    @always_inline
     def give_up_if_late(self, mut n_polls: Int, rank: Int) -> Bool:
         """Counts a poll without success; returns whether to wait no longer for a rank.
 
@@ -267,7 +271,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         if n_polls % POLLS_PER_CLOCK_READ != 0:
             return False
         comptime if Self.group.masks:
-            return mask_if_late(self, rank)
+            return self.liveness().mask_if_late(rank)
         return self.deadline.has_passed()
 
     # ------------------------------------------------------------------------- waits

@@ -13,7 +13,7 @@ from ..counters import Word
 from ..device.block import Block
 from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
-from ..device.liveness import mask_if_late, NEVER_DECIDED, read_decision, UNDECIDED
+from ..device.liveness import NEVER_DECIDED, UNDECIDED
 from ..failures import Failure, RECEIVE, record_failure
 from ..flags import (
     arrive_in_block,
@@ -136,10 +136,10 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             return UNDECIDED
         var generation = self.block.receiving()
         if block_idx.x == 0:
-            if mask_if_late(self.block, src_rank):
+            if self.block.liveness().mask_if_late(src_rank):
                 return flag_word(generation, 0)
             return UNDECIDED
-        var word = read_decision(self.block, place)
+        var word = self.block.liveness().read_decision(place)
         if word == NEVER_DECIDED:
             record_failure(
                 self.block.counters,
