@@ -11,6 +11,7 @@ from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp
 from std.math import ceildiv, rsqrt
 
+from .groups import group_of
 from .product import In, KernelArgument, Out
 
 comptime _N_THREADS = 256
@@ -72,14 +73,11 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
 
     @always_inline
     def sequence_of(self, token: Int) -> Int:
-        var sequence, above = 0, self.n_sequences
-        while sequence + 1 < above:
-            var middle = (sequence + above) // 2
-            if Int(self.row_offsets[unsafe_offset=middle]) <= token:
-                sequence = middle
-            else:
-                above = middle
-        return sequence
+        @always_inline
+        def before(sequence: Int) {imm} -> UInt32:
+            return self.row_offsets[unsafe_offset=sequence]
+
+        return group_of(UInt32(token), self.n_sequences, before)
 
     @always_inline
     def store(self, head: Int, lane: Int, var a: _Four, var b: _Four, squares: Float32):
