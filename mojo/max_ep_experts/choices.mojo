@@ -14,10 +14,10 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp
 from std.math import ceildiv, fma
-from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
+from .groups import shared
 from .product import In, KernelArgument, Out
 
 comptime _FOUR = 4
@@ -108,12 +108,8 @@ def sort_kernel(choices: Choices):
 
     Launch: `n_experts + 1` blocks of up to `_MAX_WARPS` warps.
     """
-    var below_of = unsafe_stack_allocation[
-        _MAX_WARPS, UInt32, address_space=AddressSpace.SHARED
-    ]()
-    var own_of = unsafe_stack_allocation[
-        _MAX_WARPS, UInt32, address_space=AddressSpace.SHARED
-    ]()
+    var below_of = shared[UInt32, _MAX_WARPS]()
+    var own_of = shared[UInt32, _MAX_WARPS]()
     var expert = UInt32(block_idx.x)
     var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
     var n_warps = Int(block_dim.x) // WARP_SIZE

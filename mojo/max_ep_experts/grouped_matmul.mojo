@@ -4,9 +4,8 @@
 from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceAttribute, DeviceContext
 from std.math import ceildiv
-from std.memory import unsafe_stack_allocation
 
-from .groups import add_up, count, group_of
+from .groups import add_up, count, group_of, shared
 from .product import GroupedProduct
 from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Tile
 
@@ -27,9 +26,7 @@ def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16])
     Launch: grid any, block of `_N_WARPS` warps; `n` a multiple of `COLUMNS`, `k` of
     `K_STEP`, up to `MAX_GROUPS` groups.
     """
-    var before = unsafe_stack_allocation[
-        MAX_GROUPS + 1, UInt32, address_space=AddressSpace.SHARED
-    ]()
+    var before = shared[UInt32, MAX_GROUPS + 1]()
 
     @always_inline
     def chunks_of(n_rows: UInt32) -> UInt32:

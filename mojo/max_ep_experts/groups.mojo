@@ -4,12 +4,22 @@ the work before each group, and finds by bisection whose work an item is.
 """
 from max.gpu import WARP_SIZE, block_dim, thread_idx
 from max.gpu.primitives import warp
+from std.memory import unsafe_stack_allocation
+from std.sys import align_of
 
 from .product import GroupedProduct
 
 comptime Smem[T: AnyType] = Pointer[
     T, MutUntrackedOrigin, address_space=AddressSpace.SHARED
 ]
+
+
+@always_inline
+def shared[T: AnyType, n: Int, alignment: Int = align_of[T]()]() -> Smem[T]:
+    """Allocates shared memory; it is not initialized."""
+    return unsafe_stack_allocation[
+        n, T, alignment=alignment, address_space=AddressSpace.SHARED
+    ]()
 
 
 @always_inline

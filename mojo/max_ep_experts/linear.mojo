@@ -4,8 +4,8 @@
 from max.gpu import WARP_SIZE, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from std.math import ceildiv
-from std.memory import unsafe_stack_allocation
 
+from .groups import shared, Smem
 from .product import Bf16In, Bf16Out, GroupedProduct
 from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Sums, Tile
 
@@ -16,12 +16,7 @@ comptime _N_WARPS = 8
 
 
 @always_inline
-def _multiply_together[
-    n_tiles: Int, n_loads: Int
-](
-    tile: Tile,
-    theirs: Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
-):
+def _multiply_together[n_tiles: Int, n_loads: Int](tile: Tile, theirs: Smem[Float32]):
     """Computes a tile with all warps of a block, each some steps of `k`.
 
     The other warps leave their sums in `theirs`; the first warp adds them in order.
@@ -54,12 +49,8 @@ def linear_kernel(
     Launch: grid `(n / COLUMNS, ceildiv(n_rows, CHUNK))`, block of `_N_WARPS` warps,
     which share the sum along `k`; `n` a multiple of `COLUMNS`, `k` of `K_STEP`.
     """
-    var theirs = unsafe_stack_allocation[
-        (_N_WARPS - 1) * (CHUNK // TOKENS) * WARP_SIZE * 4,
-        Float32,
-        alignment=16,
-        address_space=AddressSpace.SHARED,
-    ]()
+    comptime n_sums = (_N_WARPS - 1) * (CHUNK // TOKENS) * WARP_SIZE * 4
+    var theirs = shared[Float32, n_sums, 16]()
     var begin = Int(block_idx.y) * CHUNK
     var tile = Tile(
         y,
