@@ -22,11 +22,9 @@ from ..device.kernel import InputScales
 from ..dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
-    id_of_word,
-    id_word,
     position_of_entry,
-    weight_of_word,
-    weight_word,
+    value_of_word,
+    value_word,
 )
 from ..flags import count_of, flag_at, flag_word, generation_of, message_flag
 from ..layout import Group
@@ -128,15 +126,15 @@ def _write_entry[
         var weight: Float32 = 1
         comptime if router_top_k == 0:
             weight = given.router_weights[unsafe_offset=choice]
-        entry[unsafe_offset=1] = weight_word(rank.generation, weight)
+        entry[unsafe_offset=1] = value_word(rank.generation, weight)
     var token_idx = choice // group.top_k
     for j in range(router_top_k):
         var metadata = flag_at(
             recv_buf, group.metadata_offset(rank.my_rank, token_idx, j, router_top_k)
         )
         var i = token_idx * router_top_k + j
-        metadata[] = id_word(rank.generation, given.topk_ids[unsafe_offset=i])
-        metadata[unsafe_offset=1] = weight_word(
+        metadata[] = value_word(rank.generation, given.topk_ids[unsafe_offset=i])
+        metadata[unsafe_offset=1] = value_word(
             rank.generation, given.router_weights[unsafe_offset=i]
         )
 
@@ -290,7 +288,7 @@ def _place_choice[
         if is_here:
             rank.counters.received_weights(source)[
                 unsafe_offset=choice
-            ] = weight_of_word(entry[unsafe_offset=1])
+            ] = value_of_word[DType.float32](entry[unsafe_offset=1])
     if not is_here:
         return
     var token = recv_buf.unsafe_offset(group.token_offset(src_rank, token_idx))
@@ -303,6 +301,6 @@ def _place_choice[
             outputs.dispatched.rows,
             row,
             j,
-            id_of_word(metadata[]),
-            weight_of_word(metadata[unsafe_offset=1]),
+            value_of_word[DType.int32](metadata[]),
+            value_of_word[DType.float32](metadata[unsafe_offset=1]),
         )

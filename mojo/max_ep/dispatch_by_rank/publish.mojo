@@ -14,7 +14,7 @@ from ..flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
 from ..layout import Group
 from ..token_format import LaneBytes
 from .choices import Choice, Choices
-from .entries import entry_word, id_word, NO_ENTRY_EXPERT, NO_POSITION, weight_word
+from .entries import entry_word, NO_ENTRY_EXPERT, NO_POSITION, value_word
 from .roles import N_INDEX_WARPS
 
 
@@ -89,7 +89,7 @@ def publish_entry[
         # I1: only this rank writes entries of its choices.
         comptime if group.has_sums:
             store_relaxed_sys_16(
-                to, two_words(word, weight_word(generation, choice.weight))
+                to, two_words(word, value_word(generation, choice.weight))
             )
         else:
             store_relaxed_sys(flag_at(to, 0), generation, count_of(word))
@@ -120,8 +120,8 @@ def send_metadata[
     ):
         var token_idx, k = divmod_32(place, router_top_k)
         var words = two_words(
-            id_word(generation, choices.ids[unsafe_offset=place]),
-            weight_word(generation, choices.weights[unsafe_offset=place]),
+            value_word(generation, choices.ids[unsafe_offset=place]),
+            value_word(generation, choices.weights[unsafe_offset=place]),
         )
         var offset = UInt64(
             group.metadata_offset(block.my_rank, token_idx, k, router_top_k)

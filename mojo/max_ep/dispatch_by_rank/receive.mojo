@@ -18,13 +18,7 @@ from ..flags import flag_at, generation_of
 from ..layout import Group, N_CHUNKS
 from ..token_format import BytePointer, TokenFormat
 from .counts import SharedCounts
-from .entries import (
-    expert_of_entry,
-    id_of_word,
-    NO_POSITION,
-    position_of_entry,
-    weight_of_word,
-)
+from .entries import expert_of_entry, NO_POSITION, position_of_entry, value_of_word
 from .incoming import await_words, Steps, Token
 from .roles import NEXT_RECEIVE, receive_schedule
 
@@ -166,7 +160,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             Self.group.pair(local_expert, token.src_rank),
             Int32(position),
             row,
-            weight_of_word(words[1]),
+            value_of_word[DType.float32](words[1]),
         )
 
     @always_inline
@@ -332,7 +326,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 self.dispatched.rows,
                 row,
                 k,
-                id_of_word(words[0]),
-                weight_of_word(words[1]),
+                value_of_word[DType.int32](words[0]),
+                value_of_word[DType.float32](words[1]),
             )
         return not any_lane(is_late)
