@@ -75,7 +75,6 @@ def launch_dispatch[
     dispatched: DispatchedRows[group, Format],
     queue: Queue,
 ) raises:
-    """Launches dispatch, or one phase of it; CPU ranks run it here."""
     check_dispatch[group, Format, target, Bool(input_scales)]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
@@ -111,7 +110,6 @@ def launch_combine[
 ](
     call: Call[group], given: GivenRows, combined: CombinedTokens[dtype], queue: Queue
 ) raises:
-    """Launches combine, or one phase of it; CPU ranks run it here."""
     check_group[group, target, MESSAGE_ALIGN // size_of[Scalar[dtype]]()]()
     comptime if not is_gpu[target]():
         comptime if form.sends:

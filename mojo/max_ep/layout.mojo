@@ -127,7 +127,6 @@ def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:
 
 
 def combine_msg_bytes[dtype: DType](hidden_size: Int, partial_block: Int = 0) -> Int:
-    """Counts the bytes of a combine message with elements of a type."""
     return combine_msg_bytes_of(hidden_size, size_of[Scalar[dtype]](), partial_block)
 
 
@@ -269,7 +268,6 @@ struct Group(TrivialRegisterPassable):
         )
 
     def is_combine(self) -> Bool:
-        """Returns whether the op is a combine, not a dispatch."""
         return self.dispatch_msg_bytes == 0
 
     def is_by_rank(self) -> Bool:
@@ -316,7 +314,6 @@ struct Group(TrivialRegisterPassable):
         return self.expert_id(rank, pair // self.n_ranks)
 
     def n_shared_max(self) -> Int:
-        """Counts the rows that a fused shared expert can get."""
         return self.max_tokens_per_rank if self.fused_shared_expert else 0
 
     def uses_shmem(self) -> Bool:
@@ -425,11 +422,9 @@ struct Group(TrivialRegisterPassable):
     # --------------------------------------------- inside SHMEM's put buffers
 
     def dispatch_put_offset(self, choice: Int) -> Int:
-        """Locates a dispatch message in the put buffer, for another host."""
         return choice * self.dispatch_msg_bytes
 
     def combine_put_offset(self, src_rank: Int, choice: Int) -> Int:
-        """Locates a combine message in the put buffer, for another host."""
         return (src_rank * self.n_choices() + choice) * self.combine_msg_bytes
 
     def put_bytes(self) -> Int:

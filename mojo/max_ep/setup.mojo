@@ -116,7 +116,6 @@ def _group_of(words: _Words) -> Group:
 
 
 def _first_word(i: Int, words: _Words, group: Group) -> Int32:
-    """Returns a word of the counters of a rank that begins."""
     if i == Word.MY_RANK:
         return Int32(words[1])
     if i == Word.TIMEOUT_MS:

@@ -75,7 +75,6 @@ def linear_kernel(
 def launch_linear(
     product: GroupedProduct[DType.bfloat16], context: DeviceContext
 ) raises:
-    """Launches a product of one group."""
     if product.n_rows == 0:
         return
     context.enqueue_function(

@@ -51,11 +51,9 @@ struct Tile[swiglu: Bool = False](Copyable, Movable):
     var weight: Bf16In
     """The group's weights `[n, k]`."""
     var begin: Int
-    """First token."""
     var end: Int
     """End of the tokens, `> begin`."""
     var column: Int
-    """First column."""
     var n: Int
     var k: Int
 
@@ -124,7 +122,6 @@ struct Tile[swiglu: Bool = False](Copyable, Movable):
 
     @always_inline
     def multiply[n_tiles: Int, n_loads: Int](self):
-        """Computes the tile with one warp."""
         var sums = Sums[n_tiles](fill=0)
         self.add[n_tiles, n_loads](sums, 0, 1)
         self.store(sums)

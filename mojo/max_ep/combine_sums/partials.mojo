@@ -365,5 +365,4 @@ comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
 
 @always_inline
 def sum_split[n_steps: Int, are_few: Bool](n_tokens: Int) -> SumSplit[n_steps, are_few]:
-    """Chooses into how many parts warps take a sum."""
     return SumSplit[n_steps, are_few](n_tokens <= 256)

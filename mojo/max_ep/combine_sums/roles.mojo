@@ -38,7 +38,6 @@ struct SavedRoutes(TrivialRegisterPassable):
     def of[
         group: Group, //
     ](counters: Counters[group], source: Int, token_idx: Int, lane: Int) -> Self:
-        """Reads the record of a token, all at once."""
         var saved = Self(counters.received_tokens()[unsafe_offset=source], NO_ROW, 0)
         if lane < group.top_k and token_idx < group.max_tokens_per_rank:
             var choice = group.choice(token_idx, lane)

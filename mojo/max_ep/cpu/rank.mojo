@@ -101,7 +101,6 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             publish(self.flag(rank, offset), self.generation, count)
 
     def publish_done(self, offset: Int):
-        """Publishes to every rank that what it sent has been read."""
         for rank in range(Self.group.n_ranks):
             self.publish(rank, offset + self.my_rank * FLAG_BYTES)
 

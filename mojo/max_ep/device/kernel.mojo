@@ -95,7 +95,6 @@ struct Queue(Copyable):
 def enqueue[
     P: Kernel, //, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P, queue: Queue) raises:
-    """Launches a phase, and returns at once."""
     comptime kernel = kernel_entry[P, sends, receives, input_scales]
     var function = queue.context.compile_function[kernel]()
     comptime if P.group.uses_shmem():
