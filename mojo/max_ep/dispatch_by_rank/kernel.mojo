@@ -30,6 +30,7 @@ from .choices import Choices, N_SHARED_CHOICES
 from .counts import SharedCounts
 from .index_large import index_by_blocks
 from .index_small import index_one_by_one, LaneIndex
+from .numbers import SharedNumbers
 from .publish import publish_n_tokens, send_metadata
 from .receive import Receiver
 from .roles import (
@@ -181,6 +182,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
     ](self, block: Block[Self.group], indexer: Int, n_own: Int):
         """Makes rows with one warp; `n_own`: tokens that this rank sent."""
         var shared = SharedCounts[Self.group](block, self.dispatched.tables)
+        var numbers = SharedNumbers[Self.group](block)
         if indexer >= 0:
             shared.lay_out_rows(
                 n_own if Self.group.fused_shared_expert else 0,
@@ -188,13 +190,13 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 indexer,
             )
         elif block.warp_idx == NUMBERS_WARP:
-            var are_there = shared.share_numbers()
+            var are_there = numbers.share()
             comptime if Self.Format.router_top_k > 0:
                 # Each rank gets every token.
                 var n_rows = 0
                 if are_there:
                     for src_rank in range(Self.group.n_ranks):
-                        n_rows += shared.n_tokens(src_rank)
+                        n_rows += numbers.n_tokens(src_rank)
                 Self.Format.end_metadata(
                     self.dispatched.rows,
                     n_rows,
@@ -202,17 +204,18 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                     Int(block_idx.x) * WARP_SIZE + block.lane,
                     Int(grid_dim.x) * WARP_SIZE,
                 )
-        if not shared.await_numbers():
+        if not numbers.await_all():
             return
         var receiver = Receiver[Self.group, Self.Format, has_input](
             self.dispatched,
             UInt64(Int(self.given.tokens)),
             block.recv_buf(),
             shared,
+            numbers,
             block,
         )
         comptime n_inline = Self.group.n_inline_tokens()
-        if shared.most_tokens() <= n_inline:
+        if numbers.most_tokens() <= n_inline:
             receiver.receive[are_all_inline=True]()
             return
         comptime if Self.group.max_tokens_per_rank > n_inline:

@@ -20,6 +20,7 @@ from ..token_format import BytePointer, TokenFormat
 from .counts import SharedCounts
 from .entries import expert_of_entry, NO_POSITION, position_of_entry, value_of_word
 from .incoming import await_words, Steps, Token
+from .numbers import SharedNumbers
 from .roles import NEXT_RECEIVE, receive_schedule
 
 
@@ -53,6 +54,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     var recv_buf: BytePointer
     """Loaded once: the block has it in shared memory."""
     var shared: SharedCounts[Self.group]
+    var numbers: SharedNumbers[Self.group]
     var block: Block[Self.group]
 
     @always_inline
@@ -61,7 +63,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         comptime n_steps = n_steps_of[Self.Format]()
         comptime flagged = Split[n_steps, N_CHUNKS, N_CHUNKS](True)
         var steps = Steps[Self.Format, are_all_inline]()
-        var most = self.shared.most_tokens()
+        var most = self.numbers.most_tokens()
         var inline = inline_split[n_steps](most)
         var n_items = (
             most
@@ -92,7 +94,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             else:
                 chunk = flagged.chunk(item)
             var token_idx, src_rank = divmod_32(chunk.whole, n_ranks)
-            var n_tokens = self.shared.n_tokens(src_rank)
+            var n_tokens = self.numbers.n_tokens(src_rank)
             if token_idx >= n_tokens:
                 continue
             var token = self._locate[are_all_inline](src_rank, token_idx, n_tokens)
