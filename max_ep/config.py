@@ -333,22 +333,30 @@ class EPConfig:
 
     def sizes(self) -> SimpleNamespace:
         """Returns the sizes of one rank's memory; ``layout_query.mojo`` lists them."""
+        token = self.token_format
+        value_bits = 8 * self.dispatch_dtype.size_in_bytes // token.values_per_byte
         return region_sizes(
-            8 * self.dispatch_dtype.size_in_bytes // self.token_format.values_per_byte,
-            self.token_format.scale_block,
-            self.token_format.scale_dtype.size_in_bytes,
-            self.combine_wire_dtype.size_in_bytes,
-            self.hidden_size,
-            self.exchange_experts,
-            self.exchange_ranks,
-            self.max_tokens_per_rank,
-            self.top_k,
-            *self.axes,
-            self.router_top_k,
-            "mask" if self.masks else "raise",
-            self.token_format.row_scale_bytes,
-            self.partial_block,
+            *self.group_words(),
+            f"value_bits={value_bits}",
+            f"scale_block={token.scale_block}",
+            f"scale_bytes={token.scale_dtype.size_in_bytes}",
+            f"row_scale_bytes={token.row_scale_bytes}",
+            f"combine_bytes={self.combine_wire_dtype.size_in_bytes}",
         )
+
+    def group_words(self) -> list[str]:
+        """Describes what decides a layout, in the words of ``op_config.mojo``."""
+        numbers = {
+            "n_experts": self.exchange_experts,
+            "n_ranks": self.exchange_ranks,
+            "max_tokens_per_rank": self.max_tokens_per_rank,
+            "top_k": self.top_k,
+            "hidden_size": self.hidden_size,
+            "router_top_k": self.router_top_k,
+            "partial_block": self.partial_block,
+        }
+        words = [*self.axes, *(f"{name}={number}" for name, number in numbers.items())]
+        return [*words, "masks"] if self.masks else words
 
     def get_max_recv_tokens(self) -> int:
         """Returns the most rows one rank can receive from dispatch.

@@ -64,18 +64,18 @@ def run_mojo(*args: str) -> str:
 
 
 @functools.cache
-def region_sizes(*question: str | int) -> SimpleNamespace:
+def region_sizes(*words: str) -> SimpleNamespace:
     """Asks Mojo for sizes: the formulas are in ``layout.mojo`` only.
 
     Returns what ``layout_query.mojo`` prints, by the names that it gives them;
     ``EPConfig.sizes`` asks. It runs once for each configuration.
     """
-    words = [str(word) for word in question]
 
     def ask(path: Path) -> None:
         path.write_text(run_mojo("run", "-I", ".", "layout_query.mojo", *words))
 
-    answer = kept(cache_dir() / sources_hash() / f"layout-{'-'.join(words)}.txt", ask)
+    name = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+    answer = kept(cache_dir() / sources_hash() / f"layout-{name}.txt", ask)
     lines = (line.split() for line in answer.read_text().splitlines())
     return SimpleNamespace(**{name: int(value) for name, value in lines})
 

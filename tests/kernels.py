@@ -34,8 +34,8 @@ def variants(program: str, how: str = "both|phase") -> list[str]:
     return [".".join(names) for names in re.findall(call, text, re.DOTALL)]
 
 
-BY_EXPERT = [*variants("codegen.mojo"), "clear.any"]
-FOR_AMD = [*variants("codegen.mojo", "both"), "clear.any"]
+BY_EXPERT = [*variants("codegen.mojo"), "set_up.any"]
+FOR_AMD = [*variants("codegen.mojo", "both"), "set_up.any"]
 BY_RANK = variants("codegen_by_rank.mojo")
 
 

@@ -246,7 +246,7 @@ def test_peers_are_written_after_their_readers_are_done(it):
     assert not it.shown(written & kernel.reach(awaited, met))
 
 
-@kernels("by_expert", but="clear")
+@kernels("by_expert", but="set_up")
 def test_blocks_have_read_before_they_arrive(it):
     """I3: a block's warps meet before one of them says that it has ended."""
     arrived = it.kernel.find_kind("atomic acq_rel device")
@@ -300,7 +300,7 @@ def test_warps_hand_on_what_is_there(it):
         assert len(unmet) == 1 < len(stored)
 
 
-@kernels(but="chunks$|clear")
+@kernels(but="chunks$|set_up")
 def test_shared_words_are_read_after_a_meeting(it):
     """What one lane has written another reads after a barrier or a vote. In a loop a
     lane also reads what it has written itself; elsewhere an exchange may do, too."""
@@ -336,7 +336,7 @@ def test_a_word_is_stored_again_after_a_meeting(it):
             assert not it.shown((places - {place}) & it.kernel.reach([place], met))
 
 
-@kernels(but="clear")
+@kernels(but="set_up")
 def test_words_of_a_block_are_zero_before_they_are_used(it):
     """One warp zeroes them; then all warps meet."""
     used = it.kernel.find(lambda op: op.scope == "block")
@@ -368,7 +368,7 @@ FAILURES = {
 }
 
 
-@kernels(but="clear")
+@kernels(but="set_up")
 def test_what_a_launch_refuses(it):
     """Each guard is there: it records a failure of its own."""
     source = (mojo_dir() / "max_ep/failures.mojo").read_text()

@@ -356,23 +356,11 @@ class EPBatchManager:
         types = [
             TensorType(DType.int64, [config.exchange_ranks], config.device(device_id))
         ]
-        which = {"is_combine": is_combine}
-        return self._observe("watch", is_combine, device_id, [], types, **which)[0]
-
-    def _observe(
-        self,
-        op: str,
-        group: int,
-        device_id: int,
-        values: list[TensorValue],
-        types: list[TensorType],
-        **parameters: bool,
-    ) -> list[TensorValue]:
-        """Adds an op that only looks at what a rank has received."""
         counter = self._counter(device_id)
-        where = self._pointers(group, device_id)[1:]
-        values = values + check_buffers(self.config, counter, *where)
-        return call_op(op, self.config, counter, values, types, **parameters)
+        where = self._pointers(is_combine, device_id)[1:]
+        values = check_buffers(config, counter, *where)
+        which = {"is_combine": is_combine}
+        return call_op("watch", config, counter, values, types, **which)[0]
 
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         """Counts the rows that each expert of a rank got.
@@ -510,7 +498,8 @@ class EPBatchManager:
         values = [topk_ids, ops.cast(router_weight, DType.float32)]
         n_tokens = topk_ids.shape[0]
         types = [TensorType(t, [n_tokens], device) for t in (DType.bool, DType.float32)]
-        flags, share = self._observe("degraded", _COMBINE, device_id, values, types)
+        counter = self._counter(device_id)
+        flags, share = call_op("degraded", self.config, counter, values, types)
         return flags, share
 
     def ep_dropped(
@@ -531,8 +520,10 @@ class EPBatchManager:
         device = self._check_choices(topk_ids, device_id)
         numbers = topk_ids.shape[0], self.config.n_local_experts
         types = [TensorType(DType.int32, [n], device) for n in numbers]
-        given = _COMBINE, device_id, [topk_ids], types
-        of_tokens, of_experts = self._observe("dropped", *given)
+        counter = self._counter(device_id)
+        of_tokens, of_experts = call_op(
+            "dropped", self.config, counter, [topk_ids], types
+        )
         return of_tokens, of_experts
 
     def _check_choices(self, topk_ids: TensorValue, device_id: int) -> DeviceRef:

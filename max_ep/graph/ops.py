@@ -62,7 +62,7 @@ def call_op(
         parameters["format"] = config.token_format.op_name(
             config.fp8_power_of_two_scales, config.tokens_are_quantized
         )
-    else:
+    elif name in ("combine", "watch"):
         parameters["combine_dtype"] = config.combine_dtype
         parameters["partial_dtype"] = config.combine_wire_dtype
     results = ops.inplace_custom(
@@ -77,32 +77,19 @@ def call_op(
 
 def _group(config: EPConfig) -> str:
     """Describes the group to an op, in the words that ``op_config.mojo`` reads."""
-    numbers = {
-        "n_experts": config.exchange_experts,
-        "n_ranks": config.exchange_ranks,
-        # Those whose memory is mapped.
-        "n_ranks_per_node": (
-            config.n_gpus_per_node if config.uses_shmem else config.exchange_ranks
-        ),
-        "max_tokens_per_rank": config.max_tokens_per_rank,
-        "top_k": config.top_k,
-        "hidden_size": config.hidden_size,
-        "router_top_k": config.router_top_k,
-        "n_sms": config.n_sms,
-        "partial_block": config.partial_block,
-    }
+    n_mapped = config.n_gpus_per_node if config.uses_shmem else config.exchange_ranks
+    numbers = f"n_mapped={n_mapped}", f"n_sms={config.n_sms}"
     flags = {
         "padded": config.is_padded,
         "fused_shared_expert": config.fused_shared_expert,
-        "masks": config.masks,
         "drops_rows": config.max_output_rows is not None,
         "shares_gpu": config.ranks_per_gpu > 1 and not config.use_allreduce,
         "scales_in_rows": config.scale_layout == "rows",
         "scales_in_tiles": config.scale_layout == "tiles",
         "scales_packed": config.scale_layout == "packed",
     }
-    words = [*config.axes, *(f"{name}={number}" for name, number in numbers.items())]
-    return " ".join([*words, *(name for name, is_set in flags.items() if is_set)])
+    set_flags = (name for name, is_set in flags.items() if is_set)
+    return " ".join([*config.group_words(), *numbers, *set_flags])
 
 
 def check_buffers(

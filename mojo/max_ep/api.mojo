@@ -115,8 +115,7 @@ def ep_dispatch_async_kernel_api[
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=addressing,
         fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=n_gpus_per_node,
-        use_shmem=use_shmem and is_gpu[target](),
+        n_mapped=n_gpus_per_node if use_shmem and is_gpu[target]() else 0,
     )
     var call = Call[group].of[target](
         "dispatch_async", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
@@ -165,8 +164,7 @@ def ep_dispatch_wait_kernel_api[
         addressing=addressing,
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=n_gpus_per_node,
-        use_shmem=use_shmem and is_gpu[target](),
+        n_mapped=n_gpus_per_node if use_shmem and is_gpu[target]() else 0,
     )
     var call = Call[group].of_wait[target](
         "dispatch_wait", atomic_counters, recv_ptrs, recv_count_ptrs
@@ -211,8 +209,7 @@ def ep_combine_async_kernel_api[
         hidden_size=hidden_size,
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         addressing=addressing,
-        n_ranks_per_node=n_gpus_per_node,
-        use_shmem=use_shmem and is_gpu[target](),
+        n_mapped=n_gpus_per_node if use_shmem and is_gpu[target]() else 0,
     )
     var call = Call[group].of[target](
         "combine_async", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
@@ -258,8 +255,7 @@ def ep_combine_wait_kernel_api[
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         addressing=addressing,
         fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=n_gpus_per_node,
-        use_shmem=use_shmem and is_gpu[target](),
+        n_mapped=n_gpus_per_node if use_shmem and is_gpu[target]() else 0,
     )
     var call = Call[group].of_wait[target](
         "combine_wait", atomic_counters, recv_ptrs, recv_count_ptrs

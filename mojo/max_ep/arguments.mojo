@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a launcher: tensors, checked and turned into pointers.
-
-All checks come before the first send.
-"""
+"""Arguments of a launcher: tensors, checked before the first send, as pointers."""
 from layout import TileTensor
 from max.gpu.host.info import is_cpu, is_gpu
 
@@ -36,7 +33,6 @@ struct Form(TrivialRegisterPassable):
 
     @staticmethod
     def of(op: StaticString) -> Self:
-        """Returns the form of an op, which is the end of its name."""
         return Self(not op.endswith("_wait"), not op.endswith("_async"))
 
 
@@ -50,16 +46,16 @@ def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtyp
 
 def mapped_buffers[
     group: Group, T: AnyType
-](buffers: PeerBuffers[group.n_ranks]) -> Array[MutPointer[T], group.n_mapped()]:
+](buffers: PeerBuffers) -> Array[MutPointer[T], group.n_mapped]:
     # Without any, the last possible: the bounds of the table hold.
-    comptime last = group.n_ranks - group.n_mapped()
+    comptime last = group.n_ranks - group.n_mapped
     var first_rank = 0
     while first_rank < last and buffers.addresses[unsafe_offset=first_rank] == 0:
         first_rank += 1
-    var result = Array[MutPointer[T], group.n_mapped()](
+    var result = Array[MutPointer[T], group.n_mapped](
         fill=buffers[first_rank].unsafe_bitcast[T]()
     )
-    for i in range(group.n_mapped()):
+    for i in range(group.n_mapped):
         result[i] = buffers[first_rank + i].unsafe_bitcast[T]()
     return result^
 
@@ -68,9 +64,9 @@ def mapped_buffers[
 struct Buffers[group: Group](Copyable, KernelArgument):
     """The group's buffers that a kernel can access."""
 
-    var recv_bufs: Array[BytePointer, Self.group.n_mapped()]
+    var recv_bufs: Array[BytePointer, Self.group.n_mapped]
     """Recv buffers of the ranks that are mapped, of dispatch or of combine."""
-    var counts: Array[FlagPointer, Self.group.n_mapped()]
+    var counts: Array[FlagPointer, Self.group.n_mapped]
     var counters: Counters[Self.group]
 
 
@@ -94,7 +90,7 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         group.hidden_size % hidden_multiple == 0
     ), "max_ep: hidden_size must be a multiple of 16 bytes, of 128 for FP8"
     comptime assert not (
-        group.is_by_rank() and group.use_shmem
+        group.is_by_rank() and group.uses_shmem()
     ), "max_ep: by rank is for one host"
     comptime assert (
         group.is_by_rank() or not group.has_sums
@@ -104,7 +100,6 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
 def check_dispatch[
     group: Group, Format: TokenFormat, target: StaticString, has_input_scales: Bool
 ]():
-    """Checks, at compile time, that dispatch supports a group and format."""
     check_group[group, target, Format.hidden_multiple]()
     comptime assert (
         not group.is_by_rank() or not has_input_scales
@@ -152,10 +147,10 @@ struct Call[group: Group](TrivialRegisterPassable):
 
     var op: StaticString
     var counters: Counters[Self.group]
-    var send_bufs: PeerBuffers[Self.group.n_ranks]
+    var send_bufs: PeerBuffers
     """Every rank's send buffer; an op that only receives does not use them."""
-    var recv_bufs: PeerBuffers[Self.group.n_ranks]
-    var counts: PeerBuffers[Self.group.n_ranks]
+    var recv_bufs: PeerBuffers
+    var counts: PeerBuffers
 
     @staticmethod
     def of[
@@ -182,7 +177,16 @@ struct Call[group: Group](TrivialRegisterPassable):
         recv_count_ptrs: TileTensor[DType.uint64, ...],
     ) raises -> Self:
         """The same for an op that only receives, and has no send buffers."""
-        comptime buffers = _peer_buffers[Self.group]
+        var call = Self.of_counters[target](op, atomic_counters)
+        call.recv_bufs = _peer_buffers[Self.group](op, "recv_ptrs", recv_ptrs)
+        call.counts = _peer_buffers[Self.group](op, "recv_count_ptrs", recv_count_ptrs)
+        return call
+
+    @staticmethod
+    def of_counters[
+        target: StaticString
+    ](op: StaticString, atomic_counters: TileTensor[DType.int32, ...]) raises -> Self:
+        """The same for an op that reads only counters."""
         # On a GPU the kernels check what they hold.
         var counters = Counters[Self.group](mut_(atomic_counters))
         var n_words = Int(atomic_counters.dim[0]())
@@ -204,9 +208,8 @@ struct Call[group: Group](TrivialRegisterPassable):
                             Failure.WRONG_COUNTERS, -1, i, Int(found), Int(wanted)
                         ),
                     )
-        var recv_bufs = buffers(op, "recv_ptrs", recv_ptrs)
-        var counts = buffers(op, "recv_count_ptrs", recv_count_ptrs)
-        return Self(op, counters, recv_bufs, recv_bufs, counts)
+        var none = unused[PeerBuffers]()
+        return Self(op, counters, none, none, none)
 
     def buffers(self) -> Buffers[Self.group]:
         return {
@@ -236,17 +239,16 @@ def _peer_buffers[
     group: Group
 ](
     op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
-) raises -> PeerBuffers[group.n_ranks]:
-    """Finds the same buffer on every rank whose memory is mapped."""
+) raises -> PeerBuffers:
     comptime n_ranks = group.n_ranks
     var n = Int(ptrs.dim[0]())
     if n != n_ranks:
         raise Error(t"max_ep: {op}: {what} holds {n} addresses for {n_ranks} ranks.")
-    var buffers = PeerBuffers[n_ranks](mut_(ptrs))
+    var buffers = PeerBuffers(mut_(ptrs))
     var n_mapped = 0
     for rank in range(n_ranks):
         n_mapped += Int(buffers.addresses[unsafe_offset=rank] != 0)
-    if n_mapped < group.n_mapped():
+    if n_mapped < group.n_mapped:
         raise Error(
             t"max_ep: {op}: the symmetric memory of these inputs was freed"
             t" (EPCommInitializer.close); run before close(), or with the"
@@ -271,6 +273,18 @@ struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     var n_tokens: Int
 
 
+@always_inline
+def load_id[group: Group](ids: ImmPointer[Int32], choice: Int) -> Int32:
+    """Loads the expert of a choice; in an all-gather each token chooses every rank."""
+    comptime if group.sends_to_all():
+        return Int32(UInt32(choice) % UInt32(group.n_ranks))
+    comptime if group.wide_ids:
+        var wide = ids.unsafe_bitcast[Int64]()[unsafe_offset=choice]
+        # What does not fit is out of range in any case.
+        return Int32(max(min(wide, Int64(Int32.MAX)), -2))
+    return ids[unsafe_offset=choice]
+
+
 def n_choices_of[Format: TokenFormat]() -> Int:
     """Counts the experts that the router gives a token."""
     return Format.router_top_k if Format.router_top_k > 0 else Format.top_k
@@ -281,8 +295,7 @@ def given_tokens[
 ](
     call: Call[group], tokens: TileTensor, topk_ids: TileTensor[DType.int32, ...]
 ) raises -> GivenTokens[tokens.dtype]:
-    """Checks what dispatch sends, without router weights; raises if a size does not fit.
-    """
+    """Checks what dispatch sends, without router weights."""
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)

@@ -52,8 +52,7 @@ comptime NO_EXPERT = Int32(-1)
 
 @always_inline
 def sent_choice(expert_id: Int32, position: Int, group: Group) -> Int32:
-    """Encodes a choice that is sent: its expert; if rows are dropped, also the position
-    in its pair."""
+    """Encodes an expert; if rows are dropped, also the choice's place in its pair."""
     if group.drops_rows:
         return Int32(position * group.n_experts) + expert_id
     return expert_id
@@ -61,13 +60,11 @@ def sent_choice(expert_id: Int32, position: Int, group: Group) -> Int32:
 
 @always_inline
 def expert_of_choice(choice: Int32, group: Group) -> Int:
-    """Decodes the expert of a choice that was sent."""
     return Int(choice) % group.n_experts if group.drops_rows else Int(choice)
 
 
 @always_inline
 def position_of_choice(choice: Int32, group: Group) -> Int:
-    """Decodes the position of a choice that was sent, if rows are dropped."""
     return Int(choice) // group.n_experts
 
 
@@ -115,8 +112,6 @@ struct Word:
     comptime DISPATCH_RECEIVED = 4
     comptime COMBINE_SENT = 5
     comptime COMBINE_RECEIVED = 6
-    comptime N_DROPPED = 7
-    """CPU: choices that were dropped: a bad id, or a full pair."""
     comptime SRC_INFO_HASH = 8
     """CPU: digest of the last dispatch's `src_info`."""
     comptime GROUP = 9
@@ -167,7 +162,6 @@ def masked_word(group: Group) -> Int:
 
 @always_inline
 def _decided_word(group: Group) -> Int:
-    """Locates the decided counts, which are flags of 64 bits."""
     var n_words = masked_word(group)
     return round_up(n_words + group.n_ranks + 1, 2) if group.masks else n_words
 
@@ -184,7 +178,6 @@ def local_sync_counters_words(group: Group) -> Int:
 
 @always_inline
 def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
-    """Returns the value of a word that a launch expects."""
     var wanted = found
     if i == Word.MAGIC:
         wanted = COUNTERS_MAGIC
@@ -193,16 +186,6 @@ def wanted_word(i: Int, found: Int32, group: Group) -> Int32:
         if i == Word.GROUP + word and words[word] != 0:
             wanted = words[word]
     return wanted
-
-
-@always_inline
-def word_after_init(i: Int, my_rank: Int, timeout_ms: Int, group: Group) -> Int32:
-    """Returns the value of a word before the first generation."""
-    if i == Word.MY_RANK:
-        return Int32(my_rank)
-    if i == Word.TIMEOUT_MS:
-        return Int32(timeout_ms)
-    return wanted_word(i, 0, group)
 
 
 def name_of_word(i: Int) -> String:
@@ -245,8 +228,7 @@ struct LaunchHeader(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def of(word: Int32) -> Self:
-        """Broadcasts the header that a warp has read to all its lanes, here, where all
-        lanes come: they take part in each shuffle."""
+        """Broadcasts what a warp's lanes have read; all lanes call it."""
         var words = SIMD[DType.int32, N_HEADER_WORDS](0)
         comptime for i in _HEADER_WORDS_OF_LAUNCH:
             words[i] = warp.shuffle_idx(word, UInt32(i))

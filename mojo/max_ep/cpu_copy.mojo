@@ -20,7 +20,6 @@ it costs a third of the traffic (docs/decisions/0006-cpu-ranks.md)."""
 
 @always_inline
 def should_stream(n_items: Int, bytes_per_item: Int) -> Bool:
-    """Returns whether a launch is large enough to write past the caches."""
     return n_items * bytes_per_item >= STREAM_BYTES
 
 

@@ -46,7 +46,6 @@ struct Failure:
 
 
 comptime SEND = 0
-"""The send phase of a direction."""
 comptime RECEIVE = 1
 
 comptime PHASES: Array[StaticString, 4] = [
@@ -60,7 +59,6 @@ comptime PHASES: Array[StaticString, 4] = [
 
 @always_inline
 def is_fatal(code: Int32) -> Bool:
-    """Returns whether later launches of this rank do nothing."""
     return code > Failure.DROPPED
 
 
@@ -100,12 +98,10 @@ comptime NEXT = (
     " Before the next run call EPCommInitializer.reset() (or restart the group,"
     " where each rank is a process of its own)."
 )
-"""How an error ends."""
 
 
 def what_failed(code: Int32, rank: Int, expert_or_row: Int, a: Int, b: Int) -> String:
-    """Says what a rank was given, or got from `rank`, and cannot take; CPU ranks, too.
-    """
+    """Says what a rank was given, or got from `rank`, and cannot take."""
     if code == Failure.DROPPED:
         return String(
             t"topk_ids were dropped; one of them is token {a}, k {b}: expert"
@@ -167,7 +163,6 @@ def what_failed(code: Int32, rank: Int, expert_or_row: Int, a: Int, b: Int) -> S
 
 
 def place_of(phase: Int, rank: Int) -> String:
-    """Names a phase and its rank, as an error begins."""
     var phases = materialize[PHASES]()
     return String("max_ep: ", phases[phase], " on rank ", rank)
 

@@ -46,10 +46,8 @@ ranks than cores make progress."""
 
 @always_inline
 def next_generation(generation: UInt32) -> UInt32:
-    """Returns the next generation; a wrap skips 0, which means "never written".
-
-    It also skips 1, which has the parity of `UInt32.MAX`: parity must alternate.
-    """
+    """Returns the next generation; a wrap skips 0, which means "never written", and 1,
+    which has the parity of `UInt32.MAX`."""
     return generation + 1 if generation != UInt32.MAX else 2
 
 
@@ -166,7 +164,6 @@ def store_relaxed_sys(flag: FlagPointer, generation: UInt32, count: Int):
 
 @always_inline
 def load_relaxed_sys(flag: FlagPointer) -> UInt64:
-    """Reads a flag once; its count announces no other data."""
     # ORDER: RELAXED, system scope. Pairs with the RELAXED in `store_relaxed_sys`.
     # Makes visible: itself. What is read by means of the count is awaited by
     # its own flag.
@@ -175,7 +172,7 @@ def load_relaxed_sys(flag: FlagPointer) -> UInt64:
 
 @always_inline
 def load_relaxed_sys_2(flag: FlagPointer) -> Tuple[UInt64, UInt64]:
-    """Reads two adjacent flags at once; their counts announce no other data."""
+    """Reads two adjacent flags at once."""
     comptime assert is_nvidia_gpu(), "two accesses in one instruction, in PTX"
     # ORDER: RELAXED, system scope, as two accesses of 64 bits, in any order. Each
     # pairs with the RELAXED in `store_relaxed_sys`. Makes visible: itself.
@@ -241,7 +238,6 @@ def load_acquire_block(word: SharedWord) -> UInt32:
 
 @always_inline
 def arrive_on_gpu(counter: MutPointer[Int32]) -> Int:
-    """Counts a block that has ended."""
     # ORDER: ACQUIRE_RELEASE, device scope. Pairs with itself in the other
     # blocks of the launch. Makes visible to the last one: that all blocks have
     # read what they had to read, and what they wrote, so that its release of

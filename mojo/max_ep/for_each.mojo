@@ -12,18 +12,16 @@ comptime _NUM_THREADS = 128
 
 
 trait Work(KernelArgument, TrivialRegisterPassable):
-    """What is done; its fields are the arguments."""
+    """What is done with an item; its fields are the arguments."""
 
     comptime by_warp: Bool = False
     """Whether a GPU does an item with a warp, not with a thread."""
 
     def do(self, i: Int):
-        """Does it for an item."""
         ...
 
 
 def work_kernel[W: Work](work: W, n_items: Int32):
-    """Does the work of an item with each thread or warp."""
     var i = Int(block_idx.x) * _NUM_THREADS + Int(thread_idx.x)
     comptime if W.by_warp:
         i //= WARP_SIZE

@@ -10,10 +10,7 @@ pairs that have more.
 
 @always_inline
 def largest_level[F: def(Int) -> Int](n_rows_max: Int, rows_below: F) -> Int:
-    """Finds the most rows of a pair with which all fit, of those that do not all fit.
-
-    `rows_below`: counts the rows if a pair keeps at most a level.
-    """
+    """Finds the level of pairs that do not all fit; `rows_below` counts its rows."""
     var level = 0
     var too_high = n_rows_max + 1
     while too_high - level > 1:
@@ -26,8 +23,7 @@ def largest_level[F: def(Int) -> Int](n_rows_max: Int, rows_below: F) -> Int:
 
 
 def keep_rows(mut counts: List[Int], n_rows_max: Int):
-    """Reduces the counts of pairs to what is kept, `n_rows_max` in all if there are more.
-    """
+    """Reduces the counts of pairs to what is kept, at most `n_rows_max` in all."""
 
     def rows_below(level: Int) {imm counts} -> Int:
         var n = 0

@@ -48,8 +48,8 @@ def _buffers[
     ep_counters: EPLocalSyncCounters[n_experts],
 ) -> Buffers[group]:
     return {
-        _sized[group.n_mapped()](recv_buf_ptrs),
-        _sized[group.n_mapped()](recv_count_ptrs),
+        _sized[group.n_mapped](recv_buf_ptrs),
+        _sized[group.n_mapped](recv_count_ptrs),
         {ep_counters.words},
     }
 
@@ -89,8 +89,7 @@ def dispatch_async_kernel[
         dispatch_msg_bytes=token_fmt_type.msg_bytes,
         addressing=Addressing.BY_EXPERT,
         fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem and p2p_world_size < n_ranks,
+        n_mapped=p2p_world_size if use_shmem else 0,
         num_threads=num_threads,
     )
     DispatchByExpert[group, token_fmt_type, input_type](
@@ -102,7 +101,7 @@ def dispatch_async_kernel[
         },
         unused[DispatchedRows[group, token_fmt_type]](),
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
-        Array[BytePointer, group.n_mapped()](fill=send_buf_p),
+        Array[BytePointer, group.n_mapped](fill=send_buf_p),
     ).run_scaled[input_scales_wrapper, True, False]()
 
 
@@ -141,15 +140,14 @@ def dispatch_wait_kernel[
         addressing=Addressing.BY_EXPERT,
         is_padded=is_padded,
         fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem and p2p_world_size < n_ranks,
+        n_mapped=p2p_world_size if use_shmem else 0,
         num_threads=num_threads,
     )
     DispatchByExpert[group, token_fmt_type, DType.bfloat16](
         unused[GivenTokens[DType.bfloat16]](),
         {rows, Int(n_rows_max), {row_offsets, expert_ids}, src_info},
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
-        _sized[group.n_mapped()](recv_buf_ptrs),
+        _sized[group.n_mapped](recv_buf_ptrs),
     ).run[False, True]()
 
 
@@ -185,15 +183,14 @@ def combine_async_kernel[
         top_k=top_k,
         hidden_size=hidden_size,
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
-        n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem and p2p_world_size < n_ranks,
+        n_mapped=p2p_world_size if use_shmem else 0,
         num_threads=num_threads,
     )
     CombineRows[group, combine_dtype](
         {{{unsafe_from_address = Int(input_tokens)}, Int(n_rows_max)}, src_info},
         unused[CombinedTokens[combine_dtype]](),
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
-        Array[BytePointer, group.n_mapped()](fill=send_buf_p),
+        Array[BytePointer, group.n_mapped](fill=send_buf_p),
     ).run[True, False]()
 
 
@@ -231,13 +228,12 @@ def combine_wait_kernel[
         hidden_size=hidden_size,
         combine_msg_bytes=combine_msg_bytes[combine_dtype](hidden_size),
         fused_shared_expert=fused_shared_expert,
-        n_ranks_per_node=p2p_world_size,
-        use_shmem=use_shmem and p2p_world_size < n_ranks,
+        n_mapped=p2p_world_size if use_shmem else 0,
         num_threads=num_threads,
     )
     CombineRows[group, combine_dtype](
         {shared_rows, unused[ImmPointer[Int32]]()},
         {output_tokens, Int(n_tokens), router_weights},
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
-        _sized[group.n_mapped()](recv_buf_ptrs),
+        _sized[group.n_mapped](recv_buf_ptrs),
     ).run[False, True]()

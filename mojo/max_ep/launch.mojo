@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches a phase on one rank, on a GPU or on the CPU.
-
-`n_blocks` in `device/kernel.mojo` decides the grid.
-"""
+"""Launches a phase on one rank, on a GPU or on the CPU."""
 from max.gpu.host.info import is_gpu
 from std.sys import size_of
 
@@ -33,10 +30,10 @@ from .token_format import TokenFormat
 
 
 def _begin[group: Group, //](call: Call[group], phase: Int) raises -> CpuRank[group]:
-    """Begins a phase of this CPU rank, by its number in `PHASES`, and records that.
+    """Begins a phase of this CPU rank, by its number in `PHASES`.
 
-    Refuses a wait for what this rank has not sent, which can never be met, and a send
-    before this rank has read: its own tokens may stand where the next ones go.
+    A wait for what this rank has not sent could never be met, and before a send it has
+    read: its own tokens may stand where the next ones go.
     """
     var phases = materialize[PHASES]()
     var place = place_of(phase, call.counters.my_rank())
@@ -59,8 +56,7 @@ def _begin[group: Group, //](call: Call[group], phase: Int) raises -> CpuRank[gr
 
 
 def _record(call: Call, launch: Int):
-    """Records, for other processes, what this CPU rank does from now on; negative:
-    this phase has ended."""
+    """Records what this CPU rank does from now on, as `Word.LAUNCH` says."""
     call.counters.at(Word.LAUNCH_SINCE).unsafe_bitcast[Int64]()[] = Int64(now_ns())
     call.counters.at(Word.LAUNCH)[] = Int32(launch)
 
@@ -79,7 +75,6 @@ def launch_dispatch[
     dispatched: DispatchedRows[group, Format],
     queue: Queue,
 ) raises:
-    """Launches dispatch, or one phase of it; CPU ranks run it here."""
     check_dispatch[group, Format, target, Bool(input_scales)]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
@@ -115,7 +110,6 @@ def launch_combine[
 ](
     call: Call[group], given: GivenRows, combined: CombinedTokens[dtype], queue: Queue
 ) raises:
-    """Launches combine, or one phase of it; CPU ranks run it here."""
     check_group[group, target, MESSAGE_ALIGN // size_of[Scalar[dtype]]()]()
     comptime if not is_gpu[target]():
         comptime if form.sends:

@@ -127,7 +127,6 @@ def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:
 
 
 def combine_msg_bytes[dtype: DType](hidden_size: Int, partial_block: Int = 0) -> Int:
-    """Counts the bytes of a combine message with elements of a type."""
     return combine_msg_bytes_of(hidden_size, size_of[Scalar[dtype]](), partial_block)
 
 
@@ -154,21 +153,16 @@ struct Group(TrivialRegisterPassable):
     """
 
     var n_experts: Int
-    """Experts of the group."""
     var n_ranks: Int
-    """Ranks of the group."""
     var max_tokens_per_rank: Int
     """Tokens one rank may send in one generation."""
     var top_k: Int
-    """Experts of one token."""
     var hidden_size: Int
-    """Elements of a token."""
     var dispatch_msg_bytes: Int
     """Bytes of one dispatch message; 0: this op does not use them."""
     var combine_msg_bytes: Int
     """Bytes of one combine message; 0: this op does not use them."""
     var addressing: Addressing
-    """How dispatch addresses a token."""
     var has_sums: Bool
     """Whether combine returns a partial sum for each token and rank, not a row for each
     choice."""
@@ -178,14 +172,12 @@ struct Group(TrivialRegisterPassable):
     """Whether this rank's own tokens come first, as rows of a shared expert."""
     var shares_gpu: Bool
     """Whether other ranks may run on this rank's GPU."""
-    var n_ranks_per_node: Int
-    """Ranks of one node. With several nodes, only their memory is mapped."""
-    var use_shmem: Bool
-    """Whether ranks of other nodes are reached through the SHMEM library."""
+    var n_mapped: Int
+    """Ranks of a node, whose memory is mapped; the SHMEM library reaches others."""
     var wide_ids: Bool
-    """Whether expert ids are int64 (by rank)."""
+    """Whether expert ids are int64: by rank, and on CPU."""
     var num_threads: Int
-    """Threads of a GPU block."""
+    """Of a GPU block."""
     var n_sms: Int
     """Most multiprocessors of a GPU that a launch may use; 0: all."""
     var masks: Bool
@@ -210,8 +202,7 @@ struct Group(TrivialRegisterPassable):
         is_padded: Bool = False,
         fused_shared_expert: Bool = False,
         shares_gpu: Bool = True,
-        n_ranks_per_node: Int = 0,
-        use_shmem: Bool = False,
+        n_mapped: Int = 0,
         wide_ids: Bool = False,
         num_threads: Int = 512,
         n_sms: Int = 0,
@@ -219,7 +210,7 @@ struct Group(TrivialRegisterPassable):
         drops_rows: Bool = False,
         partial_block: Int = 0,
     ):
-        """Describes a group; `n_ranks_per_node` 0: one node has all ranks."""
+        """Describes a group; `n_mapped` 0: all ranks."""
         self.n_experts = n_experts
         self.n_ranks = n_ranks
         self.max_tokens_per_rank = max_tokens_per_rank
@@ -232,8 +223,7 @@ struct Group(TrivialRegisterPassable):
         self.is_padded = is_padded
         self.fused_shared_expert = fused_shared_expert
         self.shares_gpu = shares_gpu
-        self.n_ranks_per_node = n_ranks_per_node or n_ranks
-        self.use_shmem = use_shmem
+        self.n_mapped = n_mapped or n_ranks
         self.wide_ids = wide_ids
         self.num_threads = num_threads
         self.n_sms = n_sms
@@ -270,8 +260,7 @@ struct Group(TrivialRegisterPassable):
         ]
 
     def protocol(self) -> Int:
-        """Numbers the axes, and whether ranks mask, as the counters keep them; 0: any.
-        """
+        """Numbers the axes, and whether ranks mask; 0: any."""
         return (
             self.addressing.value
             + Int(self.has_sums)
@@ -279,7 +268,6 @@ struct Group(TrivialRegisterPassable):
         )
 
     def is_combine(self) -> Bool:
-        """Returns whether the op is a combine, not a dispatch."""
         return self.dispatch_msg_bytes == 0
 
     def is_by_rank(self) -> Bool:
@@ -326,11 +314,10 @@ struct Group(TrivialRegisterPassable):
         return self.expert_id(rank, pair // self.n_ranks)
 
     def n_shared_max(self) -> Int:
-        """Counts the rows that a fused shared expert can get."""
         return self.max_tokens_per_rank if self.fused_shared_expert else 0
 
-    def n_mapped(self) -> Int:
-        return self.n_ranks_per_node if self.use_shmem else self.n_ranks
+    def uses_shmem(self) -> Bool:
+        return self.n_mapped < self.n_ranks
 
     def choice(self, token_idx: Int, k: Int) -> Int:
         """Numbers a rank's choices; `divmod` by `top_k` takes one apart."""
@@ -435,11 +422,9 @@ struct Group(TrivialRegisterPassable):
     # --------------------------------------------- inside SHMEM's put buffers
 
     def dispatch_put_offset(self, choice: Int) -> Int:
-        """Locates a dispatch message in the put buffer, for another host."""
         return choice * self.dispatch_msg_bytes
 
     def combine_put_offset(self, src_rank: Int, choice: Int) -> Int:
-        """Locates a combine message in the put buffer, for another host."""
         return (src_rank * self.n_choices() + choice) * self.combine_msg_bytes
 
     def put_bytes(self) -> Int:

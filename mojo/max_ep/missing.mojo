@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tokens and experts lack: rows that did not fit (`kept_rows.mojo`), and experts of
-ranks that are masked.
-
-The ops stand behind the combine of the tokens: they read what that left.
+"""What tokens and experts lack after a combine: rows that did not fit
+(`kept_rows.mojo`), and experts of ranks that are masked.
 """
 from .counters import Counters
 from .for_each import Work

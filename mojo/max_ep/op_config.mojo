@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses an op's parameter `config` into its `Group` and token format, at compile time.
-
-It is a string such as "n_experts=256 n_ranks=8 by_rank sums". `max_ep/graph/ops.py`
-writes it.
+"""Parses an op's parameter `config`, such as "n_experts=256 n_ranks=8 by_rank sums", into
+its `Group` and token format. `max_ep/graph/ops.py` writes it; `layout_query.mojo` asks in
+the same words.
 """
-from max.gpu.host.info import is_gpu
-
 from .formats.table import FormatOf
 from .layout import Addressing, combine_msg_bytes, Group
-from .token_format import TokenFormat
 
 
-def has_word(config: StaticString, word: StaticString) -> Bool:
+def has_word(config: StringSlice, word: StaticString) -> Bool:
     return String(" ", word, " ") in String(" ", config, " ")
 
 
-def number_in(config: StaticString, name: StaticString) -> Int:
+def number_in(config: StringSlice, name: StaticString) -> Int:
     """Reads the number after `name=` in a space-separated list; 0 if it is missing."""
     var all = String(" ", config, " ")
     var begin = all.find(String(" ", name, "="))
@@ -31,17 +27,11 @@ def number_in(config: StaticString, name: StaticString) -> Int:
 
 
 def group_of(
-    config: StaticString,
-    on_gpu: Bool,
-    dispatch_msg_bytes: Int = 0,
-    combine_msg_bytes: Int = 0,
+    config: StringSlice, dispatch_msg_bytes: Int = 0, combine_msg_bytes: Int = 0
 ) -> Group:
-    """Reads the group out of an op's parameter `config`."""
-    var n_ranks = number_in(config, "n_ranks")
-    var per_node = number_in(config, "n_ranks_per_node")
     return Group(
         n_experts=number_in(config, "n_experts"),
-        n_ranks=n_ranks,
+        n_ranks=number_in(config, "n_ranks"),
         max_tokens_per_rank=number_in(config, "max_tokens_per_rank"),
         top_k=number_in(config, "top_k"),
         hidden_size=number_in(config, "hidden_size"),
@@ -54,8 +44,7 @@ def group_of(
         is_padded=has_word(config, "padded"),
         fused_shared_expert=has_word(config, "fused_shared_expert"),
         shares_gpu=has_word(config, "shares_gpu"),
-        n_ranks_per_node=per_node,
-        use_shmem=on_gpu and per_node < n_ranks,
+        n_mapped=number_in(config, "n_mapped"),
         n_sms=number_in(config, "n_sms"),
         masks=has_word(config, "masks"),
         drops_rows=has_word(config, "drops_rows"),
@@ -75,15 +64,10 @@ comptime FormatOfOp[format: StaticString, config: StaticString] = FormatOf[
     ),
 ]
 
-comptime DispatchGroup[
-    target: StaticString, Format: TokenFormat, config: StaticString
-] = group_of(config, is_gpu[target](), dispatch_msg_bytes=Format.msg_bytes)
-
 comptime CombineGroup[
-    target: StaticString, dtype: DType, partial_dtype: DType, config: StaticString
+    dtype: DType, partial_dtype: DType, config: StaticString
 ] = group_of(
     config,
-    is_gpu[target](),
     combine_msg_bytes=combine_msg_bytes[
         partial_dtype if has_word(config, "sums") else dtype
     ](number_in(config, "hidden_size"), number_in(config, "partial_block")),

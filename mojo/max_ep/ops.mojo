@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MAX custom ops: each launches a phase on its tensors, without logic of its own.
 
-The parameter `config` describes the group: words such as `n_experts=256`, `by_rank`,
-`sums`, `padded`. `max_ep/graph/ops.py` writes it, `op_config.mojo` parses it.
+The parameter `config` describes the group (`op_config.mojo`).
 
 Every op takes `order`, a mutable tensor that it never accesses. MAX runs ops that
 share a mutable tensor in graph order, and other ops concurrently.
@@ -38,9 +37,9 @@ from .arguments import (
 from .device.kernel import InputScales
 from .for_each import for_each
 from .formats.forwarded import JoinWords, QuantizeTokens
-from .formats.table import has_format, NumbersOf
+from .formats.table import NumbersOf
 from .missing import CountDropped, FindDegraded
-from .op_config import CombineGroup, DispatchGroup, FormatOfOp
+from .op_config import CombineGroup, FormatOfOp, group_of
 from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
 from .setup import init
@@ -171,10 +170,9 @@ struct Dispatch:
             var idx = expert_id if input_scales.dim_size(0) > 1 else 0
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
-        comptime assert has_format(format), "max_ep: no format has this name"
         comptime form = Form.of(op)
         comptime Format = FormatOfOp[format, config]
-        comptime group = DispatchGroup[target, Format, config]
+        comptime group = group_of(config, dispatch_msg_bytes=Format.msg_bytes)
         var call = Call[group].of[target](
             op,
             atomic_counters.to_tile_tensor(),
@@ -241,7 +239,7 @@ struct Combine:
         ctx: DeviceContext,
     ) raises:
         comptime form = Form.of(op)
-        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        comptime group = CombineGroup[combine_dtype, partial_dtype, config]
         var call = Call[group].of[target](
             op,
             atomic_counters.to_tile_tensor(),
@@ -269,10 +267,7 @@ struct Degraded:
 
     @staticmethod
     def execute[
-        target: StaticString,
-        config: StaticString,
-        combine_dtype: DType,
-        partial_dtype: DType,
+        target: StaticString, config: StaticString
     ](
         degraded: OutputTensor[dtype=DType.bool, rank=1, ...],
         live_share: OutputTensor[dtype=DType.float32, rank=1, ...],
@@ -280,16 +275,11 @@ struct Degraded:
         order: WordsTensor,
         topk_ids: Int32Matrix,
         router_weights: Float32Matrix,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
-        var call = Call[group].of_wait[target](
-            "degraded",
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
+        comptime group = group_of(config)
+        var call = Call[group].of_counters[target](
+            "degraded", atomic_counters.to_tile_tensor()
         )
         var ids = topk_ids.to_tile_tensor()
         var weights = router_weights.to_tile_tensor()
@@ -325,7 +315,7 @@ struct Watch:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
+        comptime group = CombineGroup[combine_dtype, partial_dtype, config]
         var call = Call[group].of_wait[target](
             "watch",
             atomic_counters.to_tile_tensor(),
@@ -341,26 +331,18 @@ struct Dropped:
 
     @staticmethod
     def execute[
-        target: StaticString,
-        config: StaticString,
-        combine_dtype: DType,
-        partial_dtype: DType,
+        target: StaticString, config: StaticString
     ](
         of_tokens: OutputTensor[dtype=DType.int32, rank=1, ...],
         of_experts: OutputTensor[dtype=DType.int32, rank=1, ...],
         atomic_counters: WordsTensor,
         order: WordsTensor,
         topk_ids: Int32Matrix,
-        recv_ptrs: PointersTensor,
-        recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
-        comptime group = CombineGroup[target, combine_dtype, partial_dtype, config]
-        var call = Call[group].of_wait[target](
-            "dropped",
-            atomic_counters.to_tile_tensor(),
-            recv_ptrs.to_tile_tensor(),
-            recv_count_ptrs.to_tile_tensor(),
+        comptime group = group_of(config)
+        var call = Call[group].of_counters[target](
+            "dropped", atomic_counters.to_tile_tensor()
         )
         var ids = topk_ids.to_tile_tensor()
         var n_tokens = of_tokens.dim_size(0)

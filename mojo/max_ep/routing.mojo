@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's top-k: softmax, the largest logits, and their weights, in one launch.
-
-Results are the inputs of dispatch: int32 ids and float32 weights. With balanced
-experts, the ids are those of replicas.
-"""
+"""The router's top-k: softmax, the largest logits, and their weights, in one launch."""
 from max.gpu import lane_id, WARP_SIZE
 from max.gpu.primitives import warp
 from std.math import ceildiv, exp
@@ -72,8 +68,9 @@ def _largest_of_lanes(n: UInt32) -> UInt32:
 struct ChooseExperts[
     dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool, balanced: Bool
 ](Work):
-    """Chooses the experts of a token, at most `MAX_TOP_K`: a lane has one. Weighs them,
-    with `renormalize` to weights that add up to one.
+    """Chooses the experts of a token, at most `MAX_TOP_K`: a lane has one.
+
+    With `renormalize` the weights add up to one.
     """
 
     comptime by_warp = True
@@ -85,7 +82,7 @@ struct ChooseExperts[
     var logits: ImmPointer[Scalar[Self.dtype]]
     """`[n_tokens][n_experts]`."""
     var replicas: Replicas
-    """The layer's replicas, if `balanced`."""
+    """Which stand for the experts, if `balanced`."""
 
     @always_inline
     def do(self, i: Int):

@@ -6,9 +6,8 @@
 
 In both, the rows of an expert are sorted by source rank, token, k. With a fused
 shared expert (packed only) this rank's own tokens come first, as segment 0, and
-local expert `e` is segment `e + 1`; otherwise it is segment `e`. `dispatch_wait` asks
-`RowTables` where rows start, and records it in the pair rows of
-`Counters`. Later launches read only that record.
+local expert `e` is segment `e + 1`; otherwise it is segment `e`. Later launches read
+where rows start in the pair rows of `Counters`.
 """
 from .kernel_argument import KernelArgument, MutPointer
 from .layout import Group
@@ -28,7 +27,6 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
     comptime n_segments = Self.group.n_local_experts() + Int(
         Self.group.fused_shared_expert
     )
-    """Runs of rows of one expert: local experts, and the shared one if there is one."""
 
     @always_inline
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
@@ -44,7 +42,6 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def write_pair(self, pair: Int, begin: Int, count: Int):
-        """Writes the rows of a pair, if the tables have them."""
         comptime if Self.group.is_padded:
             self.expert_ids[unsafe_offset=2 * pair] = Int32(begin)
             self.expert_ids[unsafe_offset=2 * pair + 1] = Int32(count)

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank reaches its peers' memory.
+"""How a rank reaches its peers' memory: by stores to mapped addresses, on GPUs of other
+hosts by SHMEM.
 
-`PeerBuffers` holds one address a rank. On CPU every rank's region is mapped
-into this process (it is this process's own memory, or POSIX shared memory),
-so a put is a store. On GPUs the ranks of one host are reached by stores to
-mapped addresses too; those of other hosts by SHMEM (`use_shmem`): a message is
-staged in symmetric memory, and put with its flag as the signal.
-
-The SHMEM functions are in the bitcode of NVSHMEM, which is built into the
-package by `mojo precompile --bitcode-libs` (`extension.py`); names and argument
-order: https://docs.nvidia.com/nvshmem/api/gen/api/signal.html.
+With SHMEM a message is staged in symmetric memory, and put with its flag as the signal.
+The functions are in the bitcode of NVSHMEM, which is built into the package by `mojo
+precompile --bitcode-libs` (`extension.py`); names and argument order:
+https://docs.nvidia.com/nvshmem/api/gen/api/signal.html.
 """
 from std.ffi import external_call
 
@@ -73,11 +69,10 @@ def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
 
 
 @fieldwise_init
-struct PeerBuffers[n_ranks: Int](TrivialRegisterPassable):
+struct PeerBuffers(TrivialRegisterPassable):
     """The same buffer on every rank, as addresses in this process."""
 
     var addresses: MutPointer[UInt64]
 
-    @always_inline
     def __getitem__(self, rank: Int) -> BytePointer:
         return BytePointer(unsafe_from_address=Int(self.addresses[unsafe_offset=rank]))

@@ -59,12 +59,14 @@ def _n_counts[group: Group, is_combine: Bool](my_rank: Int, peer_rank: Int) -> I
 
 
 @always_inline
-def _count_offset[group: Group, is_combine: Bool](peer_rank: Int, i: Int) -> Int:
-    """Locates one of them in this rank's counts buffer."""
+def _is_there[
+    group: Group, is_combine: Bool
+](my_counts: BytePointer, peer_rank: Int, i: Int, generation: UInt32) -> Bool:
+    """Returns whether the `i`-th of them has come."""
+    var offset = group.dispatch_count_offset(group.pair(i, peer_rank))
     comptime if is_combine:
-        return group.combine_count_offset(group.expert_id(peer_rank, i))
-    else:
-        return group.dispatch_count_offset(group.pair(i, peer_rank))
+        offset = group.combine_count_offset(group.expert_id(peer_rank, i))
+    return generation_of(load_acquire_sys(flag_at(my_counts, offset))) == generation
 
 
 def watch_cpu[
@@ -87,13 +89,9 @@ def watch_cpu[
             if waits_ns[unsafe_offset=peer_rank] != NEVER:
                 continue
             var n = _n_counts[group, is_combine](my_rank, peer_rank)
-            while first[peer_rank] < n:
-                var offset = _count_offset[group, is_combine](
-                    peer_rank, first[peer_rank]
-                )
-                var word = load_acquire_sys(flag_at(my_counts, offset))
-                if generation_of(word) != generation:
-                    break
+            while first[peer_rank] < n and _is_there[group, is_combine](
+                my_counts, peer_rank, first[peer_rank], generation
+            ):
                 first[peer_rank] += 1
             if first[peer_rank] == n:
                 waits_ns[unsafe_offset=peer_rank] = Int64(now_ns() - start_ns)
@@ -153,9 +151,7 @@ def watch_kernel[
     @__parameter
     def is_there(item: Int) -> Bool:
         comptime if not is_combine:
-            var offset = _count_offset[group, False](peer_rank, item)
-            var word = load_acquire_sys(flag_at(my_counts, offset))
-            return generation_of(word) == generation
+            return _is_there[group, False](my_counts, peer_rank, item, generation)
         elif not group.has_sums:
             # Negative if there is no row, and if it is on this rank.
             var expert = choices[unsafe_offset=item]

@@ -93,18 +93,15 @@ comptime REGION = _group(HIDDEN, Format.msg_bytes, COMBINE_BYTES)
 comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
 
 
-@always_inline
 def _at[T: AnyType](address: Int) -> MutPointer[T]:
-    """Makes a pointer of an address; a pointer is never null."""
+    """A pointer is never null."""
     return {unsafe_from_address = address if address != 0 else MESSAGE_ALIGN}
 
 
-@always_inline
 def _imm[T: AnyType](address: Int) -> ImmPointer[T]:
     return {unsafe_from_address = Int(_at[T](address))}
 
 
-@always_inline
 def _vector[
     dtype: DType
 ](address: Int, n: Int) -> TileTensor[
@@ -120,8 +117,7 @@ def _load_phase[P: Kernel](context: DeviceContext) raises:
 
 
 def _load_kernels(context: DeviceContext) raises:
-    """Loads all kernels: the first launch of one may be in a capture, which forbids
-    that."""
+    """The first launch of a kernel may be in a capture, which forbids to load it."""
     _load_phase[DispatchByRank[DISPATCH, Format, INPUT_DTYPE]](context)
     _load_phase[CombineRows[COMBINE, COMBINE_DTYPE, True]](context)
     _ = context.compile_function[watch_kernel[DISPATCH, False]]()
@@ -147,7 +143,6 @@ struct Rank(Movable):
     def __init__(
         out self, device: Int, rank: Int, timeout_ms: Int, region: Int, words: Int
     ) raises:
-        """Keeps a rank's memory, without clearing it."""
         comptime if is_gpu[TARGET]():
             self.context = DeviceContext(device_id=device)
             _load_kernels(self.context)
@@ -203,8 +198,7 @@ struct Rank(Movable):
         _ = setup^
         _ = rank_word
 
-    def buffers[group: Group](self, i: Int) -> PeerBuffers[group.n_ranks]:
-        """Finds a buffer on all ranks, by its place in `offsets`."""
+    def buffers(self, i: Int) -> PeerBuffers:
         return {_at[UInt64](Int(Pointer(to=self.addresses)) + 8 * N_RANKS * i)}
 
     def call[group: Group, direction: Int](self, op: StaticString) -> Call[group]:
@@ -212,9 +206,9 @@ struct Rank(Movable):
         return {
             op,
             {self.counters.words},
-            self.buffers[group](3 * direction),
-            self.buffers[group](3 * direction + 1),
-            self.buffers[group](3 * direction + 2),
+            self.buffers(3 * direction),
+            self.buffers(3 * direction + 1),
+            self.buffers(3 * direction + 2),
         }
 
 
@@ -223,7 +217,7 @@ def _rank(handle: Int) -> MutPointer[Rank]:
 
 
 def _write(text: String, address: Int, size: Int) -> Int32:
-    """Copies a text to a caller; returns how many bytes it got."""
+    """Returns how many bytes the caller got."""
     var bytes = text.as_bytes()
     var n = min(len(bytes), size)
     var to = _at[UInt8](address)
@@ -356,20 +350,11 @@ struct DispatchArguments(TrivialRegisterPassable):
 
 
 def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) raises:
-    """Sends tokens, or receives rows, or both."""
-    var ids = given.topk_ids
-    var narrow = List[Int32]()
-    comptime if WIDE_IDS and form.sends and not is_gpu[TARGET]():
-        var wide = _at[Int64](given.topk_ids)
-        for i in range(given.n_tokens * TOP_K):
-            # What does not fit is out of range in any case.
-            narrow.append(Int32(max(min(wide[unsafe_offset=i], Int64(Int32.MAX)), -2)))
-        ids = Int(narrow.unsafe_ptr())
     launch_dispatch[Format, TARGET, form](
         rank.call[DISPATCH, 0]("dispatch"),
         GivenTokens[INPUT_DTYPE](
             _imm[Scalar[INPUT_DTYPE]](given.tokens),
-            _imm[Int32](ids),
+            _imm[Int32](given.topk_ids),
             _imm[Float32](0),
             given.n_tokens,
         ),
@@ -390,7 +375,6 @@ def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) 
         ),
         rank.queue_at(queue),
     )
-    _ = narrow^
 
 
 @export
@@ -426,7 +410,6 @@ struct CombineArguments(TrivialRegisterPassable):
 
 
 def _combine[form: Form](mut rank: Rank, queue: Int, given: CombineArguments) raises:
-    """Sends rows, or adds those that came, or both."""
     # A caller may write over its rows once they are sent.
     launch_combine[COMBINE_DTYPE, TARGET, form, True](
         rank.call[COMBINE, 1]("combine"),

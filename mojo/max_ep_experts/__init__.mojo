@@ -21,5 +21,5 @@ docs/decisions/0016-matmuls-on-hopper.md.
     launch          which of the two
     linear          few rows and one weight, on a GPU
     heads           what stands between a product and attention, on the CPU, too
-    ops, choices_ops, linear_op, fp8_ops, heads_ops  the MAX ops
+    *ops, linear_op  the MAX ops
 """

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands before and behind experts if all are on one device.
-
-A router's choices are sorted by expert, those of one expert in their own order, and a
-token's rows are added up. Tokens are not copied: experts' first product gathers them.
+"""What stands before and behind experts if all are on one device: a router's choices are
+sorted by expert, and a token's rows are added up. Experts' first product gathers tokens.
 """
 from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
@@ -16,10 +14,10 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp
 from std.math import ceildiv, fma
-from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
+from .groups import shared
 from .product import In, KernelArgument, Out
 
 comptime _FOUR = 4
@@ -29,7 +27,6 @@ comptime _IN_FLIGHT = 4
 comptime _STEP = _IN_FLIGHT * WARP_SIZE * _FOUR
 """Ids that a warp has loaded then."""
 comptime _MAX_WARPS = 1024 // WARP_SIZE
-"""Most warps of a block."""
 comptime _N_THREADS = 128
 comptime _ROWS_IN_FLIGHT = 8
 comptime _Four = SIMD[DType.uint32, _FOUR]
@@ -38,7 +35,7 @@ comptime _Ids = StaticTuple[_Four, _IN_FLIGHT]
 
 @always_inline
 def place(first: Int, lane: Int, i: Int) -> Int:
-    """Returns the first of four choices that are a lane's `i`-th of `_STEP`."""
+    """Returns the first of the `i`-th four choices of a lane."""
     return first + (i * WARP_SIZE + lane) * _FOUR
 
 
@@ -70,8 +67,7 @@ struct Choices(KernelArgument):
 
     @always_inline
     def experts(self, first: Int, lane: Int) -> _Ids:
-        """Returns whose a lane's of `_STEP` choices are; those behind the last one are
-        neither nobody's nor an expert's."""
+        """Behind the last choice they are neither nobody's nor an expert's."""
         var found = _Ids(fill=_Four(UInt32(self.n_experts + 1)))
         if first + _STEP <= self.n_choices and Int(self.ids) % 16 == 0:
             comptime for i in range(_IN_FLIGHT):
@@ -90,7 +86,6 @@ struct Choices(KernelArgument):
 
     @always_inline
     def put(self, choice: Int, expert: UInt32, row: UInt32):
-        """Gives a choice a row."""
         var is_nobody = expert == UInt32(self.n_experts)
         self.row_of_choice[unsafe_offset=choice] = -1 if is_nobody else Int32(row)
         var token = UInt32(choice) // UInt32(self.top_k)
@@ -98,7 +93,6 @@ struct Choices(KernelArgument):
 
     @always_inline
     def begin(self, expert: UInt32, row: UInt32):
-        """Says where an expert's rows begin."""
         self.row_offsets[unsafe_offset=Int(expert)] = row
         if expert < UInt32(self.n_experts):
             self.expert_ids[unsafe_offset=Int(expert)] = Int32(expert)
@@ -110,17 +104,12 @@ struct Choices(KernelArgument):
 def sort_kernel(choices: Choices):
     """Gives the choices of one expert their rows, with a block.
 
-    It reads all ids twice, so blocks need not wait for each other: it counts those of
-    experts before its own, and its own, then puts these.
+    It counts all ids of experts before its own, so blocks need not wait for each other.
 
     Launch: `n_experts + 1` blocks of up to `_MAX_WARPS` warps.
     """
-    var below_of = unsafe_stack_allocation[
-        _MAX_WARPS, UInt32, address_space=AddressSpace.SHARED
-    ]()
-    var own_of = unsafe_stack_allocation[
-        _MAX_WARPS, UInt32, address_space=AddressSpace.SHARED
-    ]()
+    var below_of = shared[UInt32, _MAX_WARPS]()
+    var own_of = shared[UInt32, _MAX_WARPS]()
     var expert = UInt32(block_idx.x)
     var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
     var n_warps = Int(block_dim.x) // WARP_SIZE
@@ -170,7 +159,6 @@ def sort_kernel(choices: Choices):
 
 
 def cpu_sort(choices: Choices):
-    """Does the same with one thread."""
     var next = List[UInt32](length=choices.n_experts + 2, fill=0)
     for choice in range(choices.n_choices):
         next[Int(choices.expert(choice)) + 1] += 1
@@ -184,7 +172,6 @@ def cpu_sort(choices: Choices):
 
 
 def launch_sort[target: StaticString](choices: Choices, context: DeviceContext) raises:
-    """Sorts the choices."""
     comptime if is_gpu[target]():
         var n_warps = min(max(ceildiv(choices.n_choices, _STEP), 1), _MAX_WARPS)
         context.enqueue_function(
@@ -202,7 +189,6 @@ struct WeightedRows[dtype: DType, top_k: Int](KernelArgument):
     """Rows of experts that are added up for each token, in order of choice."""
 
     comptime width = 16 // size_of[Scalar[Self.dtype]]()
-    """Columns of a lane."""
 
     var y: Out[Self.dtype]
     """`[n_tokens][n_columns]`."""
@@ -248,7 +234,6 @@ struct WeightedRows[dtype: DType, top_k: Int](KernelArgument):
     `nvvm.minctasm`=SIMDLength(8),
 )
 def add_kernel[dtype: DType, top_k: Int](rows: WeightedRows[dtype, top_k]):
-    """Adds up `width` columns of a token with each thread."""
     comptime width = rows.width
     var thread = UInt32(block_idx.x) * UInt32(_N_THREADS) + UInt32(thread_idx.x)
     var token, vector = divmod(thread, UInt32(rows.n_columns // width))
@@ -259,7 +244,6 @@ def add_kernel[dtype: DType, top_k: Int](rows: WeightedRows[dtype, top_k]):
 def launch_add[
     target: StaticString, dtype: DType, top_k: Int
 ](rows: WeightedRows[dtype, top_k], context: DeviceContext) raises:
-    """Adds up the rows of all tokens."""
     if rows.n_tokens == 0:
         return
     comptime if is_gpu[target]():

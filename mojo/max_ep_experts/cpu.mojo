@@ -51,7 +51,6 @@ def _dot_block[
 def _dot_columns[
     dtype: DType, n_columns: Int
 ](y: Out[dtype], x: In[dtype], weight: In[dtype], n_rows: Int, n: Int, k: Int):
-    """Computes `n_columns` columns of all rows, as `_dot_block`."""
     var whole = n_rows // _BLOCK * _BLOCK
     for row in range(0, whole, _BLOCK):
         _dot_block[dtype, _BLOCK, n_columns](
@@ -64,17 +63,8 @@ def _dot_columns[
 
 
 def cpu_grouped_matmul[dtype: DType](product: GroupedProduct[dtype]) raises:
-    """Computes the product on all workers.
-
-    Parameters:
-        dtype: Element type.
-
-    Args:
-        product: The product; its pointers are on the CPU.
-
-    Raises:
-        If a group has rows or an expert that do not exist.
-    """
+    """Computes the product on all workers; raises if a group has rows or an expert that
+    do not exist."""
     for i in range(product.n_groups):
         var begin = Int(product.row_offsets[unsafe_offset=i])
         var end = Int(product.row_offsets[unsafe_offset=i + 1])
@@ -115,17 +105,7 @@ def cpu_grouped_matmul[dtype: DType](product: GroupedProduct[dtype]) raises:
 
 
 def cpu_fused_silu[dtype: DType](y: Out[dtype], x: In[dtype], n_rows: Int, n: Int):
-    """Computes `y = silu(gate) * up` of rows `[gate | up]`, in float32.
-
-    Parameters:
-        dtype: Element type.
-
-    Args:
-        y: `[n_rows][n]`.
-        x: `[n_rows][2 * n]`.
-        n_rows: Rows.
-        n: Columns of `y`.
-    """
+    """Computes `y = silu(gate) * up` of rows `[gate | up]`; `y` is `[n_rows][n]`."""
     var n_chunks = min(n_rows, parallelism_level(None))
 
     def run_chunk(chunk: Int) {imm}:

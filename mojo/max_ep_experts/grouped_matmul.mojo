@@ -2,13 +2,12 @@
 """A matmul of groups for GPUs, for sizes that `hopper.mojo` does not take."""
 
 from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, thread_idx
-from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
+from max.gpu.host import DeviceAttribute, DeviceContext
 from std.math import ceildiv
-from std.memory import unsafe_stack_allocation
 
-from .groups import add_up, count, group_of
+from .groups import add_up, count, group_of, shared
 from .product import GroupedProduct
-from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Tile, check_sizes
+from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Tile
 
 comptime _N_WARPS = 4
 comptime _BLOCKS_PER_SM = 3
@@ -24,14 +23,10 @@ def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16])
     warp takes 16 rows of a weight and a chunk of up to 64 tokens, then the next such
     tile.
 
-    Launch: grid any, block of four warps.
-
-    Args:
-        product: `n` a multiple of 16, `k` of `K_STEP`, up to `MAX_GROUPS` groups.
+    Launch: grid any, block of `_N_WARPS` warps; `n` a multiple of `COLUMNS`, `k` of
+    `K_STEP`, up to `MAX_GROUPS` groups.
     """
-    var before = unsafe_stack_allocation[
-        MAX_GROUPS + 1, UInt32, address_space=AddressSpace.SHARED
-    ]()
+    var before = shared[UInt32, MAX_GROUPS + 1]()
 
     @always_inline
     def chunks_of(n_rows: UInt32) -> UInt32:
@@ -87,20 +82,7 @@ def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16])
 
 def launch_grouped_matmul[
     swiglu: Bool
-](
-    product: GroupedProduct[DType.bfloat16], context: DeviceContext, queue: DeviceStream
-) raises:
-    """Launches `grouped_matmul_kernel`.
-
-    Args:
-        product: The product; `n` a multiple of 16, `k` of `K_STEP`.
-        context: The device.
-        queue: Where the launch goes.
-
-    Raises:
-        If `n`, `k` or the number of groups do not fit the kernel, or the launch fails.
-    """
-    check_sizes("grouped_matmul", product.n, product.k)
+](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
     if product.n_groups > MAX_GROUPS:
         raise Error(
             t"max_ep: grouped_matmul on GPUs takes up to {MAX_GROUPS} experts;"
@@ -109,7 +91,7 @@ def launch_grouped_matmul[
     if product.n_groups == 0:
         return
     var function = context.compile_function[grouped_matmul_kernel[swiglu]]()
-    queue.enqueue_function(
+    context.enqueue_function(
         function,
         product,
         grid_dim=_BLOCKS_PER_SM

@@ -11,6 +11,7 @@ from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp
 from std.math import ceildiv, rsqrt
 
+from .groups import group_of
 from .product import In, KernelArgument, Out
 
 comptime _N_THREADS = 256
@@ -27,7 +28,6 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
     """
 
     comptime N_LANES = Self.size // (2 * _FOUR)
-    """Lanes that share a head."""
 
     var q: Out[Self.dtype]
     """`[n_tokens][n_q][size]`."""
@@ -60,7 +60,6 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
 
     @always_inline
     def n_heads(self) -> Int:
-        """Returns how many heads a token has."""
         return self.n_q + 2 * self.n_kv
 
     @always_inline
@@ -74,15 +73,11 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
 
     @always_inline
     def sequence_of(self, token: Int) -> Int:
-        """Returns the sequence that has a token."""
-        var sequence, above = 0, self.n_sequences
-        while sequence + 1 < above:
-            var middle = (sequence + above) // 2
-            if Int(self.row_offsets[unsafe_offset=middle]) <= token:
-                sequence = middle
-            else:
-                above = middle
-        return sequence
+        @always_inline
+        def before(sequence: Int) {imm} -> UInt32:
+            return self.row_offsets[unsafe_offset=sequence]
+
+        return group_of(UInt32(token), self.n_sequences, before)
 
     @always_inline
     def store(self, head: Int, lane: Int, var a: _Four, var b: _Four, squares: Float32):
@@ -145,8 +140,6 @@ def heads_kernel[dtype: DType, size: Int](heads: Heads[dtype, size]):
 
 
 def cpu_heads[dtype: DType, size: Int](heads: Heads[dtype, size]):
-    """Takes a worker for each token."""
-
     def run_token(token: Int) {imm}:
         comptime n_lanes = heads.N_LANES
         for head in range(token * heads.n_heads(), (token + 1) * heads.n_heads()):
@@ -164,7 +157,6 @@ def cpu_heads[dtype: DType, size: Int](heads: Heads[dtype, size]):
 def launch_heads[
     target: StaticString, dtype: DType, size: Int
 ](heads: Heads[dtype, size], context: DeviceContext) raises:
-    """Runs the pass."""
     if heads.n_tokens == 0:
         return
     comptime if is_gpu[target]():

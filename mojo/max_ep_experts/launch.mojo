@@ -4,8 +4,11 @@ from max.gpu.host import DeviceContext
 from std.sys.info import _accelerator_arch
 
 from .grouped_matmul import launch_grouped_matmul
-from .hopper import fits, launch_on_hopper
+from .hopper import fits, launch_on_hopper, TileProduct
 from .product import GroupedProduct
+from .ring import MAX_GROUPS
+from .tile import K_STEP
+from .tiles import BN
 from .wgmma import Bf16Product
 
 
@@ -17,9 +20,26 @@ def is_hopper[arch: StaticString = _accelerator_arch()]() -> Bool:
 def launch[
     swiglu: Bool
 ](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
-    """Launches the product; only the device knows how many rows there are."""
     comptime if is_hopper():
         if fits(product) and Int(product.y) % 16 == 0:
             launch_on_hopper(Bf16Product[swiglu](product), context, context.stream())
             return
-    launch_grouped_matmul[swiglu](product, context, context.stream())
+    launch_grouped_matmul[swiglu](product, context)
+
+
+def launch_only_on_hopper[
+    P: TileProduct, //
+](op: StaticString, product: P, context: DeviceContext) raises:
+    """Launches a product that has no other kernel."""
+    comptime if is_hopper():
+        var grouped = product.grouped()
+        if not fits(grouped) or Int(grouped.y) % 16 != 0:
+            raise Error(
+                t"max_ep: {op} takes n in multiples of {BN} and k of"
+                t" {2 * K_STEP} bytes, up to {MAX_GROUPS} experts, and results that are"
+                t" aligned to 16 bytes; given n={grouped.n}, k of {2 * grouped.k} bytes"
+                t" and {grouped.n_groups} experts"
+            )
+        launch_on_hopper(product, context, context.stream())
+    else:
+        raise Error(t"max_ep: {op} is for Hopper")

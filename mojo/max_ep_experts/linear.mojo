@@ -4,10 +4,10 @@
 from max.gpu import WARP_SIZE, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from std.math import ceildiv
-from std.memory import unsafe_stack_allocation
 
-from .product import Bf16In, Bf16Out
-from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Sums, Tile, check_sizes
+from .groups import shared, Smem
+from .product import Bf16In, Bf16Out, GroupedProduct
+from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Sums, Tile
 
 comptime FEW_ROWS = 128
 """`linear_kernel` takes fewer rows. A multiple of the tile of MAX's matmul."""
@@ -16,12 +16,7 @@ comptime _N_WARPS = 8
 
 
 @always_inline
-def _multiply_together[
-    n_tiles: Int, n_loads: Int
-](
-    tile: Tile,
-    theirs: Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
-):
+def _multiply_together[n_tiles: Int, n_loads: Int](tile: Tile, theirs: Smem[Float32]):
     """Computes a tile with all warps of a block, each some steps of `k`.
 
     The other warps leave their sums in `theirs`; the first warp adds them in order.
@@ -48,25 +43,14 @@ def _multiply_together[
 def linear_kernel(
     y: Bf16Out, x: Bf16In, weight: Bf16In, n_rows: Int32, n: Int32, k: Int32
 ):
-    """Multiplies few rows with the transpose of a weight.
+    """Multiplies few rows with the transpose of a weight: `y` is `[n_rows][n]`, `x`
+    `[n_rows][k]`, `weight` `[n][k]`, both 16-byte aligned.
 
-    Launch: grid `(n / 16, n_rows / 64 rounded up)`, block of `_N_WARPS` warps,
-    which share the sum along `k`.
-
-    Args:
-        y: `[n_rows][n]`.
-        x: `[n_rows][k]`, 16-byte aligned.
-        weight: `[n][k]`, 16-byte aligned.
-        n_rows: Rows.
-        n: A multiple of 16.
-        k: A multiple of `K_STEP`.
+    Launch: grid `(n / COLUMNS, ceildiv(n_rows, CHUNK))`, block of `_N_WARPS` warps,
+    which share the sum along `k`; `n` a multiple of `COLUMNS`, `k` of `K_STEP`.
     """
-    var theirs = unsafe_stack_allocation[
-        (_N_WARPS - 1) * (CHUNK // TOKENS) * WARP_SIZE * 4,
-        Float32,
-        alignment=16,
-        address_space=AddressSpace.SHARED,
-    ]()
+    comptime n_sums = (_N_WARPS - 1) * (CHUNK // TOKENS) * WARP_SIZE * 4
+    var theirs = shared[Float32, n_sums, 16]()
     var begin = Int(block_idx.y) * CHUNK
     var tile = Tile(
         y,
@@ -89,31 +73,18 @@ def linear_kernel(
 
 
 def launch_linear(
-    y: Bf16Out,
-    x: Bf16In,
-    weight: Bf16In,
-    n_rows: Int,
-    n: Int,
-    k: Int,
-    context: DeviceContext,
+    product: GroupedProduct[DType.bfloat16], context: DeviceContext
 ) raises:
-    """Launches `linear_kernel`, whose arguments these are.
-
-    Raises:
-        If `n` or `k` do not fit the kernel, or the launch fails.
-    """
-    check_sizes("linear", n, k)
-    if n_rows == 0:
+    if product.n_rows == 0:
         return
-    var function = context.compile_function[linear_kernel]()
     context.enqueue_function(
-        function,
-        y,
-        x,
-        weight,
-        Int32(n_rows),
-        Int32(n),
-        Int32(k),
-        grid_dim=(n // COLUMNS, ceildiv(n_rows, CHUNK)),
+        context.compile_function[linear_kernel](),
+        product.y,
+        product.x,
+        product.weights,
+        Int32(product.n_rows),
+        Int32(product.n),
+        Int32(product.k),
+        grid_dim=(product.n // COLUMNS, ceildiv(product.n_rows, CHUNK)),
         block_dim=_N_WARPS * WARP_SIZE,
     )

@@ -39,33 +39,24 @@ struct GpuLinear:
     ) raises:
         var n_rows = x.dim_size(0)
         var n = weight.dim_size(0)
-        var k = weight.dim_size(1)
         comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
+        var product = GroupedProduct[DType.bfloat16](
+            y={unsafe_from_address = Int(y.unsafe_ptr())},
+            x={unsafe_from_address = Int(x.unsafe_ptr())},
+            weights={unsafe_from_address = Int(weight.unsafe_ptr())},
+            row_offsets={unsafe_from_address = Int(x.unsafe_ptr())},
+            expert_ids={unsafe_from_address = Int(x.unsafe_ptr())},
+            one_group=1,
+            n_groups=1,
+            n_rows=n_rows,
+            n_experts=1,
+            n=n,
+            k=weight.dim_size(1),
+        )
         if n_rows < FEW_ROWS:
-            launch_linear(
-                {unsafe_from_address = Int(y.unsafe_ptr())},
-                {unsafe_from_address = Int(x.unsafe_ptr())},
-                {unsafe_from_address = Int(weight.unsafe_ptr())},
-                n_rows,
-                n,
-                k,
-                ctx,
-            )
+            launch_linear(product, ctx)
             return
         comptime if is_hopper():
-            var product = GroupedProduct[DType.bfloat16](
-                y={unsafe_from_address = Int(y.unsafe_ptr())},
-                x={unsafe_from_address = Int(x.unsafe_ptr())},
-                weights={unsafe_from_address = Int(weight.unsafe_ptr())},
-                row_offsets={unsafe_from_address = Int(x.unsafe_ptr())},
-                expert_ids={unsafe_from_address = Int(x.unsafe_ptr())},
-                one_group=1,
-                n_groups=1,
-                n_rows=n_rows,
-                n_experts=1,
-                n=n,
-                k=k,
-            )
             if n_rows % FEW_ROWS > 0 and fits(product):
                 launch_on_hopper(Bf16Product[False, 128](product), ctx, ctx.stream())
                 return
@@ -81,7 +72,7 @@ struct GpuLinear:
                     row_major(Coord(Int64(count), Idx[n_static])),
                 ),
                 TileTensor(
-                    x.unsafe_ptr().unsafe_offset(first * k),
+                    x.unsafe_ptr().unsafe_offset(first * product.k),
                     row_major(Coord(Int64(count), Idx[k_static])),
                 ),
                 weights,

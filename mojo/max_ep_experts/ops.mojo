@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MAX ops, but for `gpu_linear` and those of `fp8_ops` and `choices_ops`."""
+"""The MAX ops of experts on any device."""
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from max.gpu.host import DeviceContext
@@ -7,7 +7,7 @@ from max.gpu.host.info import is_gpu
 
 from .cpu import cpu_fused_silu, cpu_grouped_matmul
 from .launch import launch
-from .product import GroupedProduct, product_of
+from .product import product_of
 
 
 @extensibility.register("max_ep.grouped_matmul")
@@ -30,12 +30,15 @@ struct GroupedMatmul:
         expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var product = product_of(y, x, weights, row_offsets, expert_ids)
         comptime if is_gpu[target]():
             comptime assert y.dtype == DType.bfloat16, "max_ep: bfloat16 only"
-            launch[swiglu=False](rebind[GroupedProduct[DType.bfloat16]](product), ctx)
+            launch[swiglu=False](
+                product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids), ctx
+            )
         else:
-            cpu_grouped_matmul(product)
+            cpu_grouped_matmul(
+                product_of[y.dtype](y, x, weights, row_offsets, expert_ids)
+            )
 
 
 @extensibility.register("max_ep.grouped_gate_up")
@@ -57,8 +60,9 @@ struct GroupedGateUp:
         ctx: DeviceContext,
     ) raises:
         comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
-        var product = product_of(y, x, weights, row_offsets, expert_ids)
-        launch[swiglu=True](product, ctx)
+        launch[swiglu=True](
+            product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids), ctx
+        )
 
 
 @extensibility.register("max_ep.fused_silu")

@@ -2,6 +2,7 @@
 """What a matmul of groups reads and writes."""
 from extensibility import InputTensor, OutputTensor
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.sys import size_of
 
 comptime In[dtype: DType] = Pointer[Scalar[dtype], ImmUntrackedOrigin]
 comptime Out[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
@@ -48,15 +49,11 @@ struct GroupedProduct[dtype: DType](KernelArgument):
     var expert_ids: In[DType.int32]
     """`[n_groups]`."""
     var n_groups: Int
-    """Number of groups."""
     var n_rows: Int
     """Rows of `y`, used or not."""
     var n_experts: Int
-    """Number of weights."""
     var n: Int
-    """Rows of a weight."""
     var k: Int
-    """Columns of `x`."""
     var one_group: Int
     """1 if all rows are one group; then there are no offsets and ids. A `Bool` here makes
     the kernels' pointers generic."""
@@ -88,17 +85,17 @@ struct GroupedProduct[dtype: DType](KernelArgument):
         return end - begin if begin < end and is_known else 0
 
 
-@always_inline
 def product_of[
     dtype: DType
 ](
-    y: OutputTensor[dtype=dtype, rank=2, ...],
-    x: InputTensor[dtype=dtype, rank=2, ...],
-    weights: InputTensor[dtype=dtype, rank=3, ...],
+    y: OutputTensor[rank=2, ...],
+    x: InputTensor[rank=2, ...],
+    weights: InputTensor[dtype=x.dtype, rank=3, ...],
     row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
     expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
 ) -> GroupedProduct[dtype]:
-    """Describes the product of an op's tensors."""
+    """Describes the product of an op's tensors, whose bytes are seen as of a dtype."""
+    comptime per_element = size_of[Scalar[dtype]]() // size_of[Scalar[x.dtype]]()
     return GroupedProduct[dtype](
         y={unsafe_from_address = Int(y.unsafe_ptr())},
         x={unsafe_from_address = Int(x.unsafe_ptr())},
@@ -110,5 +107,5 @@ def product_of[
         n_rows=y.dim_size(0),
         n_experts=weights.dim_size(0),
         n=weights.dim_size(1),
-        k=weights.dim_size(2),
+        k=weights.dim_size(2) // per_element,
     )

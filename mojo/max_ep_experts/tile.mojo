@@ -29,7 +29,6 @@ comptime Sums[n_tiles: Int] = Array[SIMD[DType.float32, 4], n_tiles]
 
 @always_inline
 def silu(x: Float32) -> Float32:
-    """Returns `x * sigmoid(x)`."""
     return x * recip(1 + exp(-x))
 
 
@@ -52,15 +51,11 @@ struct Tile[swiglu: Bool = False](Copyable, Movable):
     var weight: Bf16In
     """The group's weights `[n, k]`."""
     var begin: Int
-    """First token."""
     var end: Int
     """End of the tokens, `> begin`."""
     var column: Int
-    """First column."""
     var n: Int
-    """Columns of `y`."""
     var k: Int
-    """Elements of a token."""
 
     @always_inline
     def add[
@@ -110,7 +105,6 @@ struct Tile[swiglu: Bool = False](Copyable, Movable):
 
     @always_inline
     def store[n_tiles: Int](self, sums: Sums[n_tiles]):
-        """Stores the lane's results."""
         var high, low = divmod(Int(thread_idx.x) % WARP_SIZE, 4)
         comptime for tile in range(n_tiles):
             comptime for i in range(2):
@@ -128,16 +122,6 @@ struct Tile[swiglu: Bool = False](Copyable, Movable):
 
     @always_inline
     def multiply[n_tiles: Int, n_loads: Int](self):
-        """Computes the tile with one warp."""
         var sums = Sums[n_tiles](fill=0)
         self.add[n_tiles, n_loads](sums, 0, 1)
         self.store(sums)
-
-
-def check_sizes(op: StaticString, n: Int, k: Int) raises:
-    """Raises unless `n` is a multiple of `COLUMNS` and `k` of `K_STEP`."""
-    if n % COLUMNS != 0 or k % K_STEP != 0:
-        raise Error(
-            t"max_ep: {op} on GPUs takes n in multiples of {COLUMNS} and k of"
-            t" {K_STEP}; given n={n} and k={k}"
-        )

@@ -17,7 +17,7 @@ from groups import (
 )
 from max_ep.device.kernel import InputScales, Kernel
 from max_ep.layout import MAX_TOP_K
-from max_ep.setup import clear_kernel
+from max_ep.setup import set_up_kernel
 
 
 @__parameter
@@ -65,5 +65,5 @@ def main() raises:
     emit_phase[Overlapped[], "combine"]("bf16_overlapped")
     emit_phase[Overlapped[True], "combine_async"]("bf16_overlapped_keeps")
     emit_phase[Overlapped[True], "combine_wait"]("bf16_overlapped_keeps")
-    emit[clear_kernel]("clear.any")
-    emit_amd[clear_kernel]("clear.any")
+    emit[set_up_kernel]("set_up.any")
+    emit_amd[set_up_kernel]("set_up.any")

@@ -12,11 +12,9 @@ from max_ep.dispatch_by_rank.counts import pair_of_lane
 from max_ep.dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
-    id_of_word,
-    id_word,
     position_of_entry,
-    weight_of_word,
-    weight_word,
+    value_of_word,
+    value_word,
 )
 from max_ep.dispatch_by_rank.index_large import run_of_block
 from max_ep.dispatch_by_rank.roles import (
@@ -189,13 +187,13 @@ def check_words() raises:
                 assert_equal(expert_of_entry(entry), expert)
                 assert_equal(position_of_entry(entry), position)
         for weight in [Float32(0), Float32(-0.25), Float32(3e38)]:
-            var word = weight_word(generation, weight)
+            var word = value_word(generation, weight)
             assert_equal(generation_of(word), generation)
-            assert_equal(weight_of_word(word), weight)
+            assert_equal(value_of_word[DType.float32](word), weight)
         for expert in [Int32(-1), Int32(0), Int32.MAX, Int32.MIN]:
-            var word = id_word(generation, expert)
+            var word = value_word(generation, expert)
             assert_equal(generation_of(word), generation)
-            assert_equal(id_of_word(word), expert)
+            assert_equal(value_of_word[DType.int32](word), expert)
 
 
 def check_two_dispatches_are_kept() raises:

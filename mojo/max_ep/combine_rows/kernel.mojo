@@ -31,8 +31,7 @@ from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
-from .roles import N_CONTROL
-from .send import send_rows
+from .send import N_CONTROL, send_rows
 
 
 @fieldwise_init
@@ -40,19 +39,16 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
     """Sends expert rows back, and adds up those of each token.
 
     Launch: any grid; fused, `group.num_threads` at least two warps. `keeps_rows`: whether
-    the rows may change once the send phase has ended, if that is a launch of its own.
-    Rows of own tokens are then sent, too.
+    the rows may change behind a launch that only sends. It then sends own tokens', too.
     """
 
     comptime group = Self.group_
 
     var given: GivenRows
-    """Rows in the order of the last dispatch, aligned to 16 bytes. The receive phase
-    reads those of a fused shared expert, and those that this rank's experts made of
-    its own tokens."""
+    """Rows in the order of the last dispatch, aligned to 16 bytes."""
     var combined: CombinedTokens[Self.dtype]
     var buffers: Buffers[Self.group]
-    var put_bufs: Array[BytePointer, Self.group.n_mapped()]
+    var put_bufs: Array[BytePointer, Self.group.n_mapped]
     """Put buffers of this node's ranks; used if it sends with SHMEM."""
 
     @always_inline
@@ -99,7 +95,6 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
 
     @always_inline
     def _refuse[receives: Bool](self):
-        """Gives a result where none is computed."""
         comptime if receives:
             fill_with_nan[Self.group.num_threads](
                 self.combined.tokens, self.combined.n_tokens * Self.group.hidden_size

@@ -16,7 +16,7 @@ from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
 from ..token_format import BytePointer, LaneBytes, SharedRows
-from .roles import NEXT_CHUNK
+from .send import NEXT_CHUNK
 
 comptime ROWS_IN_FLIGHT = 8
 
@@ -101,7 +101,6 @@ struct TokenRows[group: Group, dtype: DType, own_are_sent: Bool](
         vector: Int,
         is_there: Bool,
     ):
-        """Adds a vector of the rows of some choices, if there is one."""
         comptime n = min(ROWS_IN_FLIGHT, Self.group.top_k)
         var parts = Array[LaneBytes, n](fill=0)
         comptime for i in range(n):

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp sends expert rows back to the places of their choices.
-
-The receive phase reads the rows of own tokens in place. They are sent only if they may
-change before it.
-"""
+"""How a warp sends expert rows back to the places of their choices."""
 from max.gpu import barrier, block_idx, syncwarp, thread_idx
 from std.sys import size_of
 
@@ -17,7 +13,12 @@ from ..failures import Failure, SEND
 from ..flags import message_flag, publish
 from ..layout import Group, plain_token_bytes
 from ..transport import put_message_warp
-from .roles import NEXT_ROW
+
+comptime NEXT_ROW = 0
+"""Control word: next row to send."""
+comptime NEXT_CHUNK = 1
+"""Control word: next chunk of a token to reduce."""
+comptime N_CONTROL = 2
 
 
 @always_inline
@@ -83,7 +84,7 @@ def send_rows[
         var offset = UInt64(group.combine_message_offset(token_idx, k, block.my_rank))
         var message = block.recv_bufs[unsafe_offset=src_rank] + offset
         var put_to: UInt64 = 0
-        comptime if group.use_shmem:
+        comptime if group.uses_shmem():
             if message == offset:
                 message = put_buf + UInt64(
                     group.combine_put_offset(src_rank, group.choice(token_idx, k))
@@ -96,7 +97,7 @@ def send_rows[
         )
         syncwarp()
         # I2: a message's flag is published after all of the message.
-        comptime if group.use_shmem:
+        comptime if group.uses_shmem():
             if put_to != 0:
                 # I3: as in dispatch, a done word ends the use of the put buffer.
                 put_message_warp(

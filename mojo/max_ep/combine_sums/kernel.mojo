@@ -6,9 +6,6 @@ token's rank, which adds at most `n_ranks` of them; docs/formats.md has the orde
 additions. Weights and rows of a token are those that dispatch has recorded. Every 16
 bytes of a partial sum are their own flag; the reader puts `SENTINEL` back.
 
-`partials.mojo` adds rows and partial sums, `send.mojo` sends sums, `receive.mojo`
-receives them.
-
 After the send phase: every partial sum is on its way. After the receive phase: the
 result is complete. The next launch of this rank publishes that the partial sums were
 read (`publish_earlier_reads`). A launch that only receives publishes it at its own end
@@ -44,8 +41,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
     comptime group = Self.group_
 
     var rows: SharedRows
-    """Expert rows in the order of the last dispatch, aligned to 16 bytes. The receive
-    phase makes this rank's own partial sums of them."""
+    """Expert rows in the order of the last dispatch, aligned to 16 bytes."""
     var combined: CombinedTokens[Self.dtype]
     var buffers: Buffers[Self.group]
 
@@ -76,8 +72,8 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # so both are in flight together.
         var n_rows = counters.pair_row(group.n_pairs())
         var prefetched = SavedRoutes.of(counters, source, token_idx, Int(lane_id()))
-        var recv_bufs = share_addresses[group.n_ranks, False](self.buffers.recv_bufs, 0)
-        var dispatch_counts = share_addresses[group.n_ranks, False](
+        var recv_bufs = share_addresses[group.n_ranks](self.buffers.recv_bufs, 0)
+        var dispatch_counts = share_addresses[group.n_ranks](
             self.buffers.counts, 0, group.dispatch_counts_from_combine_counts()
         )
         var block = Block[group].begin[N_CONTROL](
@@ -141,8 +137,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
     def _refuse_too_few_rows(
         self, n_rows: Int, phase: Int, block: Block[Self.group]
     ) -> Bool:
-        """Refuses rows that are fewer than dispatch delivered; returns whether it has.
-        """
+        """Refuses rows that are fewer than dispatch delivered."""
         if n_rows <= self.rows.n_rows:
             return False
         block.refuse_and_break(
@@ -175,8 +170,7 @@ def _refuse_bad_answer(
 
 @always_inline
 def _first_token[group: Group, n_steps: Int](n_senders: Int) -> Tuple[Int, Int]:
-    """Finds source and token of the first sum that a warp sends, or else adds up, if
-    tokens are few."""
+    """Finds source and token of a warp's first sum to send, or else to add up."""
     var split = SumSplit[n_steps, True](True)
     var warp_idx = Int(warp_id())
     if warp_idx < n_senders:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial sums: how rows and partial sums are distributed over lanes, and added.
-
-The send phase adds up this rank's rows of a peer's token and sends the sum. The receive
-phase adds up this rank's rows of its own token, then the partial sums of other ranks.
-"""
+"""Partial sums: how rows and partial sums are distributed over lanes, and added."""
 import max.gpu.primitives.warp as warp
 from max.gpu import syncwarp, WARP_SIZE
 from std.bit import count_trailing_zeros
@@ -31,8 +27,7 @@ from ..token_format import BytePointer, LaneBytes
 struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
     """How a lane's share of a row and of a partial sum is laid out and added.
 
-    With a `Group.partial_block`, partial sums are quantized: all lanes of a warp read the
-    same 16 bytes of scales (`formats/quantized_sums.mojo`).
+    If sums are quantized, all lanes of a warp read the same 16 bytes of scales.
     """
 
     comptime hidden_size = Self.group.hidden_size
@@ -58,6 +53,13 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
 
     @staticmethod
     @always_inline
+    def partial_of(
+        recv_buf: BytePointer, owner_rank: Int, token_idx: Int
+    ) -> BytePointer:
+        return recv_buf.unsafe_offset(Self.group.partial_offset(owner_rank, token_idx))
+
+    @staticmethod
+    @always_inline
     def row_vector(row: BytePointer, share: Int, i: Int) -> BytePointer:
         return row.unsafe_offset((share * Self.n_row_vectors + i) * MESSAGE_ALIGN)
 
@@ -66,7 +68,6 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
     def widen(
         bytes: LaneBytes,
     ) -> SIMD[DType.float32, Self.width // Self.n_row_vectors]:
-        """Reads 16 bytes of a row as numbers."""
         return bitcast[Self.combine_dtype, Self.width // Self.n_row_vectors](
             bytes
         ).cast[DType.float32]()
@@ -224,9 +225,7 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
                 if (come >> UInt32(rank)) & 1 != 0 and loaded[i][3] == SENTINEL:
                     loaded[i] = load_relaxed_sys_16(
                         Self.partial_vector(
-                            recv_buf.unsafe_offset(
-                                Self.group.partial_offset(rank, token_idx)
-                            ),
+                            Self.partial_of(recv_buf, rank, token_idx),
                             share,
                             i % n_vectors,
                         )
@@ -245,8 +244,7 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
         owner_rank: Int,
         block: Block[...],
     ) -> Bool:
-        """Adds a share of a partial sum, as soon as it has come, or if it `is_there`.
-        """
+        """Adds a share of a partial sum, as soon as it has come."""
         comptime n = Self.width // Self.n_partial_vectors
         var are_there = True
         comptime if Self.is_quantized:
@@ -286,7 +284,6 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
         owner_rank: Int,
         block: Block[...],
     ) -> Bool:
-        """Does the same with a quantized partial sum."""
         var are_there = True
         if share < Self.n_shares:
             var bytes = Array[LaneBytes, 2](fill=0)
@@ -333,8 +330,6 @@ def _await_16[
 ](p: BytePointer, first_loaded: LaneBytes, owner_rank: Int, block: Block[...]) -> Tuple[
     LaneBytes, Bool
 ]:
-    """Waits for 16 bytes of a partial sum, and puts `SENTINEL` back if it `restores`.
-    """
     var bytes = first_loaded
     var n_polls = 0
     while bytes[3] == SENTINEL:
@@ -353,7 +348,6 @@ comptime FEW_TOKENS = 64
 latency matters, else throughput."""
 
 
-@always_inline
 def n_rows_at_once[are_few: Bool, n_prefetched: Int = 0]() -> Int:
     """Chooses how many rows of a token a lane loads before it adds them.
 
@@ -371,5 +365,4 @@ comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
 
 @always_inline
 def sum_split[n_steps: Int, are_few: Bool](n_tokens: Int) -> SumSplit[n_steps, are_few]:
-    """Chooses into how many parts warps take a sum."""
     return SumSplit[n_steps, are_few](n_tokens <= 256)

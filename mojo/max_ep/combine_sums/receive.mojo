@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp adds up tokens from own rows and partial sums.
-
-The order of additions is fixed (`kernel.mojo`) and does not depend on arrival. A warp
-polls the 16 bytes of a partial sum when it needs them, and then restores `SENTINEL`.
-"""
+"""How a warp adds up tokens: own rows, then partial sums in order of rank."""
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.utils.numerics import nan
@@ -101,9 +97,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                         if (owners >> UInt32(rank)) & 1 != 0:
                             Format.load_partial[rank * n_vectors](
                                 loaded,
-                                recv_buf.unsafe_offset(
-                                    Self.group.partial_offset(rank, token_idx)
-                                ),
+                                Format.partial_of(recv_buf, rank, token_idx),
                                 share,
                             )
                 var sum = Format.Sum(0)
@@ -123,9 +117,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                             ](
                                 sum,
                                 loaded,
-                                recv_buf.unsafe_offset(
-                                    Self.group.partial_offset(rank, token_idx)
-                                ),
+                                Format.partial_of(recv_buf, rank, token_idx),
                                 share,
                                 rank,
                                 block,
@@ -142,8 +134,8 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                         if last_owner == Self.group.n_ranks:
                             break
                         # All that are missing are polled at once.
-                        var partial_sum = recv_buf.unsafe_offset(
-                            Self.group.partial_offset(last_owner, token_idx)
+                        var partial_sum = Format.partial_of(
+                            recv_buf, last_owner, token_idx
                         )
                         Format.load_partial[0](loaded, partial_sum, share)
                         var came = Format.add_partial[0](

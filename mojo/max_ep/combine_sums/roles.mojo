@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control words and roles of the warps of a block of `CombineSums`.
-
-Each warp may send, and then takes part in adding up. The last three warps also do the
-work that is done once per block or launch (`kernel.mojo`).
-
-`SavedRoutes` is the record that dispatch made of a token, one choice per lane. With
-few tokens a warp can load its first record while the launch reads its header.
+"""Control words of a block of `CombineSums`, the roles of its warps, and what dispatch
+has recorded of a token. Each warp may send, and then takes part in adding up.
 """
 from ..counters import Counters, NO_ROW
 from ..device.schedule import Schedule
@@ -43,7 +38,6 @@ struct SavedRoutes(TrivialRegisterPassable):
     def of[
         group: Group, //
     ](counters: Counters[group], source: Int, token_idx: Int, lane: Int) -> Self:
-        """Reads the record of a token, all at once."""
         var saved = Self(counters.received_tokens()[unsafe_offset=source], NO_ROW, 0)
         if lane < group.top_k and token_idx < group.max_tokens_per_rank:
             var choice = group.choice(token_idx, lane)

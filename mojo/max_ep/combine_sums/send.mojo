@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a warp sends partial sums to the ranks of the tokens.
-
-Tokens without a row on this rank are skipped. Own tokens are never sent: the receive
-phase adds this rank's rows to them.
-"""
+"""How a warp sends partial sums to the ranks of the tokens that have a row here."""
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
 from ..counters import Word

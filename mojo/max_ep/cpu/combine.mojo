@@ -105,7 +105,6 @@ comptime _width[hidden_size: Int] = gcd(hidden_size, 32)
 def cpu_combine_async[
     group: Group, //, dtype: DType, partial_dtype: DType
 ](given: GivenRows, rank: CpuRank[group]) raises:
-    """Sends expert rows, or sums of them, to the ranks of their tokens."""
     _check_rows(given.rows.n_rows, given.src_info, rank)
     # Nobody waits for a rank without experts, so their done words run ahead of
     # it; it writes nothing.

@@ -22,14 +22,11 @@ from ..device.kernel import InputScales
 from ..dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
-    id_of_word,
-    id_word,
     position_of_entry,
-    weight_of_word,
-    weight_word,
+    value_of_word,
+    value_word,
 )
 from ..flags import count_of, flag_at, flag_word, generation_of, message_flag
-from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer, place_all_scales, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
@@ -43,7 +40,6 @@ def cpu_dispatch_async[
     token_fmt_type: TokenFormat,
     input_scales: InputScales = None,
 ](given: GivenTokens[input_type], rank: CpuRank[group]) raises:
-    """Sends each token to its experts or ranks, and publishes the counts."""
     comptime is_by_rank = group.is_by_rank()
     comptime n_copies = min(group.top_k, group.n_ranks if is_by_rank else group.top_k)
     comptime bytes_per_token = n_copies * token_fmt_type.msg_bytes
@@ -51,14 +47,7 @@ def cpu_dispatch_async[
     rank.await_readers(group.dispatch_done_offset(0), only_owners=True)
     rank.counters.n_tokens_of(rank.generation)[] = Int32(n_tokens)
 
-    var ids = given.topk_ids
-    var all_ranks = List[Int32]()
-    comptime if token_fmt_type.router_top_k > 0:
-        for _ in range(n_tokens):
-            for dst_rank in range(group.n_ranks):
-                all_ranks.append(Int32(dst_rank))
-        ids = {unsafe_from_address = Int(all_ranks.unsafe_ptr())}
-    var plan = SendPlan[group](ids, n_tokens)
+    var plan = SendPlan[group](given.topk_ids, n_tokens)
     var is_streaming = should_stream(n_tokens, bytes_per_token)
 
     def send_some(begin: Int, end: Int) {imm}:
@@ -85,18 +74,16 @@ def cpu_dispatch_async[
                         continue
                     offset = group.token_offset(rank.my_rank, token_idx)
                 else:
-                    var expert = Int(plan.ids[unsafe_offset=choice])
+                    var local_expert = plan.expert_of(choice) % group.n_local_experts()
                     offset = group.dispatch_message_offset(
-                        group.pair(expert % group.n_local_experts(), rank.my_rank),
+                        group.pair(local_expert, rank.my_rank),
                         Int(plan.positions[choice]),
                     )
                 var place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
                 comptime if input_scales:
                     comptime scale_of = input_scales.value()
                     token_fmt_type.encode[input_type, True](
-                        place,
-                        token,
-                        scale_of[DType.float32](Int(ids[unsafe_offset=choice])),
+                        place, token, scale_of[DType.float32](plan.expert_of(choice))
                     )
                 else:
                     copy_bytes(
@@ -116,7 +103,6 @@ def cpu_dispatch_async[
     # AFTER: this generation's tokens and counts are with their receivers.
     plan.raise_if_dropped(rank)
     _ = plan^
-    _ = all_ranks^
 
 
 @always_inline
@@ -134,23 +120,21 @@ def _write_entry[
     # I1: only this rank writes the entries of its number.
     var entry = flag_at(recv_buf, group.entry_offset(rank.my_rank, choice))
     entry[] = entry_word(
-        rank.generation,
-        Int(plan.ids[unsafe_offset=choice]),
-        Int(plan.positions[choice]),
+        rank.generation, plan.expert_of(choice), Int(plan.positions[choice])
     )
     comptime if group.has_sums:
         var weight: Float32 = 1
         comptime if router_top_k == 0:
             weight = given.router_weights[unsafe_offset=choice]
-        entry[unsafe_offset=1] = weight_word(rank.generation, weight)
+        entry[unsafe_offset=1] = value_word(rank.generation, weight)
     var token_idx = choice // group.top_k
     for j in range(router_top_k):
         var metadata = flag_at(
             recv_buf, group.metadata_offset(rank.my_rank, token_idx, j, router_top_k)
         )
         var i = token_idx * router_top_k + j
-        metadata[] = id_word(rank.generation, given.topk_ids[unsafe_offset=i])
-        metadata[unsafe_offset=1] = weight_word(
+        metadata[] = value_word(rank.generation, given.topk_ids[unsafe_offset=i])
+        metadata[unsafe_offset=1] = value_word(
             rank.generation, given.router_weights[unsafe_offset=i]
         )
 
@@ -158,7 +142,6 @@ def _write_entry[
 def _publish_counts[
     group: Group, //
 ](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]):
-    """Publishes this generation's counts to every rank."""
     # I2: numbers and counts are published after all they announce. A rank
     # without tokens publishes zeros: its peers wait for every pair.
     comptime if group.is_by_rank():
@@ -173,30 +156,28 @@ def _publish_counts[
 
 
 @fieldwise_init
-struct _Outputs[token_fmt_type: TokenFormat](TrivialRegisterPassable):
-    var rows: Self.token_fmt_type.Rows
-    var src_info: MutPointer[Int32]
+struct _Outputs[group: Group, Format: TokenFormat](TrivialRegisterPassable):
+    var dispatched: DispatchedRows[Self.group, Self.Format]
     var is_streaming: Bool
 
     @always_inline
-    def of_pair[group: Group, //](self, pair: Int, rank: CpuRank[group]) -> Self:
+    def of_pair(self, pair: Int, rank: CpuRank[Self.group]) -> Self:
         var outputs = self
-        var expert = pair // group.n_ranks
-        var first_row = rank.counters.pair_row(group.pair(expert, 0))
-        outputs.rows = self.rows.of_expert(expert, first_row)
+        var expert = pair // Self.group.n_ranks
+        var first_row = rank.counters.pair_row(Self.group.pair(expert, 0))
+        outputs.dispatched.rows = self.dispatched.rows.of_expert(expert, first_row)
         return outputs
 
     @always_inline
     def place(self, message: BytePointer, row: Int, token_idx: Int, k: Int):
         copy_bytes(
-            dest=Self.token_fmt_type.row_values(self.rows, row),
+            dest=Self.Format.row_values(self.dispatched.rows, row),
             src=message,
-            count=Self.token_fmt_type.row_bytes,
+            count=Self.Format.row_bytes,
             is_streaming=self.is_streaming,
         )
-        place_all_scales[Self.token_fmt_type](message, self.rows, row, 0, 1)
-        self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
-        self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+        place_all_scales[Self.Format](message, self.dispatched.rows, row, 0, 1)
+        self.dispatched.set_source(row, token_idx, k)
 
 
 def cpu_dispatch_wait[
@@ -205,14 +186,11 @@ def cpu_dispatch_wait[
     """Waits for all tokens and puts each into the rows of its choices."""
     comptime msg_bytes = Format.msg_bytes
     var n_rows_max = given.n_rows_max
-    var src_info = given.src_info
     var n_shared, n_rows = lay_out_rows(given.tables, n_rows_max, rank)
     # AFTER: every token of this generation is visible to this thread and to
     # the workers it starts; `pair_row` says where each pair's rows go, with
     # the shared expert's, if any, before the first.
-    var outputs = _Outputs[Format](
-        given.rows, src_info, should_stream(n_rows, msg_bytes)
-    )
+    var outputs = _Outputs(given, should_stream(n_rows, msg_bytes))
     comptime if group.is_by_rank():
         _place_tokens(outputs, rank)
     else:
@@ -225,14 +203,16 @@ def cpu_dispatch_wait[
 
     for_each_chunk(n_shared, msg_bytes, place_own_tokens)
     rank.counters.set_generation(Word.DISPATCH_RECEIVED, rank.generation)
-    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(src_info, rank.counters)
+    rank.counters.at(Word.SRC_INFO_HASH)[] = hash_src_info(
+        given.src_info, rank.counters
+    )
     rank.publish_done(group.dispatch_done_offset(0))
     # AFTER: rows are complete, and every source may overwrite its tokens here.
 
 
 def _place_messages[
     token_fmt_type: TokenFormat, group: Group, //
-](outputs: _Outputs[token_fmt_type], n_rows: Int, rank: CpuRank[group]):
+](outputs: _Outputs[group, token_fmt_type], n_rows: Int, rank: CpuRank[group]):
     def decode_rows(begin: Int, end: Int) {imm}:
         var at = RowCursor()
         for i in range(begin, end):
@@ -249,7 +229,7 @@ def _place_messages[
 
 def _place_tokens[
     token_fmt_type: TokenFormat, group: Group, //
-](outputs: _Outputs[token_fmt_type], rank: CpuRank[group]):
+](outputs: _Outputs[group, token_fmt_type], rank: CpuRank[group]):
     """Puts each token into the rows that its entries name."""
     # A count that came says that this number came before it. A rank without
     # experts has awaited none, and has no rows.
@@ -280,7 +260,7 @@ def _place_tokens[
 def _place_choice[
     token_fmt_type: TokenFormat, group: Group, //
 ](
-    outputs: _Outputs[token_fmt_type],
+    outputs: _Outputs[group, token_fmt_type],
     src_rank: Int,
     token_idx: Int,
     k: Int,
@@ -308,7 +288,7 @@ def _place_choice[
         if is_here:
             rank.counters.received_weights(source)[
                 unsafe_offset=choice
-            ] = weight_of_word(entry[unsafe_offset=1])
+            ] = value_of_word[DType.float32](entry[unsafe_offset=1])
     if not is_here:
         return
     var token = recv_buf.unsafe_offset(group.token_offset(src_rank, token_idx))
@@ -318,9 +298,9 @@ def _place_choice[
             recv_buf, group.metadata_offset(src_rank, token_idx, j, router_top_k)
         )
         token_fmt_type.place_metadata(
-            outputs.rows,
+            outputs.dispatched.rows,
             row,
             j,
-            id_of_word(metadata[]),
-            weight_of_word(metadata[unsafe_offset=1]),
+            value_of_word[DType.int32](metadata[]),
+            value_of_word[DType.float32](metadata[unsafe_offset=1]),
         )

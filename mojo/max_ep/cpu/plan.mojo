@@ -4,7 +4,8 @@
 Positions are in token order, and rows are sorted by local expert, source rank, token,
 choice. So results do not depend on timing.
 """
-from ..counters import Counters, Word
+from ..arguments import load_id
+from ..counters import Counters
 from ..failures import Failure, what_failed
 from ..kept_rows import keep_rows
 from ..kernel_argument import ImmPointer
@@ -27,7 +28,6 @@ struct SendPlan[group: Group](Movable):
     var first_dropped: Int
 
     def __init__(out self, ids: ImmPointer[Int32], n_tokens: Int):
-        """Gives each choice the next place of its pair."""
         var n_choices = n_tokens * Self.group.top_k
         self.ids = ids
         self.positions = List[Int32](length=n_choices, fill=_NO_POSITION)
@@ -35,7 +35,7 @@ struct SendPlan[group: Group](Movable):
         self.n_dropped = 0
         self.first_dropped = -1
         for choice in range(n_choices):
-            var expert_id = Int(ids[unsafe_offset=choice])
+            var expert_id = self.expert_of(choice)
             if expert_id == -1:
                 continue
             if (
@@ -50,11 +50,14 @@ struct SendPlan[group: Group](Movable):
             self.positions[choice] = Int32(self.counts[expert_id])
             self.counts[expert_id] += 1
 
+    def expert_of(self, choice: Int) -> Int:
+        return Int(load_id[Self.group](self.ids, choice))
+
     def rank_of(self, choice: Int) -> Int:
-        """Names the rank that a choice goes to; -1: to none."""
+        """Returns -1 if the choice goes to none."""
         if self.positions[choice] == _NO_POSITION:
             return -1
-        return Int(self.ids[unsafe_offset=choice]) // Self.group.n_local_experts()
+        return self.expert_of(choice) // Self.group.n_local_experts()
 
     def is_first_to_rank(self, token_idx: Int, k: Int) -> Bool:
         var rank = self.rank_of(Self.group.choice(token_idx, k))
@@ -67,9 +70,8 @@ struct SendPlan[group: Group](Movable):
         """Raises if ids were dropped, after everything else was sent."""
         if self.n_dropped == 0:
             return
-        rank.counters.at(Word.N_DROPPED)[] += Int32(self.n_dropped)
         var token_idx, k = divmod(self.first_dropped, Self.group.top_k)
-        var expert_id = Int(self.ids[unsafe_offset=self.first_dropped])
+        var expert_id = self.expert_of(self.first_dropped)
         var what = what_failed(Failure.DROPPED, rank.my_rank, expert_id, token_idx, k)
         raise rank.error(String(t"{self.n_dropped} of {len(self.positions)} {what}"))
 

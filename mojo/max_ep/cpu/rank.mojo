@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CpuRank: the state of a launch on a CPU rank, and its waits.
 
-`await_flag` is the wait of all phases. docs/fault_tolerance.md says when a peer is late
-for ranks that mask it.
+docs/fault_tolerance.md says when a peer is late for ranks that mask it.
 """
 from ..arguments import Call
 from ..counters import Counters, N_FAILURE_WORDS, Word
@@ -44,8 +43,8 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     var last: UInt32
     var generation: UInt32
     var counters: Counters[Self.group]
-    var recv_bufs: PeerBuffers[Self.group.n_ranks]
-    var recv_counts: PeerBuffers[Self.group.n_ranks]
+    var recv_bufs: PeerBuffers
+    var recv_counts: PeerBuffers
     var timeout_ms: Int
     """How long it may wait in all; 0: it must not wait, because the ranks of this
     process run one after another."""
@@ -78,7 +77,6 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         return self.recv_bufs[self.my_rank]
 
     def staged_token(self, token_idx: Int) -> BytePointer:
-        """Points to where one of this rank's own tokens is encoded."""
         return self.recv_buf().unsafe_offset(
             Self.group.staged_from_recv(self.my_rank, token_idx)
         )
@@ -99,12 +97,10 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         return self.counters.is_masked(rank)
 
     def publish(self, rank: Int, offset: Int, count: Int = 0):
-        """Publishes a count or a done word to a rank that is not masked."""
         if not self.is_masked(rank):
             publish(self.flag(rank, offset), self.generation, count)
 
     def publish_done(self, offset: Int):
-        """Publishes to every rank that what it sent has been read."""
         for rank in range(Self.group.n_ranks):
             self.publish(rank, offset + self.my_rank * FLAG_BYTES)
 
@@ -122,8 +118,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         missing_rank: Int,
         expert_id: Int = -1,
     ) raises:
-        """Waits until a rank has published; raises a code, or masks it, if it is late.
-        """
+        """Waits until a rank has published; raises, or masks it, if it is late."""
         comptime masks = Self.group.masks
         var began: UInt32 = 0
         comptime if masks:
@@ -195,7 +190,6 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     def refusal(
         self, code: Int32, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
     ) -> Error:
-        """Makes an error of what this rank was given and cannot take."""
         return self.error(what_failed(code, self.my_rank, expert_or_row, a, b))
 
     def await_readers(self, done_offset: Int, *, only_owners: Bool) raises:

@@ -41,7 +41,7 @@ from ..flags import (
 from ..layout import FLAG_BYTES, Group
 from ..token_format import BytePointer
 from ..transport import put_flag
-from .liveness import mask_if_late
+from .liveness import Liveness
 from .shared import share_addresses, shared, SharedAddresses
 from .start import check_header, elect_last_block, mask_of
 from .warp import any_lane, bytes_at
@@ -59,7 +59,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     var deadline: Deadline
     var before: LaunchHeader
     var control: SharedWord
-    """The block's control words, all 0 at first."""
+    """The control words, all 0 at first."""
     var counters: Counters[Self.group]
     var recv_bufs: SharedAddresses
     """Receive buffers of all ranks, of dispatch or of combine."""
@@ -80,10 +80,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         counts: SharedAddresses,
         phase: Int,
     ) -> Self:
-        """Sets a block up; all its threads call it, with `header_word` and `mask_word`.
-
-        Addresses that were shared before are visible afterwards.
-        """
+        """Sets a block up, with a barrier; `start.mojo` loads `word` and `mask`."""
         comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
         var control = shared[UInt32, n_control + 1]()
         var lane = Int(lane_id())
@@ -116,10 +113,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def set_up[n_control: Int](buffers: Buffers[Self.group], mask: Int32 = 0) -> Self:
-        """Sets up a block of a portable phase; a block barrier must follow.
-
-        Every warp calls it, after `load_and_check_header`.
-        """
+        """Sets up a block of a portable phase; a block barrier must follow."""
         var counters = buffers.counters
         var control = shared[UInt32, n_control]()
         if thread_idx.x < n_control:
@@ -127,7 +121,6 @@ struct Block[group: Group](TrivialRegisterPassable):
         var header = LaunchHeader.read(counters)
         var rank = header.number[Word.MY_RANK]()
         comptime n_ranks = Self.group.n_ranks
-        comptime use_shmem = Self.group.use_shmem
         return Self(
             Int(lane_id()),
             Int(warp_id()),
@@ -137,8 +130,8 @@ struct Block[group: Group](TrivialRegisterPassable):
             header,
             control,
             counters,
-            share_addresses[n_ranks, use_shmem](buffers.recv_bufs, rank),
-            share_addresses[n_ranks, use_shmem](buffers.counts, rank),
+            share_addresses[n_ranks](buffers.recv_bufs, rank),
+            share_addresses[n_ranks](buffers.counts, rank),
             mask_of[Self.group](mask),
         )
 
@@ -167,8 +160,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def is_overtaken(self, dispatch_generation: UInt32) -> Bool:
-        """Returns whether two dispatches have been sent since: the tokens and choices of
-        two are kept."""
+        """Returns whether two dispatches were sent since: choices of two are kept."""
         var sent = self.before.generation[Word.DISPATCH_SENT]()
         return sent != dispatch_generation and sent != (
             next_generation(dispatch_generation)
@@ -253,7 +245,6 @@ struct Block[group: Group](TrivialRegisterPassable):
     def refuse_and_break(
         self, code: Int32, phase: Int, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
     ):
-        """Records the same, and that the rank is broken."""
         self.refuse(code, phase, expert_or_row, a, b)
         self.counters.set_broken()
 
@@ -262,6 +253,10 @@ struct Block[group: Group](TrivialRegisterPassable):
         comptime if not Self.group.masks:
             return False
         return (self.mask >> UInt32(rank)) & 1 != 0
+
+    @always_inline
+    def liveness(self) -> Liveness[Self.group]:
+        return {self.counters, self.counts, self.my_rank, self.deadline}
 
     @always_inline
     def give_up_if_late(self, mut n_polls: Int, rank: Int) -> Bool:
@@ -276,7 +271,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         if n_polls % POLLS_PER_CLOCK_READ != 0:
             return False
         comptime if Self.group.masks:
-            return mask_if_late(self, rank)
+            return self.liveness().mask_if_late(rank)
         return self.deadline.has_passed()
 
     # ------------------------------------------------------------------------- waits
@@ -317,7 +312,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_readers(self) -> Bool:
-        """Waits for readers by rank, unless an earlier launch has seen them done."""
+        """Waits for readers by rank, unless `prefetch_done_words` has seen them."""
         comptime is_combine = Self.group.is_combine()
         var generation = self._sent[is_combine]()
         comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED
@@ -351,7 +346,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         syncwarp()
         for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
             var to = self.counts[unsafe_offset=rank]
-            comptime if Self.group.use_shmem:
+            comptime if Self.group.uses_shmem():
                 if to == 0:
                     var own = self.counts[unsafe_offset=self.my_rank]
                     put_flag(own + UInt64(offset), generation, 0, rank)
@@ -400,11 +395,8 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def publish_reads(self, dispatch_received: UInt32, combine_received: UInt32):
-        """Publishes to every rank which generations this one has read.
-
-        One warp calls it. A word holds both: dispatch in its upper half, combine
-        in its lower one.
-        """
+        """Publishes, with one warp, which generations this rank has read: dispatch in the
+        upper half of a word, combine in the lower one."""
         # After `elect_last_block` one lane has acquired what all blocks did.
         syncwarp()
         for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
@@ -416,10 +408,9 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def publish_earlier_reads(self, warp_idx: Int):
-        """Publishes to every rank what the launches before this one have read.
+        """Publishes, with one warp of the grid, what the launches before have read.
 
-        One warp of the first block does so. The reads are over: a kernel that calls
-        this has waited for the kernels before it (`await_launch_before`).
+        They are over: the kernel has called `await_launch_before`.
         """
         if block_idx.x == 0 and self.warp_idx == warp_idx:
             self.publish_reads(
@@ -429,11 +420,8 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def prefetch_done_words(self):
-        """Polls done words of the other direction, so that its next launch need not
-        wait.
-
-        A warp that no other waits for calls it. It polls at most `_DONE_POLLS` times.
-        """
+        """Polls done words of the other direction, so that its next launch need not wait;
+        a warp that no other waits for calls it."""
         comptime is_combine = not Self.group.is_combine()
         var generation = self._sent[is_combine]()
         var my_counts = self.my_counts()

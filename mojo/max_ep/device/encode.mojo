@@ -12,9 +12,8 @@ comptime ENCODED_IN_FLIGHT = 48
 """Elements that fit into the registers with scales (tests/test_codegen.py)."""
 
 
-@always_inline
 def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:
-    """Counts the steps of a token that a lane encodes at once, in registers."""
+    """Counts the steps that a lane encodes at once, in registers."""
     return (
         ENCODED_IN_FLIGHT
         // token_fmt_type.lane_elements if token_fmt_type.scale_vectors

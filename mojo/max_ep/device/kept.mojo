@@ -17,7 +17,7 @@ from .block import Block
 
 @always_inline
 def _count_offset[group: Group](expert_id: Int) -> Int:
-    """Locates the combine count of an expert from the counts that a block has."""
+    """Locates a combine count in the counts that a block has."""
     comptime if group.has_sums:
         return group.combine_count_offset(expert_id) - (
             group.dispatch_counts_from_combine_counts()
@@ -27,10 +27,8 @@ def _count_offset[group: Group](expert_id: Int) -> Int:
 
 @always_inline
 def publish_kept_counts[group: Group](block: Block[group]):
-    """Publishes to each source how many of its rows each expert has, with one warp.
-
-    The warp has awaited the readers of the combine before (I3).
-    """
+    """Publishes to each source how many of its rows each expert has, with one warp that
+    has awaited readers (I3)."""
     var my_rank = block.my_rank
     for pair in range(
         block.lane, group.n_experts_on(my_rank) * group.n_ranks, WARP_SIZE

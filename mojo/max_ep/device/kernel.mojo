@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of dispatch and combine, and how they are launched.
 
-A kernel is a struct. Its fields are its arguments. The same struct serves three
-launches: one that only sends (async), one that only receives (wait), and one that does
-both (fused).
-
-There are four: `DispatchByRank`, `DispatchByExpert`, `CombineRows`, `CombineSums`.
+A kernel is a struct: `DispatchByRank`, `DispatchByExpert`, `CombineRows`, `CombineSums`.
+Its fields are its arguments. It serves three launches: one that only sends (async), one
+that only receives (wait), and one that does both (fused).
 """
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
 from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream, LaunchAttribute
@@ -21,17 +19,12 @@ comptime InputScales = Optional[def[dtype: DType](Int) capturing -> Scalar[dtype
 
 
 trait Kernel(Copyable, KernelArgument):
-    """A kernel's arguments, and what it does with them.
-
-    By rank, blocks may begin before the previous kernel has ended; the kernel then waits
-    for that end itself (`await_launch_before`).
-    """
+    """A kernel's arguments, and what it does with them."""
 
     comptime group: Group
 
     def run[sends: Bool, receives: Bool](self):
-        """Does this block's part; all threads of the grid call it. It sends, receives, or
-        does both."""
+        """Does this block's part; all threads of the grid call it."""
         ...
 
     def run_scaled[input_scales: InputScales, sends: Bool, receives: Bool](self):
@@ -62,7 +55,6 @@ def kernel_entry[
         phase.run[sends, receives]()
 
 
-@always_inline
 def n_blocks[group: Group](context: DeviceContext) raises -> Int:
     """Decides the grid: a block for each multiprocessor, at most `n_sms`, so that all are
     resident at once. The device may have fewer than the one compiled for."""
@@ -103,10 +95,9 @@ struct Queue(Copyable):
 def enqueue[
     P: Kernel, //, sends: Bool, receives: Bool, input_scales: InputScales = None
 ](phase: P, queue: Queue) raises:
-    """Launches a phase, and returns at once."""
     comptime kernel = kernel_entry[P, sends, receives, input_scales]
     var function = queue.context.compile_function[kernel]()
-    comptime if P.group.use_shmem:
+    comptime if P.group.uses_shmem():
         register_module(function, queue.context)
     var attributes = List[LaunchAttribute]()
     comptime if P.group.is_by_rank():

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens and sums are split into chunks, and which warp takes which chunk.
-
-Nothing here accesses memory: it is arithmetic on the numbers of tokens, warps and
-blocks of a launch.
+"""How tokens and sums are split into chunks, and which warp takes which: arithmetic on
+the numbers of tokens, warps and blocks of a launch.
 """
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
 
-from ..layout import MESSAGE_ALIGN, N_CHUNKS
+from ..layout import MESSAGE_ALIGN
 from ..token_format import TokenFormat
 from .warp import divmod_32
 
 
-@always_inline
 def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
     """Counts the steps of a token, of 16 bytes a lane each."""
     return ceildiv(token_fmt_type.value_bytes // MESSAGE_ALIGN, WARP_SIZE)
@@ -63,7 +60,6 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
     comptime most_steps = ceildiv(Self.n_steps, Self._FEWER)
 
     var are_more: Bool
-    """Whether the larger number is used."""
 
     @always_inline
     def n_chunks(self) -> Int:
@@ -90,13 +86,9 @@ struct Split[n_steps: Int, more: Int, fewer: Int](TrivialRegisterPassable):
 comptime InlineSplit[n_steps: Int] = Split[n_steps, 14, 7]
 """How inline tokens are split. Sender and receiver may split them differently."""
 
-comptime FlaggedSplit[n_steps: Int] = Split[n_steps, N_CHUNKS, N_CHUNKS]
-"""How tokens with a flag for each chunk are split."""
-
 
 @always_inline
 def inline_split[n_steps: Int](n_tokens: Int) -> InlineSplit[n_steps]:
-    """Chooses into how many chunks an inline token is split."""
     return InlineSplit[n_steps](n_tokens <= 64)
 
 

@@ -37,13 +37,13 @@ def own_of[
 
 @always_inline
 def share_addresses[
-    T: AnyType, p2p_world_size: Int, //, n_ranks: Int, use_shmem: Bool
+    T: AnyType, p2p_world_size: Int, //, n_ranks: Int
 ](
     buffers: Array[MutPointer[T], p2p_world_size], my_rank: Int, offset: Int = 0
 ) -> SharedAddresses:
     """Copies kernel arguments to shared memory; a block barrier must follow."""
     var table = shared[UInt64, n_ranks]()
-    comptime if use_shmem:
+    comptime if p2p_world_size < n_ranks:
         var own = own_of(buffers, my_rank)
         for rank in range(Int(thread_idx.x), n_ranks, Int(block_dim.x)):
             var address: UInt64 = 0
@@ -53,7 +53,6 @@ def share_addresses[
                 address = mapped_address(own, rank)
             table[unsafe_offset=rank] = address
     else:
-        comptime assert p2p_world_size == n_ranks, "no pointers to other hosts"
         comptime for i in range(n_ranks):
             if thread_idx.x == i:
                 table[unsafe_offset=i] = UInt64(Int(buffers[i]) + offset)

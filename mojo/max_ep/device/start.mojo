@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a launch may start, and which of its blocks starts or ends last.
+"""When a launch may start, and which of its blocks ends last.
 
 Launches overlap by programmatic dependent launch. The header of the rank's counters
 shows whether a launch is in order.
@@ -49,10 +49,7 @@ def _load_now(word: MutPointer[Int32]) -> Int32:
 
 @always_inline
 def header_word(counters: Counters[...]) -> Int32:
-    """Issues the load of the counters' header, which `Block.begin` needs.
-
-    The load overlaps with what the kernel does before `Block.begin`.
-    """
+    """Issues the load of the header; it overlaps with what is before `Block.begin`."""
     comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
     return _load_now(counters.at(Int(lane_id())))
 
@@ -95,7 +92,6 @@ def load_and_check_header[
 def check_header[
     group: Group, //
 ](found: Int32, counters: Counters[group], phase: Int) -> Bool:
-    """Returns whether a header allows a launch; see `load_and_check_header`."""
     comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane checks one word"
     var lane = Int(lane_id())
     var wanted: Int32 = 0

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch by expert, for GPU ranks: the portable dispatch, also for AMD and SHMEM.
 
-Messages, slots and rows are those of `cpu/dispatch.mojo`. Other flags announce them.
-The count of a pair is published as soon as it is known. Each message then announces
-itself by the flag in its source info, so receiving overlaps with the transfer.
+Messages, slots and rows are those of `cpu/dispatch.mojo`. The count of a pair is
+published as soon as it is known. Each message then announces itself by the flag in its
+source info, so receiving overlaps with the transfer.
 
 Roles of a block's warps: the first finds the slots of the choices (`send.mojo`), the
-next ones send, the last reads the counts (`receive.mojo`); each then takes part in
-receiving.
+next ones send, the last reads the counts (`receive.mojo`); each then receives.
 
 After the send phase: every peer has this generation's counts, and messages are on
 their way. After the receive phase: this rank's rows are sorted by local expert, source
@@ -45,7 +44,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
     var dispatched: DispatchedRows[Self.group, Self.Format]
     var buffers: Buffers[Self.group]
     """Of dispatch. The send buffers are found from the recv buffers."""
-    var put_bufs: Array[BytePointer, Self.group.n_mapped()]
+    var put_bufs: Array[BytePointer, Self.group.n_mapped]
     """Put buffers of this node's ranks; used if it sends with SHMEM."""
 
     @always_inline

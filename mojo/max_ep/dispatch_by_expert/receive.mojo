@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receive phase of dispatch by expert: counts, then messages as they arrive.
-
-The last warp of a block waits for the counts of all pairs, from which the place of
-every row follows. All warps then copy messages into rows, slot by slot over all pairs.
+"""The receive phase of dispatch by expert: counts, from which the place of every row
+follows, then messages as they arrive, slot by slot over all pairs.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
@@ -34,7 +32,7 @@ comptime _IN_FLIGHT = 8
 
 @fieldwise_init
 struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
-    """What the warps of a block need to receive."""
+    """The warps of a block that receive."""
 
     comptime group = Self.group_
     comptime n_pairs = Self.group.n_pairs()
@@ -111,7 +109,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def _place(self, message: BytePointer, rows: Self.Format.Rows, row: Int):
-        """Copies a message to its row, with one warp."""
         copy_warp[Self.Format.row_bytes](
             Self.Format.row_values(rows, row), message, self.block.lane
         )
@@ -214,7 +211,6 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def _lay_out_rows(self, pair_rows: SharedInts, pair_counts: SharedInts):
-        """Computes the first row of each pair; the first block records it."""
         comptime group = Self.group
         var is_first_block = block_idx.x == 0
         var first_of_lane = self.block.lane

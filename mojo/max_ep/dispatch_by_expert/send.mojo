@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The send phase of dispatch by expert.
-
-The first warp of a block finds the slots of the block's choices, and publishes
-counts; the next warps send. The count of a pair says how many of its messages come;
-each message then announces itself by the flag in its source info.
+"""The send phase of dispatch by expert: the first warp of a block finds the slots of the
+block's choices, and publishes counts; the next warps send.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx, WARP_SIZE
@@ -92,7 +89,7 @@ struct _Place(TrivialRegisterPassable):
 struct Sender[
     group_: Group, Format_: TokenFormat, input_type: DType, input_scales: InputScales
 ](TrivialRegisterPassable):
-    """What the warps of a block need to send."""
+    """The warps of a block that send."""
 
     comptime group = Self.group_
     comptime Format = Self.Format_
@@ -105,7 +102,7 @@ struct Sender[
 
     @always_inline
     def run(self, n_senders: Int):
-        """Gives the warps of a block their roles; all its threads call it."""
+        """All threads of a block call it."""
         comptime group = Self.group
         var histogram = shared[UInt32, group.n_experts]()
         for i in range(Int(thread_idx.x), group.n_experts, group.num_threads):
@@ -192,7 +189,6 @@ struct Sender[
 
     @always_inline
     def _publish_counts(self, histogram: SharedWord):
-        """Publishes the counts of the block's experts, with one warp."""
         comptime group = Self.group
         var my_rank = self.block.my_rank
         var counts = self.block.counts
@@ -212,7 +208,7 @@ struct Sender[
                 Int(histogram[unsafe_offset=expert_id]), group.max_tokens_per_rank
             )
             var to = counts[unsafe_offset=dst_rank]
-            comptime if group.use_shmem:
+            comptime if group.uses_shmem():
                 if to == 0:
                     put_flag(
                         counts[unsafe_offset=my_rank] + UInt64(offset),
@@ -227,7 +223,6 @@ struct Sender[
 
     @always_inline
     def _send(self, sender: Int, n_senders: Int):
-        """Sends this block's items with some of its warps."""
         comptime group = Self.group
         comptime top_k = group.top_k
         if not self._await_readers():
@@ -258,7 +253,7 @@ struct Sender[
             self._write_messages(token_idx, place, first_k, end_k, staged_at)
             syncwarp()
             # I2: a message's flag is published after all of the message.
-            comptime if group.use_shmem:
+            comptime if group.uses_shmem():
                 self._put_messages(token_idx, place, first_k, end_k)
             if place.message != 0 and place.put_to == 0:
                 publish(
@@ -286,7 +281,7 @@ struct Sender[
                 )
             )
             place.message = recv_bufs[unsafe_offset=dst_rank] + offset
-            comptime if group.use_shmem:
+            comptime if group.uses_shmem():
                 if place.message == offset:
                     place.message = self.put_buf + UInt64(
                         group.dispatch_put_offset(choice)

@@ -8,6 +8,7 @@ from max.gpu import block_dim, block_idx, grid_dim, lane_id, thread_idx, WARP_SI
 from std.math import ceildiv
 from std.memory import bitcast
 
+from ..arguments import load_id
 from ..counters import NO_EXPERT
 from ..device.shared import shared, SharedInts
 from ..device.warp import sum_of_lanes
@@ -31,16 +32,13 @@ comptime _FULL_GRID = 128
 comptime _MOST_COUNTED = 4
 
 
-@always_inline
 def n_shared_ids[group: Group]() -> Int:
-    """Counts the words of shared memory for ids, or for the index of many."""
     comptime n_choices = group.n_choices()
     comptime if n_choices <= N_SHARED_CHOICES:
         return n_choices
     return max(N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + group.n_experts)
 
 
-@always_inline
 def n_counted[group: Group]() -> Int:
     """Returns how many experts a block counts while it copies ids (`share`)."""
     if group.n_choices() <= N_LANE_CHOICES:
@@ -50,18 +48,16 @@ def n_counted[group: Group]() -> Int:
 
 @always_inline
 def nth_expert_of_block(n: Int) -> Int:
-    """Returns an expert that this block counts; it may be past the last one."""
+    """It may be past the last one."""
     return Int(block_idx.x) + n * Int(grid_dim.x)
 
 
 @fieldwise_init
 struct Choice(TrivialRegisterPassable):
-    """A choice of a token."""
+    """A choice, as the router gave it; the weight is 0 if combine returns rows."""
 
     var id: Int32
-    """The expert, as the router gave it."""
     var weight: Float32
-    """Its router weight; 0 if combine returns rows."""
 
     comptime NONE = Self(NO_EXPERT, 0)
 
@@ -97,7 +93,6 @@ struct Choices[group: Group](TrivialRegisterPassable):
         router_weights: ImmPointer[Float32],
         n_tokens: Int,
     ):
-        """Makes those of a launch; none is shared yet."""
         comptime n_weights = min(_N_SHARED_WEIGHTS, Self.group.n_choices())
         comptime has_sums = Self.group.has_sums
         self.ids = topk_ids
@@ -118,13 +113,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def load_id(self, choice: Int) -> Int32:
-        comptime if Self.group.sends_to_all():
-            return Int32(UInt32(choice) % UInt32(Self.group.n_ranks))
-        comptime if Self.group.wide_ids:
-            var wide = self.ids.unsafe_bitcast[Int64]()[unsafe_offset=choice]
-            # What does not fit is out of range in any case.
-            return Int32(max(min(wide, Int64(Int32.MAX)), -2))
-        return self.ids[unsafe_offset=choice]
+        return load_id[Self.group](self.ids, choice)
 
     @always_inline
     def id_of_lane(self, token_idx: Int, lane: Int) -> Int32:
@@ -147,14 +136,12 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def load(self, choice: Int, end: Int) -> Choice:
-        """Loads a choice from global memory, if it is before an end."""
         if choice >= end:
             return Choice.NONE
         return Choice(self.load_id(choice), self.load_weight(choice))
 
     @always_inline
     def shared(self, choice: Int) -> Choice:
-        """Reads a choice whose id is in shared memory."""
         var id = self.shared_ids[unsafe_offset=choice]
         comptime if Self._loads_weights:
             if self.n_choices <= _N_SHARED_WEIGHTS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token numbers and counts of all ranks, and the row positions computed from them.
+"""Counts of all ranks, and the row positions computed from them.
 
 Each of these words holds its generation. A wait for several words polls all missing
 ones at once, because polling one after another would cost a memory latency each.
@@ -9,12 +9,10 @@ from max.gpu import block_idx, syncwarp, WARP_SIZE
 from std.bit import pop_count
 from std.math import ceildiv
 
-from ..counters import Word
 from ..device.block import Block
 from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
-from ..device.liveness import mask_if_late, NEVER_DECIDED, read_decision, UNDECIDED
-from ..failures import Failure, RECEIVE, record_failure
+from ..failures import Failure, RECEIVE
 from ..flags import (
     arrive_in_block,
     count_of,
@@ -24,14 +22,13 @@ from ..flags import (
     load_acquire_block,
     load_relaxed_sys,
     load_relaxed_sys_2,
-    POLLS_PER_CLOCK_READ,
-    store_relaxed_gpu,
     store_release_block,
 )
 from ..kept_rows import largest_level
 from ..layout import Group, MESSAGE_ALIGN
 from ..row_tables import RowTables
-from .roles import SCANNED, FAILED, N_INDEX_WARPS, NO_NUMBERS, SUMMED, TOKENS_READY
+from .numbers import publish_decision, settle
+from .roles import FAILED, N_INDEX_WARPS, SCANNED, SUMMED
 
 comptime _LOADS_OF_LANE = 4
 comptime _PAIRS_OF_LANE = 2 * _LOADS_OF_LANE
@@ -40,9 +37,8 @@ comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
 """Pairs that a warp counts at once: so many have one warp, more have several."""
 
 
-@always_inline
 def n_scan_warps[group: Group]() -> Int:
-    """Returns how many index warps scan: the last ones, which index least."""
+    """The last index warps scan: they index least."""
     return min(N_INDEX_WARPS, ceildiv(group.n_pairs(), _PAIRS_AT_ONCE))
 
 
@@ -59,7 +55,7 @@ def pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
 
 
 struct SharedCounts[group: Group](TrivialRegisterPassable):
-    """Token numbers and row positions of all sources, in shared memory of a block."""
+    """Row positions of all sources, in shared memory of a block."""
 
     var block: Block[Self.group]
     var tables: RowTables[Self.group]
@@ -69,8 +65,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     """Of each scan warp: the rows of its pairs."""
     var largest_of: SharedInts
     """Of each scan warp: the rows of its largest pair."""
-    var n_tokens_of: SharedInts
-    """The tokens of each source, and the most."""
 
     @always_inline
     def __init__(out self, block: Block[Self.group], tables: RowTables[Self.group]):
@@ -82,15 +76,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         ]()
         self.sums = shared[Int32, N_INDEX_WARPS]()
         self.largest_of = shared[Int32, N_INDEX_WARPS]()
-        self.n_tokens_of = shared[Int32, Self.group.n_ranks + 1]()
-
-    @always_inline
-    def n_tokens(self, src_rank: Int) -> Int:
-        return Int(self.n_tokens_of[unsafe_offset=src_rank])
-
-    @always_inline
-    def most_tokens(self) -> Int:
-        return self.n_tokens(Self.group.n_ranks)
 
     @always_inline
     def rows_before(self, pair: Int) -> Int:
@@ -124,107 +109,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         )
 
     @always_inline
-    def _settle(self, mut n_polls: Int, src_rank: Int, place: Int) -> UInt64:
-        """Counts a poll without success; returns what to take in place of a word that has
-        not come for long.
-
-        All blocks must take the same, for they lay out the same rows. The first block
-        decides, and masks the source. Others take a word that comes early, then what
-        the first has decided. `place`: that of `Counters.decided`.
-        """
-        n_polls += 1
-        if n_polls % POLLS_PER_CLOCK_READ != 0:
-            return UNDECIDED
-        var generation = self.block.receiving()
-        if block_idx.x == 0:
-            if mask_if_late(self.block, src_rank):
-                return flag_word(generation, 0)
-            return UNDECIDED
-        var word = read_decision(self.block, place)
-        if word == NEVER_DECIDED:
-            record_failure(
-                self.block.counters,
-                Failure.NO_COUNT,
-                RECEIVE,
-                src_rank,
-                -1,
-                generation,
-                word,
-            )
-            self.block.counters.set_broken()
-            return flag_word(generation, 0)
-        return word
-
-    @always_inline
-    def _publish_decision(self, word: UInt64, place: Int):
-        """Publishes what the first block took, for blocks that are late."""
-        if block_idx.x == 0:
-            store_relaxed_gpu(self.block.counters.decided(place), word)
-
-    @always_inline
-    def share_numbers(self) -> Bool:
-        """Awaits the numbers of tokens of all sources for the block, with one warp."""
-        var generation = self.block.receiving()
-        var my_counts = self.block.my_counts()
-        var is_late = False
-        var most: Int32 = 0
-        for src_rank in range(self.block.lane, Self.group.n_ranks, WARP_SIZE):
-            var flag = flag_at(my_counts, Self.group.dispatch_n_tokens_offset(src_rank))
-            var word = load_relaxed_sys(flag)
-            # A rank that was masked may be late, and its words may come now.
-            if self.block.is_masked(src_rank):
-                word = flag_word(generation, 0)
-            var n_polls = 0
-            var place = Self.group.n_pairs() + src_rank
-            while generation_of(word) != generation:
-                comptime if Self.group.masks:
-                    word = self._settle(n_polls, src_rank, place)
-                    if generation_of(word) == generation:
-                        break
-                if not Self.group.masks and self.block.give_up_if_late(
-                    n_polls, src_rank
-                ):
-                    self.block.fail(Failure.NO_COUNT, src_rank, -1, word)
-                    is_late = True
-                    break
-                word = load_relaxed_sys(flag)
-            comptime if Self.group.masks:
-                self._publish_decision(word, place)
-            var n = 0 if is_late else count_of(word)
-            self.n_tokens_of[unsafe_offset=src_rank] = Int32(n)
-            most = max(most, Int32(n))
-            comptime if Self.group.has_sums:
-                if block_idx.x == 0:
-                    self.block.counters.received_tokens()[
-                        unsafe_offset=Self.group.relative_rank(
-                            self.block.my_rank, src_rank
-                        )
-                    ] = Int32(n)
-        most = warp.max(most)
-        if self.block.lane == 0:
-            self.n_tokens_of[unsafe_offset=Self.group.n_ranks] = most
-            if block_idx.x == 0:
-                self.block.counters.at(Word.MOST_RECEIVED)[] = most
-        var are_there = not any_lane(is_late)
-        if not are_there:
-            self.block.counters.set_broken()
-        syncwarp()
-        if self.block.lane == 0:
-            store_release_block(
-                self.block.word(TOKENS_READY), 1 if are_there else NO_NUMBERS
-            )
-        return are_there
-
-    @always_inline
-    def await_numbers(self) -> Bool:
-        """Waits for the warp that calls `share_numbers`."""
-        var ready = self.block.word(TOKENS_READY)
-        while load_acquire_block(ready) == 0:
-            pass
-        syncwarp()
-        return load_acquire_block(ready) != NO_NUMBERS
-
-    @always_inline
     def await_pair_rows(self) -> Bool:
         comptime n_scanners = n_scan_warps[Self.group]()
         while load_acquire_block(self.block.word(SCANNED)) < UInt32(n_scanners):
@@ -235,7 +119,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     def _await_counts(
         self, mut words: Array[UInt64, _PAIRS_OF_LANE], first: Int, n_pairs: Int
     ) -> Bool:
-        """Waits for the count words of a lane's pairs; all lanes call it."""
         var generation = self.block.receiving()
         var my_counts = self.block.my_counts()
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
@@ -263,7 +146,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 break
             comptime if Self.group.masks:
                 var pair = pair_of_lane(first, missing, self.block.lane)
-                var word = self._settle(n_polls, pair % Self.group.n_ranks, pair)
+                var word = settle(self.block, n_polls, pair % Self.group.n_ranks, pair)
                 if generation_of(word) == generation:
                     comptime for i in range(_PAIRS_OF_LANE):
                         if i == missing:
@@ -290,7 +173,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 ):
                     words[i] = flag_word(generation, 0)
                 if pair < n_pairs:
-                    self._publish_decision(words[i], pair)
+                    publish_decision(self.block, words[i], pair)
         var is_late = False
         comptime for i in range(_PAIRS_OF_LANE):
             is_late = is_late or is_missing[i]
@@ -298,7 +181,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _read_counts(self, n_before_all: Int32, scanner: Int) -> Bool:
-        """Waits for some counts and adds them up, with one warp."""
         var n_held = Self.group.n_experts_on(self.block.my_rank)
         var begin = scanner * _pairs_of_warp[Self.group]()
         var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
@@ -364,7 +246,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _count_rows(self, n_shared: Int, n_rows_max: Int, scanner: Int):
-        """Waits for counts and finds the rows before each pair, with a warp."""
         comptime n_scanners = n_scan_warps[Self.group]()
         var failed = self.block.word(FAILED)
         var is_there = self._read_counts(

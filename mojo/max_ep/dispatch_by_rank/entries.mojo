@@ -44,20 +44,11 @@ comptime NO_POSITION = (1 << ENTRY_FIELD_BITS) - 1
 
 
 @always_inline
-def weight_word(generation: UInt32, weight: Float32) -> UInt64:
-    return flag_word(generation, Int(bitcast[DType.uint32](weight)))
+def value_word[dtype: DType, //](generation: UInt32, value: Scalar[dtype]) -> UInt64:
+    """Makes the word of a router weight, or in an all-gather of an expert id."""
+    return flag_word(generation, Int(bitcast[DType.uint32](value)))
 
 
 @always_inline
-def weight_of_word(word: UInt64) -> Float32:
-    return bitcast[DType.float32](UInt32(word & 0xFFFF_FFFF))
-
-
-@always_inline
-def id_word(generation: UInt32, expert_id: Int32) -> UInt64:
-    return flag_word(generation, Int(bitcast[DType.uint32](expert_id)))
-
-
-@always_inline
-def id_of_word(word: UInt64) -> Int32:
-    return bitcast[DType.int32](UInt32(word & 0xFFFF_FFFF))
+def value_of_word[dtype: DType](word: UInt64) -> Scalar[dtype]:
+    return bitcast[dtype](UInt32(word & 0xFFFF_FFFF))

@@ -19,7 +19,6 @@ from ..token_format import BytePointer, LaneBytes, TokenFormat
 
 @always_inline
 def _load_words[are_two: Bool](words: BytePointer) -> LaneBytes:
-    """Loads an entry, or routing metadata, whether it is there or not."""
     comptime if are_two:
         return load_relaxed_sys_16(words)
     var word = load_relaxed_sys(flag_at(words, 0))
@@ -30,7 +29,6 @@ def _load_words[are_two: Bool](words: BytePointer) -> LaneBytes:
 def await_words[
     are_two: Bool
 ](words: BytePointer, src_rank: Int, block: Block[...]) -> LaneBytes:
-    """Waits for an entry, or routing metadata, with one lane."""
     var bytes = _load_words[are_two](words)
     var n_polls = 0
     while True:
@@ -105,12 +103,11 @@ struct _LaneVectors(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Token(TrivialRegisterPassable):
-    """Where a token is read."""
+    """Where a token of a source is read."""
 
     var bytes: BytePointer
     var src_rank: Int
     var idx: Int
-    """Which of the source's tokens it is."""
     var is_inline: Bool
     var is_loaded: Bool
     """Whether it is loaded before its entries are read: it has no flags."""
@@ -124,7 +121,6 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
         InlineSplit[Self.n_steps].most_steps if Self.are_all_inline else Self.n_steps,
         ACCESSES_IN_FLIGHT,
     )
-    """Steps that a lane has under way."""
 
     var values: Array[LaneBytes, Self.in_flight]
     var scales: Array[LaneBytes, 1]
@@ -160,7 +156,6 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
 
     @always_inline
     def load(mut self, token: Token, first: Int, end: Int, lane: Int):
-        """Loads some steps, those of an inline token there or not."""
         Self._values(token, first, end, lane).load[Self.are_all_inline](
             self.values, token.is_inline
         )
@@ -173,7 +168,6 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
     def await_inline(
         mut self, token: Token, first: Int, end: Int, block: Block[...]
     ) -> Bool:
-        """Waits for the loaded steps of an inline token."""
         var are_there = Self._values(token, first, end, block.lane).await_all[
             Self.Format.values_flip
         ](self.values, token.src_rank, block)

@@ -28,10 +28,7 @@ comptime _INDEX_BARRIER = Int32(1)
 
 @always_inline
 def run_of_block(n_choices: Int, block: Int, n_blocks: Int) -> Tuple[Int, Int]:
-    """Finds the run of a block: its first choice, and that behind its last.
-
-    The last block has none, unless it is the only one.
-    """
+    """Returns begin and end; the last block has no run, unless it is the only one."""
     var length = ceildiv(n_choices, max(n_blocks - 1, 1))
     var begin = min(block * length, n_choices)
     return (begin, min(begin + length, n_choices))
@@ -41,7 +38,6 @@ def run_of_block(n_choices: Int, block: Int, n_blocks: Int) -> Tuple[Int, Int]:
 def index_by_blocks[
     group: Group
 ](choices: Choices[group], block: Block[group], indexer: Int, can_write: Bool):
-    """Publishes a block's entries, or, the last block, all counts."""
     comptime n_threads = N_INDEX_WARPS * WARP_SIZE
     # Where ids would be, if they were few.
     comptime assert (

@@ -4,11 +4,9 @@
 To publish the entry of a choice, a warp counts the earlier choices of the same expert.
 To publish the count of an expert, it counts all its choices.
 
-Up to `N_LANE_CHOICES` ids are in the registers of each index warp, which counts before
-the launch has read its header. More ids are in shared memory. While a block copies them
-there, it counts the choices of up to four experts, and publishes those counts before
-any token: queued behind tokens they would arrive late. For an entry, or the count of
-another expert, a warp scans the ids, 128 at a time.
+Ids in registers are counted before the launch has read its header. While a block copies
+ids to shared memory, it counts the choices of up to four experts, and publishes those
+counts before any token: queued behind tokens they would arrive late.
 """
 from max.gpu import block_idx, grid_dim, lane_id, WARP_SIZE
 
@@ -36,7 +34,7 @@ struct Item(TrivialRegisterPassable):
     """Its number: the counts of all experts come first, because a receiver needs them
     before it places a row; the entries of all choices follow."""
     var choice: Choice
-    """The choice; for a count, one that holds only the expert."""
+    """For a count, one that holds only the expert."""
     var n_equal: Int
     """How many choices have the expert; for an entry, of those before the choice."""
 

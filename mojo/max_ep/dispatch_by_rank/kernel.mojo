@@ -2,11 +2,9 @@
 """Dispatch by rank, for GPU ranks.
 
 Each token goes once to each rank that has an expert of it; in an all-gather, to each
-rank. An entry for each choice goes to every rank. Entries, counts and numbers of
-tokens hold their generation, so they need no order between their stores. Rows and
-tables are those of dispatch by expert, bit for bit.
-
-How a token announces itself depends on how many its source sends: docs/protocol.md.
+rank. An entry for each choice goes to every rank. Rows and tables are those of dispatch
+by expert, bit for bit. How a token announces itself depends on how many its source
+sends: docs/protocol.md.
 
 `roles.mojo` lists the roles of warps. Index warps publish entries and counts
 (`index_small.mojo`, `index_large.mojo`, `publish.mojo`), then read counts
@@ -32,6 +30,7 @@ from .choices import Choices, N_SHARED_CHOICES
 from .counts import SharedCounts
 from .index_large import index_by_blocks
 from .index_small import index_one_by_one, LaneIndex
+from .numbers import SharedNumbers
 from .publish import publish_n_tokens, send_metadata
 from .receive import Receiver
 from .roles import (
@@ -50,11 +49,8 @@ from .send import TokenSender
 struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Kernel):
     """Sends each token to its ranks; makes rows, sorted by expert, of those that come.
 
-    A launch that only sends does not touch the outputs, one that only receives not
-    the inputs. `group.fused_shared_expert`: this rank receives all of its tokens, as
-    the first rows. `group.shares_gpu`: a launch that only receives publishes at its
-    end what it has read, since the next launch of this rank may be queued behind
-    those of others.
+    `group.shares_gpu`: a launch that only receives publishes at its end what it has read,
+    since the next launch of this rank may be queued behind those of others.
 
     Safety:
         All buffers must be mapped and peer-writable until every receiver has
@@ -102,10 +98,8 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             var indexer = Int(warp_id()) - (Self.n_warps - N_INDEX_WARPS)
             if indexer >= 0 and choices.are_in_lanes():
                 lane_index.prefetch(indexer)
-        var recv_bufs = share_addresses[Self.group.n_ranks, False](
-            self.buffers.recv_bufs, 0
-        )
-        var counts = share_addresses[Self.group.n_ranks, False](self.buffers.counts, 0)
+        var recv_bufs = share_addresses[Self.group.n_ranks](self.buffers.recv_bufs, 0)
+        var counts = share_addresses[Self.group.n_ranks](self.buffers.counts, 0)
         comptime if sends:
             choices.share()
             sender.find_targets(word)
@@ -165,11 +159,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         block: Block[Self.group],
         indexer: Int,
     ):
-        """Publishes some of this block's entries and counts, with an index warp.
-
-        The position of a choice counts the earlier choices of the same expert.
-        Receivers wait for the entries of choices without an expert, too.
-        """
+        """Publishes some of this block's entries and counts, with an index warp."""
         # I3, for entries and counts.
         var can_write = block.await_readers()
         if choices.are_in_lanes():
@@ -192,6 +182,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
     ](self, block: Block[Self.group], indexer: Int, n_own: Int):
         """Makes rows with one warp; `n_own`: tokens that this rank sent."""
         var shared = SharedCounts[Self.group](block, self.dispatched.tables)
+        var numbers = SharedNumbers[Self.group](block)
         if indexer >= 0:
             shared.lay_out_rows(
                 n_own if Self.group.fused_shared_expert else 0,
@@ -199,13 +190,13 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 indexer,
             )
         elif block.warp_idx == NUMBERS_WARP:
-            var are_there = shared.share_numbers()
+            var are_there = numbers.share()
             comptime if Self.Format.router_top_k > 0:
                 # Each rank gets every token.
                 var n_rows = 0
                 if are_there:
                     for src_rank in range(Self.group.n_ranks):
-                        n_rows += shared.n_tokens(src_rank)
+                        n_rows += numbers.n_tokens(src_rank)
                 Self.Format.end_metadata(
                     self.dispatched.rows,
                     n_rows,
@@ -213,17 +204,18 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                     Int(block_idx.x) * WARP_SIZE + block.lane,
                     Int(grid_dim.x) * WARP_SIZE,
                 )
-        if not shared.await_numbers():
+        if not numbers.await_all():
             return
         var receiver = Receiver[Self.group, Self.Format, has_input](
             self.dispatched,
             UInt64(Int(self.given.tokens)),
             block.recv_buf(),
             shared,
+            numbers,
             block,
         )
         comptime n_inline = Self.group.n_inline_tokens()
-        if shared.most_tokens() <= n_inline:
+        if numbers.most_tokens() <= n_inline:
             receiver.receive[are_all_inline=True]()
             return
         comptime if Self.group.max_tokens_per_rank > n_inline:

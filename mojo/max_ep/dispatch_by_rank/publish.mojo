@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes entries, counts, numbers of tokens and routing metadata.
 
-Each word holds its generation. Their stores are not ordered with each other.
+Each word holds its generation, so they need no order between their stores.
 """
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.memory import bitcast
@@ -14,7 +14,7 @@ from ..flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
 from ..layout import Group
 from ..token_format import LaneBytes
 from .choices import Choice, Choices
-from .entries import entry_word, id_word, NO_ENTRY_EXPERT, NO_POSITION, weight_word
+from .entries import entry_word, NO_ENTRY_EXPERT, NO_POSITION, value_word
 from .roles import N_INDEX_WARPS
 
 
@@ -62,7 +62,8 @@ def publish_entry[
     lane: Int,
     n_lanes: Int,
 ):
-    """Publishes the entry of a choice to every rank, with one lane of some."""
+    """Publishes the entry of a choice to every rank, of one without an expert, too; with
+    one lane of some."""
     var generation = block.sending()
     var is_expert = choice.is_expert[group]()
     var has_place = is_expert and position < group.max_tokens_per_rank
@@ -88,7 +89,7 @@ def publish_entry[
         # I1: only this rank writes entries of its choices.
         comptime if group.has_sums:
             store_relaxed_sys_16(
-                to, two_words(word, weight_word(generation, choice.weight))
+                to, two_words(word, value_word(generation, choice.weight))
             )
         else:
             store_relaxed_sys(flag_at(to, 0), generation, count_of(word))
@@ -119,8 +120,8 @@ def send_metadata[
     ):
         var token_idx, k = divmod_32(place, router_top_k)
         var words = two_words(
-            id_word(generation, choices.ids[unsafe_offset=place]),
-            weight_word(generation, choices.weights[unsafe_offset=place]),
+            value_word(generation, choices.ids[unsafe_offset=place]),
+            value_word(generation, choices.weights[unsafe_offset=place]),
         )
         var offset = UInt64(
             group.metadata_offset(block.my_rank, token_idx, k, router_top_k)

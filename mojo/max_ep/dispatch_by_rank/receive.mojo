@@ -2,8 +2,7 @@
 """How a warp of dispatch makes rows of tokens, as they arrive.
 
 It awaits the entries of a token, which hold its destination on this rank, and each of
-its chunks. It awaits the row positions (`counts.mojo`) only before it places something.
-It restores `SENTINEL` in inline tokens.
+its chunks.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
@@ -13,20 +12,15 @@ from std.memory import bitcast
 from ..arguments import DispatchedRows
 from ..counters import NO_EXPERT, NO_ROW, own_row, row_elsewhere
 from ..device.block import Block
-from ..device.schedule import Chunk, FlaggedSplit, inline_split, n_steps_of, Schedule
+from ..device.schedule import Chunk, inline_split, n_steps_of, Schedule, Split
 from ..device.warp import any_lane, bytes_at, divmod_32
 from ..flags import flag_at, generation_of
-from ..layout import Group
+from ..layout import Group, N_CHUNKS
 from ..token_format import BytePointer, TokenFormat
 from .counts import SharedCounts
-from .entries import (
-    expert_of_entry,
-    id_of_word,
-    NO_POSITION,
-    position_of_entry,
-    weight_of_word,
-)
+from .entries import expert_of_entry, NO_POSITION, position_of_entry, value_of_word
 from .incoming import await_words, Steps, Token
+from .numbers import SharedNumbers
 from .roles import NEXT_RECEIVE, receive_schedule
 
 
@@ -52,7 +46,7 @@ struct _Destination(TrivialRegisterPassable):
 struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     TrivialRegisterPassable
 ):
-    """A warp that makes rows of tokens."""
+    """A warp that receives."""
 
     var dispatched: DispatchedRows[Self.group, Self.Format]
     var own_tokens: UInt64
@@ -60,16 +54,16 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     var recv_buf: BytePointer
     """Loaded once: the block has it in shared memory."""
     var shared: SharedCounts[Self.group]
+    var numbers: SharedNumbers[Self.group]
     var block: Block[Self.group]
 
     @always_inline
     def receive[are_all_inline: Bool](self):
-        """Makes rows of tokens as they arrive, until there are no more."""
         comptime n_ranks = Self.group.n_ranks
         comptime n_steps = n_steps_of[Self.Format]()
-        comptime flagged = FlaggedSplit[n_steps](True)
+        comptime flagged = Split[n_steps, N_CHUNKS, N_CHUNKS](True)
         var steps = Steps[Self.Format, are_all_inline]()
-        var most = self.shared.most_tokens()
+        var most = self.numbers.most_tokens()
         var inline = inline_split[n_steps](most)
         var n_items = (
             most
@@ -100,7 +94,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             else:
                 chunk = flagged.chunk(item)
             var token_idx, src_rank = divmod_32(chunk.whole, n_ranks)
-            var n_tokens = self.shared.n_tokens(src_rank)
+            var n_tokens = self.numbers.n_tokens(src_rank)
             if token_idx >= n_tokens:
                 continue
             var token = self._locate[are_all_inline](src_rank, token_idx, n_tokens)
@@ -130,7 +124,6 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     @always_inline
     def _read_entry(self, token: Token) -> _Destination:
-        """Waits for the entry of a lane's choice of a token."""
         comptime has_sums = Self.group.has_sums
         comptime n_local_experts = Self.group.n_local_experts()
         var my_rank = self.block.my_rank
@@ -169,7 +162,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             Self.group.pair(local_expert, token.src_rank),
             Int32(position),
             row,
-            weight_of_word(words[1]),
+            value_of_word[DType.float32](words[1]),
         )
 
     @always_inline
@@ -201,7 +194,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         var is_here = is_shared or any_lane(to.is_here)
         if not is_here:
             if chunk.idx == 0:
-                self._record_row(token, to.row)
+                self._record_choice[has_weight=False](token, to)
             return True
         if not are_all_inline and not token.is_loaded:
             var flag = flag_at(
@@ -270,15 +263,18 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         return self.dispatched.rows.of_expert(expert, Int(first_row))
 
     @always_inline
-    def _record_row(self, token: Token, row: Int32):
+    def _record_choice[has_weight: Bool](self, token: Token, to: _Destination):
+        """Records row and weight of a lane's choice, for sums."""
         comptime if Self.group.has_sums:
             if self.block.lane < Self.group.top_k:
+                var counters = self.block.counters
+                var choice = Self.group.choice(token.idx, self.block.lane)
                 var source = Self.group.relative_rank(
                     self.block.my_rank, token.src_rank
                 )
-                self.block.counters.received_rows(source)[
-                    unsafe_offset=Self.group.choice(token.idx, self.block.lane)
-                ] = row
+                counters.received_rows(source)[unsafe_offset=choice] = to.row
+                comptime if has_weight:
+                    counters.received_weights(source)[unsafe_offset=choice] = to.weight
 
     @always_inline
     def _record(
@@ -299,15 +295,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             self.block.counters.choices(self.block.receiving())[
                 unsafe_offset=Self.group.choice(token.idx, lane)
             ] = NO_EXPERT
-        self._record_row(token, to.row)
-        comptime if Self.group.has_sums:
-            if lane < Self.group.top_k:
-                var source = Self.group.relative_rank(
-                    self.block.my_rank, token.src_rank
-                )
-                self.block.counters.received_weights(source)[
-                    unsafe_offset=Self.group.choice(token.idx, lane)
-                ] = to.weight
+        self._record_choice[has_weight=True](token, to)
         comptime if Self.Format.router_top_k > 0:
             # In an all-gather choices are ranks: only that of this rank has a row here.
             var k = count_trailing_zeros(wanted)
@@ -340,7 +328,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 self.dispatched.rows,
                 row,
                 k,
-                id_of_word(words[0]),
-                weight_of_word(words[1]),
+                value_of_word[DType.int32](words[0]),
+                value_of_word[DType.float32](words[1]),
             )
         return not any_lane(is_late)

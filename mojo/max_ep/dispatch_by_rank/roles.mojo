@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Roles of the warps of a dispatch block, and the control words that they share.
 
-The first warp publishes how many tokens this rank sends, and reads the numbers of
-the others. The last `N_INDEX_WARPS` write entries and counts; the last
-`n_scan_warps` of these then read the counts of all ranks. The warps between send;
-in async alone, index warps send afterwards. All but the index warps receive, and they
-too where warps take work from a counter.
+The last `N_INDEX_WARPS` write entries and counts; the last `n_scan_warps` of these then
+read the counts of all ranks. The warps between them and the first send; in async alone,
+index warps send afterwards. All but the index warps receive, and they too where warps
+take work from a counter.
 """
 from ..device.schedule import Schedule
 from ..layout import Group, N_CHUNKS
 
 comptime N_INDEX_WARPS = 8
-"""Warps of a block that write entries and counts; some then read counts."""
 comptime N_WARPS_MIN = N_INDEX_WARPS + 2
-"""Fewest warps of a block: index warps, `NUMBERS_WARP`, and one that sends."""
+"""Index warps, `NUMBERS_WARP`, and one that sends."""
 comptime NUMBERS_WARP = 0
 """The warp that publishes how many tokens this rank sends, and reads peers' numbers."""
 comptime FIRST_SENDER = 1
-"""The first warp that sends."""
 
 # Warps with another task first: if they send at all, they start sending later.
 comptime ELECTING_WARP = 6
@@ -27,7 +24,6 @@ comptime DONE_WARP = 7
 comptime TOKENS_READY = 0
 """Control word: 1 if the numbers of tokens are there, or `NO_NUMBERS`."""
 comptime NO_NUMBERS = UInt32(2)
-"""Value of `TOKENS_READY` if they did not come."""
 comptime SUMMED = 1
 """Control word: index warps that have the sum of their counts."""
 comptime SCANNED = 2
@@ -52,7 +48,6 @@ comptime _SHORT_CHUNK = 4
 
 @always_inline
 def n_send_warps[group: Group, receives: Bool](is_inline: Bool, n_warps: Int) -> Int:
-    """Chooses how many warps of a block send."""
     comptime if receives:
         var most = n_warps - FIRST_SENDER - N_INDEX_WARPS
         return min(6 if is_inline else 3, most)

@@ -31,7 +31,7 @@ from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND
 
 @fieldwise_init
 struct Targets(TrivialRegisterPassable):
-    """Who gets a token, as a lane of a warp knows it."""
+    """Who gets a token."""
 
     var dst_rank: Int32
     """Of choice `lane`: its rank, or -1."""
@@ -44,7 +44,7 @@ struct Targets(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def of[group: Group, has_input: Bool](id: Int32, my_rank: Int, lane: Int) -> Self:
-        """Finds out who gets a token; all lanes call it."""
+        """All lanes call it."""
         var dst_rank: Int32 = -1
         comptime if group.sends_to_all():
             # Not all sources begin with the same rank.
@@ -107,7 +107,6 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
 
     @always_inline
     def load(mut self, token_idx: Int, first: Int, end: Int, lane: Int):
-        """Loads some steps of a token, with one warp."""
         comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
         comptime n_elements = Self.Format.lane_elements
         comptime for i in range(Self.in_flight):
@@ -146,7 +145,6 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
     def send[
         group: Group, //, is_inline: Bool
     ](mut self, chunk: Chunk, is_loaded: Bool, targets: Targets, block: Block[group]):
-        """Encodes a chunk of a token once, and writes it to all who get it."""
         var offset: UInt64
         comptime if is_inline:
             offset = UInt64(group.inline_token_offset(block.my_rank, chunk.whole))
@@ -177,8 +175,7 @@ struct TokenSender[
     """A warp that sends tokens.
 
     Its first inline chunk depends on the arguments alone, so it is chosen before the
-    previous launch has ended. Then the chunk's elements and ids are loaded together with
-    the header. Who gets the chunk is known once these have arrived.
+    previous launch has ended. Its elements and ids are loaded together with the header.
     """
 
     comptime inline_in_flight = min(
@@ -192,7 +189,7 @@ struct TokenSender[
     """Which of the sending warps of the block this is."""
     var n_senders: Int
     var number: Int
-    """Which of all inline chunks is the next; there may be none for this warp."""
+    """Which of all inline chunks is the next."""
     var chunk: Chunk
     var has_chunk: Bool
     var inline: TokenLane[Self.Format, Self.input_type, Self.inline_in_flight]
@@ -209,7 +206,6 @@ struct TokenSender[
         n_tokens: Int,
         n_senders: Int,
     ):
-        """Finds its first inline chunk; this reads nothing."""
         var split = inline_split[n_steps_of[Self.Format]()](n_tokens)
         self.choices = choices
         self.n_tokens = n_tokens
@@ -240,7 +236,6 @@ struct TokenSender[
 
     @always_inline
     def find_targets(mut self, header_word: Int32):
-        """Finds out who gets it, as soon as the header is there."""
         if self.has_chunk:
             var my_rank = warp.shuffle_idx(header_word, UInt32(Word.MY_RANK))
             self.targets = Targets.of[Self.group, Self.has_input](

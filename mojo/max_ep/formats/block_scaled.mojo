@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlockScaledTokenFormat: small values, and a scale for each block of elements.
 
-A struct that implements `BlockNumbers` defines a format's values and scales. This file
-defines how they are laid out on the wire and delivered.
+`BlockNumbers` are a format's values and scales; this file lays them out on the wire.
 """
 import max.gpu.primitives.warp as warp
 from std.bit import log2_floor
@@ -21,9 +20,9 @@ struct BlockScale(TrivialRegisterPassable):
     """The scale of a block."""
 
     var bits: UInt32
-    """Its bits on the wire."""
+    """On the wire."""
     var factor: Float32
-    """Factor of the elements, in float32, before they are rounded."""
+    """Of the elements, before they are rounded."""
 
 
 trait BlockNumbers:
@@ -42,9 +41,7 @@ trait BlockNumbers:
     comptime scale_type: DType
     """An unsigned integer of the scale's size: uint32 or uint8."""
     comptime magnitude_type: DType = DType.uint32
-    """What `magnitude` returns."""
     comptime least: Scalar[Self.magnitude_type] = 0
-    """Floor of the largest magnitude."""
     comptime values_flip: UInt32 = 0 if Self.value_bits == 8 else 0x7777_7777
     """See `TokenFormat.values_flip`. Of 4 bits: eight -0, which no token has."""
     comptime scales_flip: UInt32 = 0
@@ -78,7 +75,6 @@ trait BlockNumbers:
 
     @staticmethod
     def scale_of(amax: Scalar[Self.magnitude_type]) -> BlockScale:
-        """Makes the scale of a block from its largest magnitude."""
         ...
 
     @staticmethod
@@ -96,8 +92,7 @@ trait BlockNumbers:
 struct BlockScaledTokenFormat[
     Numbers: BlockNumbers, Rows_: ScaledRows, hidden_size_: Int, top_k_: Int
 ](TokenFormat):
-    """Quantizes on sending; `Numbers` are values and scales, `Rows_` where scales go.
-    """
+    """Quantizes on sending; `Rows_` says where scales go."""
 
     comptime hidden_size = Self.hidden_size_
     comptime top_k = Self.top_k_
@@ -134,7 +129,6 @@ struct BlockScaledTokenFormat[
         token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
-        """Quantizes a token; see `BlockNumbers`."""
         for block in range(Self.n_blocks):
             Self.encode_block[input_type, is_scaled](message, token, input_scale, block)
 

@@ -36,7 +36,6 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     @staticmethod
     @always_inline
     def known_scales(bits: UInt32) -> UInt32:
-        """NaN has one form."""
         return 0x7FC0_0000 if (bits & 0x7FFF_FFFF) > 0x7F80_0000 else bits
 
     @staticmethod
@@ -60,6 +59,6 @@ struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
 comptime BlockwiseFP8TokenFormat[
     hidden_size: Int, top_k: Int, power_of_two_scales: Bool = False
 ] = BlockScaledTokenFormat[
-    BlockwiseFP8[power_of_two_scales], TransposedRows, hidden_size, top_k
+    BlockwiseFP8[power_of_two_scales], TransposedRows[], hidden_size, top_k
 ]
 """Blockwise FP8 with transposed scales; `hidden_size` is a multiple of 128."""

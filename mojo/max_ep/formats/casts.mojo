@@ -44,7 +44,6 @@ def encode_e4m3fn[
 
 @always_inline
 def to_e4m3fn(x: SIMD[DType.float32, WIDTH]) -> SIMD[DType.uint8, WIDTH]:
-    """Rounds to float8_e4m3fn by the quickest way the device has."""
     comptime if is_nvidia_gpu():
         return bitcast[DType.uint8, WIDTH](x.cast[DType.float8_e4m3fn]())
     else:
@@ -58,15 +57,14 @@ def is_nan_of_bits(magnitude: UInt32) -> Bool:
 
 @always_inline
 def power_of_e8m0(e8m0: UInt32) -> Float32:
-    """Makes the power of two that a scale, at most 253, divides by; NaN for the NaN, 255.
-    """
+    """Makes the power of two that a scale, at most 253, divides by; 255 is NaN."""
     var bits = (UInt32(254) - e8m0) << 23
     return bitcast[DType.float32](bits if e8m0 != 255 else UInt32(0x7FC0_0000))
 
 
 @always_inline
 def float_of_e8m0(e8m0: UInt32) -> Float32:
-    """Widens a scale; NaN for the NaN, 255."""
+    """Widens a scale; 255 is NaN."""
     var bits = e8m0 << 23
     if e8m0 == 0:
         bits = 0x40_0000
@@ -79,7 +77,6 @@ def float_of_e8m0(e8m0: UInt32) -> Float32:
 def from_e4m3fn[
     width: Int, //
 ](values: SIMD[DType.uint8, width]) -> SIMD[DType.float32, width]:
-    """Widens float8_e4m3fn by the quickest way the device has."""
     comptime if is_nvidia_gpu():
         return bitcast[DType.float8_e4m3fn, width](values).cast[DType.float32]()
     else:

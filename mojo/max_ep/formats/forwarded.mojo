@@ -8,10 +8,9 @@ that a word of inline bytes says whether they have arrived (`BlockNumbers`).
 import max.gpu.primitives.warp as warp
 from max.gpu import lane_id, WARP_SIZE
 from std.bit import log2_floor
-from std.memory import bitcast
+from std.memory import bitcast, unsafe_memcpy
 from std.sys import is_gpu, size_of
 
-from ..cpu_copy import copy_bytes
 from ..for_each import Work
 from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN
@@ -43,10 +42,9 @@ struct ForwardedTokenFormat[
         Self.Numbers, Self.Rows_, Self.hidden_size_, Self.top_k_
     ]
     comptime hidden_size = Self.token_bytes
-    """Bytes of a token, as it is given and sent."""
+    """In bytes, as they are given."""
     comptime top_k = Self.top_k_
     comptime hidden_multiple = Self.Quantizing.hidden_multiple
-    """Whole blocks, and 16 bytes of values."""
     comptime token_bytes = Self.Quantizing.token_bytes + (
         MESSAGE_ALIGN if Self.has_row_scale else 0
     )
@@ -67,11 +65,8 @@ struct ForwardedTokenFormat[
         token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
-        copy_bytes(
-            dest=message,
-            src=token.unsafe_bitcast[UInt8](),
-            count=Self.token_bytes,
-            is_streaming=False,
+        unsafe_memcpy(
+            dest=message, src=token.unsafe_bitcast[UInt8](), count=Self.token_bytes
         )
 
     @staticmethod
@@ -87,7 +82,6 @@ struct ForwardedTokenFormat[
         return LaneWire(bitcast[DType.uint32, 4](elements), 0)
 
     @staticmethod
-    @always_inline
     def is_identity[input_type: DType]() -> Bool:
         return True
 
@@ -103,8 +97,7 @@ struct ForwardedTokenFormat[
 
 @fieldwise_init
 struct JoinWords[Numbers: BlockNumbers, hidden_size: Int](Work):
-    """Joins tokens that are given as values and scales; an item is 4 bytes of a token.
-    """
+    """Joins tokens of values and scales; an item is 4 bytes of a token."""
 
     var joined: BytePointer
     """Result, `[n_tokens][token_bytes]`."""

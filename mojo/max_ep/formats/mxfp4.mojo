@@ -27,7 +27,6 @@ struct MXFP4(BlockNumbers):
     @staticmethod
     @always_inline
     def known_scales(bits: UInt32) -> UInt32:
-        """2**127 becomes 2**126."""
         return without_largest_e8m0(bits)
 
     @staticmethod

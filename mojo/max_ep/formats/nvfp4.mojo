@@ -31,7 +31,6 @@ struct NVFP4(BlockNumbers):
     @staticmethod
     @always_inline
     def known_scales(bits: UInt32) -> UInt32:
-        """They have no sign."""
         return bits & 0x7F7F_7F7F
 
     @staticmethod

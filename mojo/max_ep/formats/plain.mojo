@@ -4,10 +4,9 @@
 In an all-gather each token goes to every rank. Its routing metadata follows it in the
 message (`Group.metadata_offset`) and is delivered as a routing map and probabilities.
 """
-from std.memory import bitcast
+from std.memory import bitcast, unsafe_memcpy
 from std.sys import size_of
 
-from ..cpu_copy import copy_bytes
 from ..kernel_argument import ImmPointer, MutPointer, unused
 from ..layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
 from ..token_format import BytePointer, LaneWire, OutputRows, OutputTensors, TokenFormat
@@ -18,7 +17,6 @@ struct PlainRows(OutputRows):
     """Output tensors of a format without scales."""
 
     var tokens: BytePointer
-    """Rows, `[n_rows_max][hidden_size]` in the wire's element type."""
     var expert_ids: MutPointer[Int32]
     """All-gather: routing map, `[n_rows_max][router_top_k]`; after the last row, -1."""
     var probs: MutPointer[Float32]
@@ -32,7 +30,6 @@ struct PlainRows(OutputRows):
         self.tokens = tokens
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         return {outputs.tokens, outputs.routing_map, outputs.probs, outputs.n_gathered}
 
@@ -44,7 +41,7 @@ struct PlainRows(OutputRows):
 struct PlainTokenFormat[
     wire_type: DType, hidden_size_: Int, top_k_: Int, router_top_k_: Int = 0
 ](TokenFormat):
-    """Sends elements as they are, or cast once to the wire's type."""
+    """Sends elements of the wire's type."""
 
     comptime hidden_size = Self.hidden_size_
     comptime top_k = Self.top_k_
@@ -53,7 +50,6 @@ struct PlainTokenFormat[
         Self.hidden_size, size_of[Scalar[Self.wire_type]]()
     )
     comptime msg_bytes = message_bytes(Self.token_bytes, Self.router_top_k_)
-    """Bytes of elements, routing metadata and source info."""
     comptime value_bytes = Self.token_bytes
     comptime lane_elements = MESSAGE_ALIGN // size_of[Scalar[Self.wire_type]]()
     comptime scale_vectors = 0
@@ -71,11 +67,8 @@ struct PlainTokenFormat[
     ):
         comptime if Self.wire_type == input_type and not is_scaled:
             # Read again right away, so never streamed.
-            copy_bytes(
-                dest=message,
-                src=token.unsafe_bitcast[UInt8](),
-                count=Self.token_bytes,
-                is_streaming=False,
+            unsafe_memcpy(
+                dest=message, src=token.unsafe_bitcast[UInt8](), count=Self.token_bytes
             )
         else:
             # 4 divides every hidden size that is a multiple of 16 bytes.
@@ -103,7 +96,6 @@ struct PlainTokenFormat[
             return LaneWire(bitcast[DType.uint32, 4](x.cast[Self.wire_type]()), 0)
 
     @staticmethod
-    @always_inline
     def is_identity[input_type: DType]() -> Bool:
         return Self.wire_type == input_type
 

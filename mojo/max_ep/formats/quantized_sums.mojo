@@ -20,8 +20,7 @@ from .scale_layouts import RowByRow
 
 
 struct QuantizedSums[block: Int, hidden_size: Int]:
-    """How a partial sum is laid out: values, then scales; `block` is that of `Group`.
-    """
+    """How a partial sum is laid out; `block` is `Group.partial_block`."""
 
     comptime Numbers: BlockNumbers = (
         BlockwiseFP8[] if Self.block == FP8_BLOCK else MXFP8

@@ -40,9 +40,8 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
     comptime depend_on_expert = Self.Rows.depend_on_expert
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
-        """Takes them from those of the op; `probs` is for all-gathers otherwise."""
+        """`probs` is for all-gathers otherwise."""
         return {Self.Rows.of(outputs), outputs.probs}
 
     @always_inline
@@ -65,21 +64,20 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
 
 
 @fieldwise_init
-struct TransposedRows(ScaledRows):
-    """Transposed scales, as FP8 matmuls read them.
+struct TransposedRows[packed: Bool = False](ScaledRows):
+    """Transposed scales, as FP8 matmuls read them: `[n_panels][n_blocks][rows_per_panel]`.
 
-    Scales: `[n_panels][n_blocks][rows_per_panel]`.
+    `packed`: the exponents of float32 scales that are powers of two, four in a word, as
+    bytes `[n_panels][n_blocks / 4][rows_per_panel][4]`. DeepEP calls it UE8M0.
     """
 
     var tokens: BytePointer
-    """Values, `[n_rows_max][hidden_size]` of one byte each."""
     var scales: BytePointer
     var rows_per_panel: Int
     """Rows whose scales stand together: all of them where rows are packed,
     those of one expert where they are padded."""
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         return {outputs.tokens, outputs.scales, outputs.scales_columns}
 
@@ -88,54 +86,27 @@ struct TransposedRows(ScaledRows):
         return self.tokens
 
     @always_inline
-    def first_scale(self, row: Int, n_blocks: Int) -> Int:
-        var panel, row_in_panel = divmod(row, self.rows_per_panel)
-        return panel * n_blocks * self.rows_per_panel + row_in_panel
-
-    @always_inline
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
     ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
+        comptime assert (
+            not Self.packed or scale_type == DType.uint32 and n_blocks % 4 == 0
+        )
+        comptime per_word = 4 if Self.packed else 1
         var to = self.scales.unsafe_bitcast[Scalar[scale_type]]()
-        var start = self.first_scale(row, n_blocks)
+        var panel, row_in_panel = divmod(row, self.rows_per_panel)
+        var start = panel * (n_blocks // per_word) * self.rows_per_panel + row_in_panel
         comptime for i in range(n):
             if n == 1 or first + i < n_blocks:
-                to[unsafe_offset=start + (first + i) * self.rows_per_panel] = scales[i]
-
-
-@fieldwise_init
-struct PackedExponents(ScaledRows):
-    """The exponents of float32 scales that are powers of two, four in a word, transposed
-    as `TransposedRows`. DeepEP calls it UE8M0.
-
-    Scales: `[n_panels][n_blocks / 4][rows_per_panel][4]` bytes.
-    """
-
-    var rows: TransposedRows
-    """Values, and bytes of scales."""
-
-    @staticmethod
-    @always_inline
-    def of(outputs: OutputTensors) -> Self:
-        return {TransposedRows.of(outputs)}
-
-    @always_inline
-    def values(self) -> BytePointer:
-        return self.rows.values()
-
-    @always_inline
-    def place[
-        scale_type: DType, n: Int, //, n_blocks: Int
-    ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
-        comptime assert scale_type == DType.uint32 and n_blocks % 4 == 0
-        var exponents = (scales >> 23).cast[DType.uint8]()
-        var start = self.rows.first_scale(row, n_blocks // 4)
-        comptime for i in range(n):
-            var word, byte = divmod(first + i, 4)
-            if n == 1 or first + i < n_blocks:
-                self.rows.scales[
-                    unsafe_offset=4 * (start + word * self.rows.rows_per_panel) + byte
-                ] = exponents[i]
+                comptime if Self.packed:
+                    var word, byte = divmod(first + i, per_word)
+                    var at = start + word * self.rows_per_panel
+                    var exponent = (scales[i] >> 23).cast[DType.uint8]()
+                    self.scales[unsafe_offset=per_word * at + byte] = exponent
+                else:
+                    to[
+                        unsafe_offset=start + (first + i) * self.rows_per_panel
+                    ] = scales[i]
 
 
 @fieldwise_init
@@ -146,7 +117,6 @@ struct RowByRow(ScaledRows):
     var scales: BytePointer
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         return {outputs.tokens, outputs.scales}
 
@@ -187,7 +157,6 @@ struct InTiles(ScaledRows):
     comptime depend_on_expert = True
 
     @staticmethod
-    @always_inline
     def of(outputs: OutputTensors) -> Self:
         return {outputs.tokens, outputs.scales, 0}
 

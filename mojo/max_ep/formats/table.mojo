@@ -8,25 +8,7 @@ from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 from .plain import PlainTokenFormat
-from .scale_layouts import (
-    InTiles,
-    PackedExponents,
-    RowByRow,
-    ScaledRows,
-    TransposedRows,
-    WithRowScales,
-)
-
-comptime FORMAT_NAMES: List[StaticString] = [
-    "bfloat16",
-    "float32",
-    "fp8",
-    "mxfp8",
-    "mxfp4",
-    "nvfp4",
-]
-"""The names, alone or before `_forwarded`, `_power_of_two` or `_dynamic`; the ops
-refuse any other (`has_format`) when an op is compiled."""
+from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows, WithRowScales
 
 comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
     "mxfp8"
@@ -37,9 +19,7 @@ comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
 )
 
 comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
-    RowByRow if scales
-    == "rows" else PackedExponents if scales
-    == "packed" else TransposedRows
+    RowByRow if scales == "rows" else TransposedRows[scales == "packed"]
 )
 
 comptime FormatOf[
@@ -65,10 +45,3 @@ comptime FormatOf[
 )
 """The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
 where scales go: transposed, rows, tiles or packed."""
-
-
-def has_format(name: StaticString) -> Bool:
-    for base in materialize[FORMAT_NAMES]():
-        if name == base or name.startswith(String(base, "_")):
-            return True
-    return False
