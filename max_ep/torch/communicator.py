@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from ..memory.symmetric_memory import SharedMemory
 from ..who import RankWait, Waits
 from .board import Board
 from .channel import Channel
-from .library import Settings, build_all
+from .library import Settings, build
 from .masks import Masks
 from .streams import Streams
 from .tables import allocator
@@ -155,7 +156,8 @@ class Communicator:
                 self.masks.give_up()
             self.exchange("the first " + "; ".join(s.words() for s in new))
             try:
-                build_all(new)
+                with ThreadPoolExecutor(len(new)) as pool:
+                    list(pool.map(build, new))
                 for settings in new:
                     self.channels[settings] = Channel(self, settings, n_regions)
             except BaseException as error:  # other ranks may have what this one lacks
