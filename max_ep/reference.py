@@ -234,13 +234,8 @@ def combine(
 ) -> list[np.ndarray]:
     """Brings rows back to their tokens and adds them up, weighted.
 
-    For each token, in float32:
-
-        acc = 0;  for k in [0, top_k): acc = fma(weights[k], row[k], acc)
-        acc = round_sum(acc) + shared row          if there is a shared expert
-
-    A choice without a row (its id was -1) is skipped. The sum does not depend
-    on where experts live, so it is the same for every number of ranks.
+    docs/formats.md#combine has the rule. A choice without a row (its id was -1) is
+    skipped. The sum is the same for every number of ranks.
 
     `expert_rows` are float32 `[n_rows, hidden]` in the order of `results[rank].rows`,
     `topk_weights` float32 `[n_tokens, top_k]`. `round_sum` rounds float32 to what the
@@ -267,18 +262,8 @@ def combine_sums(
 ) -> list[np.ndarray]:
     """Adds up a token's rows on each rank of its experts, then these sums.
 
-    For each token and each rank that holds an expert of it, in float32:
-
-        partial = 0;  for k with a row there: partial = fma(weights[k], row[k], partial)
-
-    and for each token, again in float32:
-
-        acc = its own rank's partial, or 0                  (as it is: it is not sent)
-        for each other rank, in order:  acc = acc + round_partial(partial)
-        acc = round_sum(acc) + shared row          if there is a shared expert
-
-    So the sum depends on where experts live, unlike that of `combine`. With one
-    rank both are the same, bit for bit.
+    docs/formats.md#combine has the rule. The sum depends on where experts live, unlike
+    that of `combine`. With one rank both are the same, bit for bit.
 
     `round_partial` rounds float32 to what the wire's type holds, as float32; by default
     the wire has float32. If it quantizes, it returns values and a scale for each, both
