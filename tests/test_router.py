@@ -54,12 +54,12 @@ def balance_graph(device: DeviceRef, **where: Module) -> Graph:
     ]
     with Graph("balance", input_types=types, **where) as graph:
         ids, *tables = graph.inputs
-        layers = range(LAYERS)
-        graph.output(*(routing.balance_ids(ids.tensor, *tables, i) for i in layers))
         with pytest.raises(ValueError, match="layer=2 .* num_moe_layers=2"):
             routing.balance_ids(ids.tensor, *tables, LAYERS)
         with pytest.raises(TypeError, match="takes int32"):
             routing.balance_ids(ids.tensor.cast(DType.int64), *tables, 0)
+        layers = range(LAYERS)
+        graph.output(*(routing.balance_ids(ids.tensor, *tables, i) for i in layers))
     return graph
 
 
