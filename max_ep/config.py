@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from max.driver import accelerator_count
 from max.dtype import DType
@@ -146,9 +146,9 @@ class EPConfig:
     """Tokens are given as pairs of values and scales, as ``dispatch_quant_config`` has
     them, and are sent as they are."""
 
-    router_top_k: ClassVar[int] = 0
-    """In an all-gather (``AllGatherConfig``), router choices that travel with a token
-    to all ranks; 0: this is no all-gather."""
+    router_top_k: int = 0
+    """In an all-gather, router choices that travel with a token to all ranks; 0: this
+    is none. :class:`AllGatherTokenDispatcher` sets it."""
 
     def __post_init__(self) -> None:
         checks.check_choices(self)
@@ -164,6 +164,7 @@ class EPConfig:
             self.protocol = "by_rank" if works else "by_expert"
         checks.check_protocol(self)
         checks.check_max_output_rows(self)
+        checks.check_all_gather(self)
 
     # ------------------------------------------------------------ derived facts
 

@@ -14,7 +14,6 @@ of them. Its routing metadata travels with it. The reduce-scatter is the combine
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from max.dtype import DType
@@ -25,39 +24,6 @@ from ..limits import MAX_TOP_K
 from ..memory.initializer import EPCommInitializer
 from .checks import check_one_a_rank, check_same_rows, check_value
 from .manager import EPBatchManager
-
-
-@dataclass
-class AllGatherConfig(EPConfig):
-    """Sizes of a group in which every rank gets every token.
-
-    To dispatch each rank is an expert, and a token chooses them all, so ``n_experts``
-    and ``top_k`` are ``n_ranks``. What the router chose for a token travels with it.
-    :class:`AllGatherTokenDispatcher` makes it.
-    """
-
-    router_top_k: int = 0
-    """Choices of the router for a token."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.router_top_k < 1:
-            raise ValueError(f"router_top_k={self.router_top_k} must be 1 or more")
-        for field, wanted in (
-            ("protocol", "by_rank"),
-            ("combine_mode", "sums"),
-            ("n_experts", self.n_ranks),
-            ("top_k", self.n_ranks),
-            ("is_quantized", False),
-            ("fused_shared_expert", False),
-            ("output_layout", "packed"),
-        ):
-            value = getattr(self, field)
-            if value != wanted:
-                raise ValueError(
-                    f"an all-gather with {field}={value!r}: it sends each token to all "
-                    f"ranks, as if each were an expert, and as it is; pass {wanted!r}"
-                )
 
 
 class AllGatherTokenDispatcher:
@@ -102,8 +68,10 @@ class AllGatherTokenDispatcher:
                 f"n_gpus_per_node * n_nodes = {n_ranks} ranks; an all-gather has at "
                 f"most {MAX_TOP_K}"
             )
+        if top_k < 1:
+            raise ValueError(f"top_k={top_k} must be 1 or more")
         self.top_k = top_k
-        self.config = AllGatherConfig(
+        self.config = EPConfig(
             dispatch_dtype=dtype,
             combine_dtype=dtype,
             hidden_size=hidden_size,

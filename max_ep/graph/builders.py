@@ -83,8 +83,8 @@ def call_ep_dispatch_async(
             pair of values and scales, row by row, of the dtypes that dispatch delivers.
         topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``. Those of one token
             are distinct; ``-1`` means "no expert". Others are dropped and counted, and
-            the op reports them. With :class:`AllGatherConfig`,
-            ``[n_tokens, router_top_k]``, any int32.
+            the op reports them. In an all-gather ``[n_tokens, router_top_k]``, any
+            int32.
         input_scales: ``[1]`` or ``[n_experts]`` float32: factor of a token, in float32,
             before it is encoded for an expert. Needs ``protocol="by_expert"`` and no
             ``fused_shared_expert``.
@@ -128,7 +128,7 @@ def call_ep_dispatch_wait(
         rows the first, within the expert's, and how many. Rows after ``recv_counts``
         are undefined.
 
-        With :class:`AllGatherConfig`, behind ``output_tokens``: routing map
+        In an all-gather, behind ``output_tokens``: routing map
         ``[n_output_rows, router_top_k]`` int32, probabilities of that shape, float32
         (after the last token -1 and 0), and the tokens of all ranks, ``[1]`` int32.
     """
