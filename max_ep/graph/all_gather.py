@@ -2,10 +2,8 @@
 """All-gather and reduce-scatter of tokens, for experts that need no permutation.
 
 ``AllGatherTokenDispatcher`` has the interface of Megatron-core's
-``InferenceCUDAGraphTokenDispatcher``
-(``megatron/core/transformer/moe/token_dispatcher_inference.py``): every rank gets
-all tokens, and its experts work on them with the routing map, as fused MoE
-kernels do. All metadata stays on the device.
+``InferenceCUDAGraphTokenDispatcher``: every rank gets all tokens, and its experts work
+on them with the routing map, as fused MoE kernels do.
 
 An all-gather is a dispatch in which each rank is an expert and each token chooses all
 of them. Its routing metadata travels with it. The reduce-scatter is the combine.
@@ -29,19 +27,9 @@ from .manager import EPBatchManager
 class AllGatherTokenDispatcher:
     """Gathers tokens, routing map and probabilities, and scatters sums.
 
-    Lists have an entry for each local rank. Use, in a graph::
-
-        gathered, probs = dispatcher.token_dispatch(hidden, probs, routing_map)
-        tokens, _, probs = dispatcher.dispatch_postprocess(gathered, probs)
-        rows = ...  # of each rank's experts, by dispatcher.routing_map[rank]
-        results = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
-
-    ``global_tokens`` is ``n_ranks * max_tokens_per_rank``. If every rank has
-    ``max_tokens_per_rank`` tokens, rank ``r``'s stand at ``r *
-    max_tokens_per_rank``. If not, they stand one after another, rank by rank, and
-    :attr:`n_gathered` says how many they are; after the last, the routing map is
-    -1, probabilities are 0, and tokens are undefined. A wrong dtype raises a
-    ``TypeError``, a wrong shape, device or order of calls a ``ValueError``.
+    docs/all_gather.md has an example, and where tokens stand. Lists have an entry for
+    each local rank. A wrong dtype raises a ``TypeError``, a wrong shape, device or
+    order of calls a ``ValueError``.
     """
 
     def __init__(
@@ -146,7 +134,6 @@ class AllGatherTokenDispatcher:
             Tokens ``[global_tokens, hidden_size]`` and probabilities
             ``[global_tokens, top_k]`` float32 of each local rank. Sets
             :attr:`routing_map` to the gathered one, and :attr:`n_gathered`.
-
         """
         lists = dict(hidden_states=hidden_states, probs=probs, routing_map=routing_map)
         check_one_a_rank(len(self._ranks), **lists)

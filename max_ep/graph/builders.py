@@ -35,16 +35,10 @@ def call_ep_init(
 ) -> tuple[TensorValue, TensorValue]:
     """Initializes a rank's region and counters; nobody may use them yet.
 
-    Args:
-        atomic_counter_group_0: The rank's counters.
-        atomic_counter_group_1: The counters of MAX's second group.
-        config: The group; its sizes arrive through ``setup``.
-        setup: ``[setup_words]`` int64 on the host, as ``setup.mojo`` lists them;
-            :class:`EPCommInitializer` fills it.
-
-    Returns:
-        ``device_ptrs`` ``[NUM_GROUPS, 3]`` uint64 (send, recv and count buffer
-        of dispatch and of combine) and ``my_rank`` ``[1]`` int32.
+    ``setup`` is ``[setup_words]`` int64 on the host, as ``setup.mojo`` lists them;
+    :class:`EPCommInitializer` fills it. Returns ``device_ptrs`` ``[NUM_GROUPS, 3]``
+    uint64 (send, recv and count buffer of dispatch and of combine) and ``my_rank``
+    ``[1]`` int32.
     """
     load_ops(Graph.current)
     cpu = DeviceRef.CPU()
@@ -199,10 +193,7 @@ def call_distributed_ep_dispatch(
 ) -> list[tuple[TensorValue, ...]]:
     """Adds the dispatch of all local ranks, in the form that can run.
 
-    The arguments are lists over the local ranks.
-
-    Returns:
-        The results of :func:`call_ep_dispatch_wait`, one tuple a rank.
+    Takes and returns lists over the local ranks.
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
     none = [None] * len(atomic_counters)
@@ -347,10 +338,7 @@ def call_distributed_ep_combine(
 ) -> list[TensorValue]:
     """Adds the combine of all local ranks, in the form that can run.
 
-    The arguments are lists over the local ranks.
-
-    Returns:
-        The results of :func:`call_ep_combine_wait`, one a rank.
+    Takes and returns lists over the local ranks.
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
     given = list(zip(input_tokens, src_info, atomic_counters))
