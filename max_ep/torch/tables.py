@@ -30,10 +30,7 @@ def dense(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class LazyTuple(Sequence[Any]):
-    """Behaves like a tuple; its items are made on first access.
-
-    It is not a tuple, because `torch.compile` would read the items of that tuple.
-    """
+    """Behaves like a tuple; its items are made when they are asked for."""
 
     def items(self) -> tuple[Any, ...]:
         raise NotImplementedError
