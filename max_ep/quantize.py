@@ -183,21 +183,3 @@ def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
     if hidden % block != 0:
         raise ValueError(f"hidden={hidden} is not a multiple of block={block}")
     return x.reshape(n, hidden // block, block)
-
-
-def scales_of_tiles(
-    tiles: np.ndarray, row_offsets: np.ndarray, n_blocks: int
-) -> np.ndarray:
-    """Extracts the scales `[n_rows, n_blocks]` of packed rows from tiles.
-
-    Tiles, `[n_tiles, ceil(n_blocks / 4), 32, 4, 4]`, hold 128 rows and 4 blocks each.
-    Expert `e`, whose rows are `[row_offsets[e], row_offsets[e + 1])`, begins with tile
-    `row_offsets[e] // 128 + e`. Row `r` of a tile is at `[r % 32, r // 32]`.
-    """
-    bounds = row_offsets.astype(np.int64)
-    expert = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    row_of_expert = np.arange(bounds[-1]) - bounds[expert]
-    tile = bounds[expert] // 128 + expert + row_of_expert // 128
-    row = row_of_expert % 128
-    by_row = tiles[tile, :, row % 32, row // 32]
-    return by_row.reshape(len(by_row), 4 * tiles.shape[1])[:, :n_blocks]

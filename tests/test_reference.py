@@ -16,6 +16,7 @@ import harness
 import numpy as np
 import pytest
 import torch
+from row_layouts import drop_rows, kept_rows, pad, unpad
 
 from max_ep import reference
 from max_ep.reference import (
@@ -23,16 +24,12 @@ from max_ep.reference import (
     combine,
     combine_sums,
     dispatch,
-    drop_rows,
     float8_e4m3fn_to_float32,
     float32_to_bfloat16,
     float32_to_float8_e4m3fn,
     fma,
-    kept_rows,
     moe,
-    pad,
     quantize_blockwise_fp8,
-    unpad,
 )
 
 HIDDEN = 16
