@@ -86,14 +86,6 @@ def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
     )
 
 
-def fused_silu(rows: TensorValue, row_offsets: TensorValue) -> TensorValue:
-    """Computes ``silu(gate) * up`` of rows that hold gate, then up, on the CPU.
-
-    Returns ``[n_rows, moe_dim]``; rows from ``row_offsets[-1]`` on are undefined.
-    """
-    return _rows_of("fused_silu", rows.shape[1] // 2, rows, row_offsets)
-
-
 def grouped_gate_up(
     rows: TensorValue | Quantized,
     gate_up: TensorValue | Quantized,
@@ -121,7 +113,8 @@ def grouped_gate_up(
     if rows.device.is_cpu():
         if token_of_row is not None:
             rows = ops.gather(rows, token_of_row, axis=0)
-        return fused_silu(grouped_matmul(rows, gate_up, *groups), row_offsets)
+        both = grouped_matmul(rows, gate_up, *groups)
+        return _rows_of("fused_silu", gate_up.shape[1] // 2, both, row_offsets)
     _check("grouped_gate_up", rows, gate_up)
     _check_groups(*groups)
     moe_dim = gate_up.shape[1] // 2

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from ..limits import checked_timeout_s, timeout_s_of_environment
 from ..who import Waits, answer_for
 from .board import Board
-from .communicator import Communicator, refuse
+from .communicator import Communicator, Masks, refuse
 from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
-from .masks import Masks
 from .normal_api import Normal
 
 
