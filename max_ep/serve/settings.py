@@ -178,16 +178,13 @@ def gathers(config: EPConfig, moe_dim: int) -> bool:
 
     That is on one Hopper GPU in bfloat16, without replicas.
     """
-    is_one_gpu = config.target == "gpu" and config.n_ranks == 1
-    is_bfloat16 = config.dispatch_dtype == config.combine_dtype == DType.bfloat16
-    is_plain = not (config.eplb_enabled or config.fused_shared_expert)
-    hidden_size = config.hidden_size
     return (
-        is_one_gpu
-        and is_bfloat16
-        and is_plain
-        and gather_takes(config.n_experts, 2 * moe_dim, hidden_size)
-        and gpu_takes(hidden_size, moe_dim)
+        config.target == "gpu"
+        and config.n_ranks == 1
+        and config.dispatch_dtype == config.combine_dtype == DType.bfloat16
+        and not (config.eplb_enabled or config.fused_shared_expert)
+        and gather_takes(config.n_experts, 2 * moe_dim, config.hidden_size)
+        and gpu_takes(config.hidden_size, moe_dim)
         and is_hopper()
     )
 

@@ -53,15 +53,12 @@ class Buffer(LowLatency, Normal):
     ) -> None:
         """Joins the other ranks. All processes of the group call it.
 
+        Both modes always work. Arguments that are not listed are ignored.
+
         Args:
             group: The ranks; it carries names and addresses, no data.
             num_nvl_bytes: On GPUs a hint for how many tokens the normal calls hold
                 memory at first.
-            num_rdma_bytes: Ignored.
-            low_latency_mode: Ignored: both modes always work.
-            num_qps_per_rank: Ignored.
-            allow_nvlink_for_low_latency_mode: Ignored.
-            allow_mnnvl: Ignored.
             explicitly_destroy: Whether only :meth:`destroy` frees the memory.
             enable_shrink: Whether the low-latency calls mask a rank that is late, and
                 go on without it (docs/fault_tolerance.md).
