@@ -36,9 +36,6 @@ class EPConfig:
     ``n_gpus_per_node`` of them; ``n_nodes=1`` puts all ranks into one process. With
     ``target="cpu"`` a "node" is a process, so ``n_gpus_per_node=1, n_nodes=4`` is one
     process for each of four ranks.
-
-    Raises:
-        ValueError: On construction, if a field is out of range.
     """
 
     dispatch_dtype: DType
@@ -352,10 +349,7 @@ class EPConfig:
         )
 
     def get_max_recv_tokens(self) -> int:
-        """Returns the most rows one rank can receive from dispatch.
-
-        Tensors may have more: ``n_output_rows``.
-        """
+        """Returns the most rows one rank can receive; see ``n_output_rows``."""
         per_token = min(self.top_k, self.n_local_experts)
         most = self.exchange_ranks * self.max_tokens_per_rank * per_token
         return min(most, self.max_output_rows or most)

@@ -88,10 +88,8 @@ class EPCommInitializer(MaskedRanks):
                 (``memory.setup_graph.setup_graph``).
 
         Raises:
-            MemoryError: If the memory cannot be allocated.
             TimeoutError: If a process of the group does not come in time.
             ValueError: If a process has another configuration, or GPUs are missing.
-            RuntimeError: If called twice.
         """
         if self._memory is not None:
             raise RuntimeError(
@@ -337,8 +335,7 @@ class EPCommInitializer(MaskedRanks):
         """Sets where experts are, for the graphs that run from now on.
 
         The weights must be there. A captured graph keeps the buffers that it was
-        captured with: change those in place. A ``ValueError`` says which table is not
-        of this form.
+        captured with: change those in place.
 
         Args:
             log2phy: Physical experts, int32 ``[num_moe_layers, num_logical_experts,

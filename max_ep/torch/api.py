@@ -67,10 +67,6 @@ class Buffer(LowLatency, Normal):
                 ``MAX_EP_TIMEOUT_S``, or 30.
             device: Of the tensors; None: ``MAX_EP_TORCH_DEVICE``, or the current GPU,
                 or the CPU if there is none.
-
-        Raises:
-            NotImplementedError: For ranks on several hosts.
-            TimeoutError: If a rank does not come; names it.
         """
         if group is None and comm is None:
             refuse("group", "is None; pass a torch.distributed group, or comm=")
@@ -223,11 +219,7 @@ class Buffer(LowLatency, Normal):
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
         """Returns a tensor of shape ``[0]``, which callers may clear; no part of a
-        region, for it holds flags that only kernels may write.
-
-        Raises:
-            NotImplementedError: If a size or an offset is asked for.
-        """
+        region, for it holds flags that only kernels may write."""
         if size is not None or offset != 0:
             raise NotImplementedError(
                 "max_ep: get_local_buffer_tensor(size, offset); combine takes rows "
