@@ -3,6 +3,5 @@
 
 from .api import Buffer
 from .events import Config, EventHandle, EventOverlap
-from .quantized import dequantize
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "dequantize"]
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
