@@ -67,8 +67,7 @@ def run_mojo(*args: str) -> str:
 def region_sizes(*question: str | int) -> SimpleNamespace:
     """Asks Mojo for sizes: the formulas are in ``layout.mojo`` only.
 
-    Returns what ``layout_query.mojo`` prints, by the names that it gives them;
-    ``EPConfig.sizes`` asks. It runs once for each configuration.
+    Returns what ``layout_query.mojo`` prints, which runs once for a configuration.
     """
     words = [str(word) for word in question]
 
