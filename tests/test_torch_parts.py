@@ -9,12 +9,13 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from max_ep.extension import mojo_dir
 from max_ep.limits import checked_timeout_s, timeout_s_of_environment
-from max_ep.torch import EventOverlap, channel, library
+from max_ep.torch import EventOverlap, channel, dequantize, library
 from max_ep.torch.streams import Streams
 
 API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
@@ -45,6 +46,35 @@ def test_c_structs_are_what_python_packs(name: str) -> None:
     kinds = re.findall(r"^    var \w+: (\w+)$", text, re.MULTILINE)
     packed = {"Dispatch": channel._EIGHT, "Combine": channel._FIVE}[name]
     assert set(kinds) == {"Int"} and 8 * len(kinds) == packed.size
+
+
+def test_dequantize_is_the_oracles() -> None:
+    """All bits of values, and scales that stand transposed."""
+    from max_ep.formats import BY_NAME
+
+    rng = np.random.default_rng(3)
+    bits = rng.permuted(np.tile(np.arange(256, dtype=np.uint8), (12, 2)), axis=1)
+    scales = rng.normal(size=(12, 4)).astype(np.float32)
+    want = BY_NAME["fp8"].dequantize(bits, scales)
+    given = torch.from_numpy(scales.T.copy()).T
+    rows = torch.from_numpy(bits).view(torch.float8_e4m3fn)
+    got = dequantize(rows.reshape(3, 4, -1), given.reshape(3, 4, -1))
+    assert got.dtype == torch.float32 and got.shape == (3, 4, 512)
+    np.testing.assert_array_equal(got.reshape(want.shape).numpy(), want)
+    with pytest.raises(ValueError, match="there must be one for"):
+        dequantize(rows, given[:, 1:])
+    for wrong in ((rows, given.double()), (torch.from_numpy(bits), given)):
+        with pytest.raises(TypeError, match="dequantize takes"):
+            dequantize(*wrong)
+
+
+def test_dequantize_takes_packed_scales() -> None:
+    """Four UE8M0 in a word, as ``Buffer`` gives them with ``use_ue8m0``."""
+    rows = torch.randn(6, 1024).to(torch.float8_e4m3fn)
+    exponents = torch.randint(100, 150, (6, 8), dtype=torch.uint8)
+    packed = exponents.view(torch.int32).T.contiguous().T
+    want = dequantize(rows, torch.exp2(exponents.float() - 127))
+    assert torch.equal(dequantize(rows, packed), want)
 
 
 def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,5 +3,6 @@
 
 from .api import Buffer
 from .events import Config, EventHandle, EventOverlap
+from .quantized import dequantize
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "dequantize"]
