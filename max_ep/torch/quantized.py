@@ -1,40 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dequantizes rows, for experts without FP8 matmuls."""
+"""Dequantizes rows, for experts without quantized matmuls."""
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 
-from ..limits import FP8_BLOCK
+from ..quantize import float4_e2m1fn_to_float32
+
+# Elements that share a scale, by the dtypes of values and scales.
+_BLOCKS = {
+    (torch.float8_e4m3fn, torch.float32): 128,
+    (torch.float8_e4m3fn, torch.int32): 128,
+    (torch.float8_e4m3fn, torch.float8_e8m0fnu): 32,
+    (torch.uint8, torch.float8_e4m3fn): 16,
+    (torch.uint8, torch.float8_e8m0fnu): 32,
+}
 
 
 def dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiplies values by the scales of their blocks of 128, in float32.
+    """Multiplies values by the scales of their blocks, in float32.
 
-    Args:
-        rows: float8_e4m3fn ``[..., hidden]``, as ``Buffer`` returns them.
-        scales: float32 ``[..., hidden / 128]``, or int32 ``[..., hidden / 512]``: four
-            UE8M0 in a word. Of any strides.
+    ============  ===============  ================================================
+    format        rows             scales
+    ============  ===============  ================================================
+    FP8           float8_e4m3fn    float32 ``[..., hidden / 128]``, or int32 ``[...,
+                                   hidden / 512]``: four UE8M0 in a word
+    MXFP8         float8_e4m3fn    float8_e8m0fnu ``[..., hidden / 32]``
+    NVFP4         uint8            float8_e4m3fn ``[..., hidden / 16]``
+    MXFP4         uint8            float8_e8m0fnu ``[..., hidden / 32]``
+    ============  ===============  ================================================
+
+    Rows of uint8 hold two float4_e2m1fn in a byte, ``[..., hidden / 2]``. Scales may
+    have any strides, as those of ``Buffer``. The numbers are those of
+    ``max_ep.dequantize``.
 
     Returns:
         float32 ``[..., hidden]``.
     """
-    is_packed = scales.dtype == torch.int32
-    if rows.dtype != torch.float8_e4m3fn or not (
-        is_packed or scales.dtype == torch.float32
-    ):
+    if rows.dtype == getattr(torch, "float4_e2m1fn_x2", None):
+        rows = rows.view(torch.uint8)
+    block = _BLOCKS.get((rows.dtype, scales.dtype))
+    if block is None:
         raise TypeError(
             f"max_ep: rows are {rows.dtype}, scales {scales.dtype}; dequantize takes "
-            "float8_e4m3fn with float32 or int32. Bits in another dtype: .view() them"
+            + ", ".join(f"{values} with {of}" for values, of in _BLOCKS)
+            + ". Bits in another dtype: .view() them"
         )
-    hidden, n_values = rows.shape[-1], FP8_BLOCK * (4 if is_packed else 1)
-    wanted = [*rows.shape[:-1], hidden // n_values]
-    if list(scales.shape) != wanted or hidden % n_values != 0:
+    hidden = rows.shape[-1] * (2 if rows.dtype == torch.uint8 else 1)
+    per_word = 4 if scales.dtype == torch.int32 else 1
+    wanted = [*rows.shape[:-1], hidden // (block * per_word)]
+    if list(scales.shape) != wanted or hidden % (block * per_word) != 0:
         raise ValueError(
             f"max_ep: scales of rows {list(rows.shape)} are {list(scales.shape)}; "
-            f"there must be one for {n_values} elements: {wanted}"
+            f"there must be one for {block * per_word} elements: {wanted}"
         )
-    if is_packed:
+    if per_word > 1:
         scales = scales.contiguous().view(torch.float8_e8m0fnu)
-    blocks = rows.float().reshape(*scales.shape, FP8_BLOCK)
-    return (blocks * scales.float().unsqueeze(-1)).reshape(rows.shape)
+    if rows.dtype == torch.uint8:
+        values = _fp4_pairs(rows.device)[rows.long()]
+    else:
+        values = rows.float()
+    blocks = values.reshape(*scales.shape, block)
+    return (blocks * scales.float().unsqueeze(-1)).reshape(*rows.shape[:-1], hidden)
+
+
+@functools.cache
+def _fp4_pairs(device: torch.device) -> torch.Tensor:
+    """Returns the two numbers of each byte, ``[256, 2]``."""
+    bytes_ = np.arange(256, dtype=np.uint8)[:, np.newaxis]
+    return torch.from_numpy(float4_e2m1fn_to_float32(bytes_)).to(device)
