@@ -10,9 +10,11 @@ for weights on a rank, as in MAX. Choice ``k`` of token ``n`` goes to replica
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -233,3 +235,99 @@ def _in_place(new: list[int], old: np.ndarray) -> np.ndarray:
             rest.remove(expert)
             placed[place] = expert
     return np.array([e if e >= 0 else rest.pop(0) for e in placed], int)
+
+
+class Slice(NamedTuple):
+    """Bytes of an expert's weights that go from one place to another."""
+
+    layer: int
+    src_rank: int
+    src_local: int
+    dst_rank: int
+    dst_local: int
+    begin: int
+    """First byte of the expert's weights, all its tensors one after another."""
+    end: int
+
+
+def moves(
+    old: Placement, new: Placement, expert_bytes: int, slice_bytes: int
+) -> list[Slice]:
+    """Lists what must be moved, layer by layer, ``slice_bytes`` or less at a time.
+
+    An expert comes from a replica on the same rank, or from the replica on the rank
+    that sends least. Sources are places of the old placement.
+    """
+    if old.phy2log.shape != new.phy2log.shape or old.n_ranks != new.n_ranks:
+        raise ValueError("both placements must have the same layers, experts and ranks")
+    if slice_bytes < 1:
+        raise ValueError(f"slice_bytes={slice_bytes} must be at least 1")
+    n_sent, slices = np.zeros(new.n_ranks, int), []
+    for layer, row in enumerate(new.phy2log):
+        for dst in np.flatnonzero(row != old.phy2log[layer]):
+            dst_rank, dst_local = divmod(int(dst), new.n_local)
+            places = np.flatnonzero(old.phy2log[layer] == row[dst])
+            ranks = places // new.n_local
+            src = places[np.lexsort((n_sent[ranks], ranks != dst_rank))[0]]
+            src_rank, src_local = divmod(int(src), new.n_local)
+            n_sent[src_rank] += src_rank != dst_rank
+            for begin in range(0, expert_bytes, slice_bytes):
+                end = min(begin + slice_bytes, expert_bytes)
+                place = src_rank, src_local, dst_rank, dst_local
+                slices.append(Slice(layer, *place, begin, end))
+    return slices
+
+
+def rebalance(
+    weights: Sequence[Sequence[Sequence[Any]]],
+    old: Placement,
+    new: Placement,
+    slice_bytes: int,
+) -> Iterator[Placement]:
+    """Moves weights on the CPU, a slice a step; yields the placement that holds then.
+
+    A layer keeps its old placement until all its weights have come. They wait in
+    memory of their own, and all take their places in the layer's last step.
+
+    Args:
+        weights: NumPy arrays or torch tensors ``[n_local_experts, ...]`` of each layer
+            and rank: ``weights[layer][rank]`` lists them.
+        old: Where the weights are.
+        new: Where they go.
+        slice_bytes: Most bytes of a step.
+    """
+    expert_bytes = sum(x[0].nbytes for x in weights[0][0])
+    phy2log, now = old.phy2log.copy(), old
+    slices = moves(old, new, expert_bytes, slice_bytes)
+    for layer, of_layer in groupby(slices, lambda s: s.layer):
+        arrived: dict[tuple[int, int], np.ndarray] = {}
+        for s in of_layer:
+            place = s.dst_rank, s.dst_local
+            there = arrived.setdefault(place, np.empty(expert_bytes, np.uint8))
+            first = 0
+            for part in _bytes_of(weights[layer][s.src_rank], s.src_local):
+                begin, end = max(s.begin - first, 0), min(s.end - first, len(part))
+                if begin < end:
+                    there[first + begin : first + end] = part[begin:end]
+                first += len(part)
+            yield now
+        for (rank, local), there in arrived.items():
+            first = 0
+            for part in _bytes_of(weights[layer][rank], local):
+                part[:] = there[first : first + len(part)]
+                first += len(part)
+        phy2log[layer] = new.phy2log[layer]
+        now = Placement(phy2log, new.n_ranks)
+        yield now
+
+
+def _bytes_of(tensors: Sequence[Any], local: int) -> Iterator[np.ndarray]:
+    """Views an expert's tensors as bytes."""
+    for tensor in tensors:
+        if not isinstance(tensor, np.ndarray):
+            import torch
+
+            tensor = tensor.view(torch.uint8).numpy()
+        if not tensor.flags.c_contiguous:
+            raise ValueError("weights must be contiguous")
+        yield tensor[local].reshape(-1).view(np.uint8)

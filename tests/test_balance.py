@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balanced experts: the planner, a layer, and the command. The op alone is in
-test_router.py."""
+"""Balanced experts: the planner, moving weights, a layer, and the command. The ops
+alone are in test_router.py."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from errors import raises, refused
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from graphs.moe_layer import CONFIG, HIDDEN_SIZE, MOE_DIM
 from max_ep import EPBatchManager, EPCommInitializer
-from max_ep.balance import Placement, plan, unbalanced
+from max_ep.balance import Placement, moves, plan, rebalance, unbalanced
 from max_ep.cli import main
 from max_ep.graph.moe import ExpertWeights, moe_layer
 from max_ep.reference import balance_ids
@@ -101,7 +102,53 @@ def test_a_second_plan_moves_few():
     assert (first.phy2log != second.phy2log).sum() < 20
     assert second.imbalance(counts[None]) < 1.05
     same = plan(counts, 4, N_REPLICAS, old=second)
-    assert (same.phy2log == second.phy2log).all()
+    assert (same.phy2log == second.phy2log).all() and not moves(same, second, 9, 9)
+
+
+def weights_of(placement: Placement, layer: int) -> list[list]:
+    """Tensors of each rank that say which expert they are of; 4 + 6 bytes each."""
+    ranks = []
+    for rank in range(placement.n_ranks):
+        own = placement.phy2log[layer, rank * placement.n_local :][: placement.n_local]
+        ids = own[:, None] + 100 * layer
+        down = torch.from_numpy(ids.repeat(3, 1)).to(torch.bfloat16)
+        ranks.append([ids.astype(np.int32), down.reshape(-1, 1, 3)])
+    return ranks
+
+
+def holds(weights: list, placement: Placement) -> bool:
+    return all(
+        np.array_equal(np.asarray(have.tolist()), np.asarray(want.tolist()))
+        for layer, ranks in enumerate(weights)
+        for got, need in zip(ranks, weights_of(placement, layer), strict=True)
+        for have, want in zip(got, need, strict=True)
+    )
+
+
+@pytest.mark.parametrize("slice_bytes", [3, 7, 10, 1000])
+def test_weights_are_moved_in_slices(slice_bytes):
+    """After each step, weights are where the placement of that step says."""
+    rng = np.random.default_rng(0)
+    old, new = (plan(rng.integers(1, 90, (2, 12)), 4, 4) for _ in range(2))
+    slices = moves(old, new, 10, slice_bytes)
+    assert all(0 < s.end - s.begin <= slice_bytes for s in slices)
+    n_moved = (old.phy2log != new.phy2log).sum()
+    assert sum(s.end - s.begin for s in slices) == 10 * n_moved > 100
+    for s in slices:
+        src, dst = (r * 4 + i for r, i in ((s[1], s[2]), (s[3], s[4])))
+        assert old.phy2log[s.layer, src] == new.phy2log[s.layer, dst]
+    weights = [weights_of(old, layer) for layer in range(2)]
+    steps = list(rebalance(weights, old, new, slice_bytes))
+    assert len(steps) == len(slices) + 2 and holds(weights, new)
+    weights = [weights_of(old, layer) for layer in range(2)]
+    placements = []
+    for placement in rebalance(weights, old, new, slice_bytes):
+        assert holds(weights, placement)
+        placements.append(placement)
+    assert len({id(p) for p in placements}) == 3  # old, one layer, both
+
+
+ONE = unbalanced(1, 4, 2)
 
 
 @refused("""
@@ -110,6 +157,10 @@ plan(np.ones(4), 4, 0, n_hosts=3) | n_ranks=4 must be a multiple of n_hosts=3
 Placement(np.array([[0, 1, 2], [0, 2, 2]]), 1) | each logical expert of [0, 3
 Placement(np.ones((1, 2)), 1) | float64 [1, 2]; integers
 Placement(np.array([[0, 0, 0, 1]]), 2).log2phy(2) | 3 replicas, above max_replicas=2
+moves(ONE, unbalanced(2, 4, 2), 1, 1) | same layers
+moves(ONE, ONE, 1, 0) | slice_bytes=0
+list(rebalance([[[np.zeros((2, 6))[:, ::2]]] * 2], ONE, \
+Placement(ONE.phy2log[:, ::-1], 2), 100)) | contiguous
 """)
 def test_what_cannot_be_planned(arguments, words):
     with raises(ValueError, words):
@@ -155,7 +206,7 @@ def two_layers() -> Graph:
 
 
 def test_a_layer_gives_the_same(session):
-    """Bit for bit, with one placement, and then with another."""
+    """Bit for bit, with any placement, and at each step from one to another."""
     rng = np.random.default_rng(5)
 
     def draw(*shape: int) -> np.ndarray:
@@ -172,25 +223,29 @@ def test_a_layer_gives_the_same(session):
         for _ in range(2)
     )
     plain = [part for weights in experts for part in np.split(weights, N_RANKS)]
+    moved = [
+        list(zip(*(np.split(w[row], N_RANKS) for w in experts))) for row in old.phy2log
+    ]
     model = session.load(two_layers())
     config = replace(BALANCED, eplb_phy2log_plan=old.phy2log)
     with EPCommInitializer(CONFIG) as comm, EPCommInitializer(config) as balanced:
         comm.ep_init(session)
         balanced.ep_init(session)
 
-        def check(placement: Placement) -> None:
-            row = placement.phy2log[LAYER]
-            own = [part for w in experts for part in np.split(w[row], N_RANKS)]
+        def check() -> None:
+            own = [of_rank[kind] for kind in range(2) for of_rank in moved[LAYER]]
             given = [*x, router, *plain, *comm.model_inputs(), *own]
             outputs = model.execute(*given, *balanced.model_inputs())
             arrays = [output.to_numpy() for output in outputs]
             for got, want in zip(arrays[2 * N_RANKS :], arrays):
                 np.testing.assert_array_equal(got, want)
 
-        check(old)
-        tables = new.log2phy(MOST), new.logcnt
-        balanced.set_eplb_placement(*([table] * N_RANKS for table in tables))
-        check(new)
+        check()
+        for placement in rebalance(moved, old, new, 80_000):
+            tables = placement.log2phy(MOST), placement.logcnt
+            balanced.set_eplb_placement(*([table] * N_RANKS for table in tables))
+            check()
+        assert placement.phy2log.tolist() == new.phy2log.tolist()
         with pytest.raises(ValueError, match="log2phy has 1 tables; .* 4 local ranks"):
             balanced.set_eplb_placement([tables[0]], [tables[1]])
         with pytest.raises(ValueError, match=r"logcnt has a table .* int32 \[2, 16\]"):
