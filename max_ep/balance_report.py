@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from .balance import Placement, plan, unbalanced
-from .stats import Statistics
+from .stats import Statistics, draw, new_figure
 
 _BAR = 40
 """Characters of the longest bar."""
@@ -49,6 +50,7 @@ def run_balance(options: argparse.Namespace) -> int:
     if options.out:
         after.save(options.out)
         print(f"\n{options.out}")
+    draw(partial(plot, counts, before, after), options.plot)
     return 0
 
 
@@ -88,3 +90,19 @@ def text(counts: np.ndarray, before: Placement, after: Placement) -> str:
     named = ", ".join(f"{e} ({logcnt[worst, e]})" for e in most) or "none"
     about = f"experts with replicas (how many): {named}"
     return "\n".join([*lines, *textwrap.wrap(about, 80)])
+
+
+def plot(counts: np.ndarray, before: Placement, after: Placement, path: str) -> None:
+    """Draws the imbalance of each layer, and the rows of each rank of the worst."""
+    figure = new_figure(9, 3.6)
+    axes = figure.subplots(1, 2)
+    worst = int(before.imbalance(counts).argmax())
+    for i, (name, placement) in enumerate((("before", before), ("after", after))):
+        values = placement.imbalance(counts), placement.rank_loads(counts)[worst]
+        for axis, of_axis in zip(axes, values):
+            places = np.arange(len(of_axis)) + 0.4 * i
+            axis.bar(places, of_axis, width=0.4, label=name)
+    axes[0].set(title="busiest rank, times the mean", xlabel="layer")
+    axes[1].set(title=f"rows of each rank, layer {worst}", xlabel="rank")
+    axes[0].legend()
+    figure.savefig(path)

@@ -87,6 +87,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     about = "show waits for each peer, and rows of each expert"
     stats = command("stats", "stats", about)
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")
+    stats.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
     about = "place replicas of hot experts, from what max-ep stats reads"
     balance = command("balance", "balance_report", about)
     balance.add_argument("files", nargs="+", help="one for each MoE layer, in order")
@@ -104,6 +105,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     ):
         text += " (default: %(default)s)"
         balance.add_argument(option, type=int, default=default, help=text)
+    balance.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
     balance.add_argument("--out", help="an .npz for the placement")
     about = "serve a model with MAX; other flags go to max serve"
     serve = command("serve", "serve_command", about)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits of each rank for each peer, and received rows: saved and printed.
+"""Waits of each rank for each peer, and received rows: saved, printed, drawn.
 
 The numbers come from ``EPBatchManager.ep_watch`` and ``ep_received``, which a graph
 puts among its outputs; ``graphs/who_waits.py`` shows how.
@@ -8,8 +8,10 @@ puts among its outputs; ``graphs/who_waits.py`` shows how.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +86,31 @@ class Statistics:
         """Returns the rows of each expert in all runs, ``[n_experts]``."""
         return self.received.sum(axis=0).ravel()[: self.n_experts]
 
+    def plot(self, path: str | Path) -> None:
+        """Draws the same, with matplotlib."""
+        figure = new_figure(12, 3.6)
+        axes = figure.subplots(1, 3)
+        ranks = range(self.received.shape[1])
+        for axis, name in zip(axes, ("dispatch", "combine")):
+            waits = _median_us(getattr(self, f"{name}_ns"))
+            image = axis.imshow(waits, vmin=0)
+            axis.set(title=f"{name}: median wait, us", xticks=ranks, yticks=ranks)
+            axis.set(xlabel="for rank", ylabel="rank")
+            figure.colorbar(image, ax=axis)
+        rows = self.rows_of_experts()
+        axes[2].bar(np.arange(len(rows)), rows, width=1)
+        axes[2].set(title="rows received", xlabel="expert")
+        figure.savefig(path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure of matplotlib, which may be missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError("a plot needs matplotlib; pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
 
 def _median_us(ns: np.ndarray) -> np.ndarray:
     """Returns medians over runs in microseconds; NaN if each wait timed out."""
@@ -128,5 +155,18 @@ def _histogram(rows: np.ndarray) -> list[str]:
 
 
 def run_stats(options: argparse.Namespace) -> int:
-    print(Statistics.load(options.file).text())
+    statistics = Statistics.load(options.file)
+    print(statistics.text())
+    draw(statistics.plot, options.plot)
     return 0
+
+
+def draw(plot: Callable[[str], None], picture: str | None) -> None:
+    """Draws to the file that ``--plot`` names, if any."""
+    if not picture:
+        return
+    try:
+        plot(picture)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"--plot {picture}: {error}") from error
+    print(f"\n{picture}")

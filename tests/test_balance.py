@@ -296,11 +296,12 @@ def test_command(tmp_path, capsys):
         save_statistics(tmp_path / f"{i}.npz", counts_of(ids))
         for i, ids in enumerate(layers)
     ]
-    out = str(tmp_path / "placement.npz")
-    assert main(["balance", *files, "--out", out]) == 0
+    out, picture = str(tmp_path / "placement.npz"), tmp_path / "plot.png"
+    assert main(["balance", *files, "--out", out, "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
     assert max(len(line) for line in said.splitlines() if out not in line) <= 80
     assert said.startswith("256 experts on 4 ranks, 32 replicas more: 72 a rank")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     placement = Placement.load(out)
     with np.load(out) as saved:
         assert saved["log2phy"].shape == (2, 256, placement.logcnt.max())

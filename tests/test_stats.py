@@ -2,6 +2,7 @@
 """Statistics on request: what is measured, that it changes nothing, how it is shown."""
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -225,6 +226,13 @@ def test_text():
     ]
 
 
+def test_plot(tmp_path):
+    some_statistics().save(tmp_path / "saved.npz")
+    picture = tmp_path / "plot.png"
+    assert main(["stats", str(tmp_path / "saved.npz"), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_late_rank_is_seen(tmp_path):
     """graphs/who_waits.py, whose rank 2 comes 5 ms late, and the command for it."""
     path = tmp_path / "waits.npz"
@@ -238,7 +246,7 @@ def test_a_late_rank_is_seen(tmp_path):
     assert "received: 10240 rows, 32 experts" in said
 
 
-def test_command_says_what_is_wrong(tmp_path, capsys):
+def test_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     other, empty = tmp_path / "other.npz", tmp_path / "empty"
     np.savez(other, x=np.zeros(3))
     empty.touch()
@@ -247,3 +255,11 @@ def test_command_says_what_is_wrong(tmp_path, capsys):
         assert f"{path} is no file of max_ep.stats" in capsys.readouterr().err
     assert main(["stats", str(tmp_path / "nowhere.npz")]) == 1
     assert "No such file" in capsys.readouterr().err
+    some_statistics().save(tmp_path / "good.npz")
+    for picture in ("nowhere/x.png", "x.doc"):
+        path = str(tmp_path / picture)
+        assert main(["stats", str(tmp_path / "good.npz"), "--plot", path]) == 1
+        assert f"max-ep stats: --plot {path}: " in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["stats", str(tmp_path / "good.npz"), "--plot", "x.png"]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
