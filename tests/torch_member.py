@@ -242,12 +242,13 @@ def want_doubled(
 
 
 def compiled(buffer: Buffer) -> None:
-    """`torch.compile` breaks its graph at the calls, and at hooks."""
-    for call in (doubled, doubled_normal):
-        layer = torch.compile(call, backend="aot_eager")
-        for generation in range(4):
-            given = given_to(buffer, generation)
-            assert torch.equal(layer(buffer, *given), call(buffer, *given))
+    """`torch.compile` keeps the calls in one graph, in order."""
+    layer = torch.compile(doubled, fullgraph=True, backend="aot_eager", dynamic=True)
+    for generation in range(4):
+        given = given_to(buffer, generation)
+        assert torch.equal(layer(buffer, *given), doubled(buffer, *given))
+    normal_layer = torch.compile(doubled_normal, backend="aot_eager")
+    assert torch.equal(normal_layer(buffer, *given), doubled_normal(buffer, *given))
 
 
 def captured(buffer: Buffer) -> None:

@@ -130,14 +130,19 @@ def other_tokens(buffer: Buffer) -> None:
 
 
 def modes(buffer: Buffer) -> None:
-    """What is made in inference mode is changed outside it."""
+    """What is made in inference mode is changed outside it; a handle of a compiled
+    dispatch is combined outside that."""
     with torch.inference_mode():
         other = open_buffer()
         rows, _, handle, *_ = dispatch(other)
         to = other.get_next_low_latency_combine_buffer(handle)
     to.copy_(rows)
     y = combine(other, rows, handle, zero_copy=True)[0]
+    rows, _, handle, *_ = torch.compile(dispatch, backend="aot_eager")(other)
     assert torch.equal(combine(other, rows, handle)[0], y)
+    other.reset()
+    with pytest.raises(ValueError, match="another Buffer, or reset"):
+        combine(other, rows, handle)
     other.destroy()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import uuid
@@ -16,9 +17,12 @@ from ..limits import checked_timeout_s, timeout_s_of_environment
 from ..who import Waits, answer_for
 from .board import Board
 from .communicator import Communicator, Masks, refuse
+from .compiled import BUFFERS
 from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
 from .normal_api import Normal
+
+_KEYS = itertools.count()
 
 
 class Buffer(LowLatency, Normal):
@@ -102,6 +106,13 @@ class Buffer(LowLatency, Normal):
         board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, enable_shrink)
         self._low_latency_channels = {}
+        # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
+        # change keeps them in order.
+        self._key = str(next(_KEYS))
+        with torch.inference_mode(False):
+            self._order = torch.zeros(1, dtype=torch.int32, device=where)
+        self._handles = {}
+        BUFFERS[self._key] = self
         answer_for(self._comm)
         # Graphics memory of a process that ends by exit() is given back in order.
         self._finish = weakref.finalize(self, Communicator.close, self._comm)
@@ -145,6 +156,7 @@ class Buffer(LowLatency, Normal):
         opened = set(names).intersection(*(theirs for *_, theirs in all_))
         comm.reset(max(n for n, *_ in all_), opened)
         self._low_latency_channels.clear()
+        self._handles.clear()
         self._gather(None)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:

@@ -25,7 +25,6 @@ from .tables import dense
 
 if TYPE_CHECKING:
     from .communicator import Communicator
-    from .low_latency_api import Hook
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which parts of dispatch or combine a call does; see ``max_ep_c/api.mojo``."""
@@ -75,7 +74,9 @@ class Region:
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
         self.turn: object = None  # of the last dispatch
-        self.hook: Hook | None = None  # of a call that has only sent
+        # Of a call that has only sent, and whether that was a dispatch.
+        self.hook: Callable[[], None] | None = None
+        self.hook_is_of_dispatch = False
 
     def connect(self, addresses: list[int]) -> None:
         """Stores the address of every rank's part."""

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
@@ -32,19 +29,6 @@ _RESET = "Call Buffer.reset() in every process, or restart the group."
 def refuse(name: str, what: str) -> NoReturn:
     """Raises the error of a wrong argument."""
     raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
-
-
-def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Has ``torch.compile`` break its graph at a function, and call it as it is."""
-    disabled = _disable_dynamo(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        # What compiles has imported this, which takes a second.
-        compiles = "torch._dynamo" in sys.modules
-        return (disabled if compiles else function)(*args, **options)
-
-    return call
 
 
 class Communicator:

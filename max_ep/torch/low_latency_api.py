@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ..limits import FP8_BLOCK, MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K
+from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
-from .communicator import Communicator, not_compiled, refuse
+from .communicator import Communicator, refuse
 from .events import EventOverlap
 from .library import Settings
 from .tables import LazyTuple, scales_of_rows, view
@@ -50,35 +51,16 @@ class Handle(LazyTuple):
         return src_info, packed, settings.tokens, settings.hidden, settings.experts
 
 
-@dataclass(eq=False)
-class Hook:
-    """Receives what a call has only sent, once."""
-
-    region: Region
-    receive: Callable[[], None]
-    tensors: tuple[torch.Tensor | None, ...]
-    stream: int
-    is_of_dispatch: bool
-
-    @not_compiled
-    def __call__(self) -> None:
-        if self.region.hook is not self:
-            return  # called before
-        self.region.hook = None
-        streams = self.region.comm.streams
-        if streams.current() != self.stream:
-            streams.keep(self.tensors)
-        self.receive()
-
-
 class LowLatency:
     """The low-latency part of :class:`max_ep.torch.Buffer`."""
 
     _comm: Communicator
+    _key: str
+    _order: torch.Tensor
+    group_size: int
     _low_latency_channels: dict[tuple[Any, ...], Channel]
     _latest: Channel | None = None
 
-    @not_compiled
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -115,6 +97,18 @@ class LowLatency:
             them); rows of each expert, int32 ``[n_local]``; the handle; the event; the
             hook, or None.
         """
+        if torch.compiler.is_compiling():
+            sizes = num_max_dispatch_tokens_per_rank, num_experts
+            given = x, topk_idx, *sizes, use_fp8, round_scale, use_ue8m0
+            rows, scales, tables = compiled.dispatch(self._order, self._key, *given)
+            n_local, n_ranks = num_experts // self.group_size, self.group_size
+            src_info, ranges, counts = split_tables(tables, n_local, n_ranks)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(counts)
+            handle = (src_info, ranges, sizes[0], x.shape[1], num_experts, tables)
+            result = (rows, scales_of_rows(scales)) if use_fp8 else rows
+            hook = compiled.nothing if return_recv_hook else None
+            return result, counts, handle, EventOverlap(), hook
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         channel = self._low_latency_channel(
@@ -169,7 +163,6 @@ class LowLatency:
         handle = Handle(self._comm, channel, region, turn, tables, x.shape[0])
         return result, counts, handle, event, hook
 
-    @not_compiled
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -205,11 +198,21 @@ class LowLatency:
             raise NotImplementedError(
                 "max_ep: use_logfmt: combine sends bfloat16; pass use_logfmt=False"
             )
+        if torch.compiler.is_compiling():
+            if zero_copy:
+                raise NotImplementedError("max_ep: zero_copy is not compiled; pass x")
+            given = x, topk_idx, topk_weights, handle[5]
+            y = compiled.combine(self._order, self._key, *given)
+            if out is not None:
+                y = out.copy_(y)
+            return y, EventOverlap(), compiled.nothing if return_recv_hook else None
+        if isinstance(handle, tuple) and len(handle) == 6:
+            handle = compiled.known(self, handle[5])  # of a compiled dispatch
         self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.turn is not handle.region.turn:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
             refuse("handle", f"is too old: {what}")
-        if handle.region.hook is not None and handle.region.hook.is_of_dispatch:
+        if handle.region.hook is not None and handle.region.hook_is_of_dispatch:
             refuse("handle", "has no rows yet: call the hook of its dispatch")
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
@@ -289,9 +292,18 @@ class LowLatency:
         streams = self._comm.streams
         if return_recv_hook:
             send()
-            stream, is_dispatch = streams.current(), launch == region.dispatch
-            region.hook = Hook(region, receive, tensors, stream, is_dispatch)
-            return EventOverlap(None, tensors), region.hook
+            stream = streams.current()
+
+            def hook() -> None:
+                if region.hook is not hook:
+                    return  # called before
+                region.hook = None
+                if streams.current() != stream:
+                    streams.keep(tensors)
+                receive()
+
+            region.hook, region.hook_is_of_dispatch = hook, launch == region.dispatch
+            return EventOverlap(None, tensors), hook
 
         def send_and_receive() -> None:
             send()

@@ -13,13 +13,15 @@ any time, also in a backward pass.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from .channel import BOTH, Channel
-from .communicator import Communicator, not_compiled, refuse
+from .communicator import Communicator, refuse
 from .events import Config, EventOverlap
 from .library import rows_out, up_to, weights_back, words_of_row, words_out
 from .normal_layout import Layout, NormalHandle, agree, check_layout
@@ -32,7 +34,7 @@ _GPU_BYTES = 1 << 30
 
 
 def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Heeds ``allocate_on_comm_stream``."""
+    """Heeds ``allocate_on_comm_stream``; `torch.compile` calls the method as it is."""
 
     @functools.wraps(method)
     def call(self: Normal, *args: Any, **options: Any) -> Any:
@@ -41,7 +43,15 @@ def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
         with self._comm.streams.allocating(all(options.get(name) for name in wanted)):
             return method(self, *args, **options)
 
-    return not_compiled(call)
+    not_compiled = _disable_dynamo(call)
+
+    @functools.wraps(method)
+    def call_or_break(self: Normal, *args: Any, **options: Any) -> Any:
+        # What compiles has imported this, which takes a second.
+        compiles = "torch._dynamo" in sys.modules
+        return (not_compiled if compiles else call)(self, *args, **options)
+
+    return call_or_break
 
 
 class Normal:

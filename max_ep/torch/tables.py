@@ -26,7 +26,10 @@ def dense(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class LazyTuple(Sequence[Any]):
-    """Behaves like a tuple; its items are made when they are asked for."""
+    """Behaves like a tuple; its items are made on first access.
+
+    It is not a tuple, because `torch.compile` would read the items of that tuple.
+    """
 
     def items(self) -> tuple[Any, ...]:
         raise NotImplementedError
