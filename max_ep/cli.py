@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``max-ep``: demo, plan, stats, balance, serve, who, doctor."""
+"""The command ``max-ep``: demo, plan, stats, balance, build, serve, who, doctor."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
     command("demo", "demo", "run a text through MoE layers on four CPU ranks")
     plan = command("plan", "plan", "show the protocol, and the bytes of each buffer")
+    about = "compile the kernels of max_ep.torch ahead, for any GPU"
+    build = command("build", "torch.library", about)
     # Each `dest` of a plan is a field of EPConfig.
     for option, dest, text in (
         ("--ranks", "n_gpus_per_node", "ranks of the group"),
@@ -50,9 +52,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         ("--hidden", "hidden_size", "elements of a token"),
         ("--tokens", "max_tokens_per_rank", "most tokens a rank sends at a time"),
     ):
-        plan.add_argument(
-            option, dest=dest, metavar="N", type=int, required=True, help=text
-        )
+        size = dict(metavar="N", type=int, required=True, help=text)
+        plan.add_argument(option, dest=dest, **size)
+        build.add_argument(option, **size)
     plan.add_argument(
         "--dispatch",
         dest="dispatch_dtype",
@@ -107,6 +109,20 @@ def _run(arguments: Sequence[str] | None) -> int:
         balance.add_argument(option, type=int, default=default, help=text)
     balance.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
     balance.add_argument("--out", help="an .npz for the placement")
+    build.add_argument(
+        "--torch",
+        dest="target",
+        metavar="TARGET",
+        required=True,
+        help="cpu, or an architecture such as sm_90a",
+    )
+    build.add_argument(
+        "--dispatch",
+        choices=("bfloat16", "fp8", "fp8-round", "normal"),
+        default="bfloat16",
+        help="low_latency_dispatch's format, or the normal calls in bfloat16 "
+        "(default: %(default)s)",
+    )
     about = "serve a model with MAX; other flags go to max serve"
     serve = command("serve", "serve_command", about)
     serve.add_argument("model", help="a folder, or a repository of Hugging Face")

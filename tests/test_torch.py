@@ -17,8 +17,7 @@ import torch_shrink
 from children import ALL_CASES, ROOT, ran, slow
 from torch_member import PHASES
 
-from max_ep import LaunchError, launch
-from max_ep.torch.library import Settings, build
+from max_ep import LaunchError, cli, launch
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 
@@ -115,11 +114,19 @@ def test_torch_moe(place: str) -> None:
     assert "output and gradients are the plain layer's" in done.stdout, done.stderr
 
 
-def test_kernels_compile_for_a_gpu() -> None:
-    """Which need not be there."""
-    sizes = dict(hidden=7168, combine_hidden=7168, experts=256, ranks=8, top_k=8)
-    how = dict(format="bfloat16", combine="bfloat16", tokens=128, wide_ids=True)
-    assert build(Settings(target="sm_90a", **sizes, **how)).is_file()
+def test_build_ahead(capsys: pytest.CaptureFixture) -> None:
+    """The command of the documents, for a GPU that need not be there."""
+    page = (ROOT / "docs/pytorch.md").read_text()
+    (command,) = re.findall(r"^max-ep (build --torch .*)$", page, re.M)
+    assert cli.main(command.split()) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path.is_file() and "sm_90a" in path.name
+    # Those of the normal calls of `test_scenarios` with 2 ranks.
+    sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 2048"
+    words = f"build --torch cpu {sizes} --dispatch normal".split()
+    assert cli.main(words) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.split()]
+    assert len(set(paths)) == 3 and all(path.is_file() for path in paths)
 
 
 def test_no_max_is_loaded() -> None:

@@ -7,7 +7,6 @@ import os
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +17,7 @@ from ..memory.symmetric_memory import SharedMemory
 from ..who import RankWait, Waits
 from .board import Board
 from .channel import Channel, Region
-from .library import Settings, build
+from .library import Settings, build_all
 from .streams import Streams
 from .tables import allocator
 
@@ -155,8 +154,7 @@ class Communicator:
                 self.masks.give_up()
             self.exchange("the first " + "; ".join(s.words() for s in new))
             try:
-                with ThreadPoolExecutor(len(new)) as pool:
-                    list(pool.map(build, new))
+                build_all(new)
                 for settings in new:
                     self.channels[settings] = Channel(self, settings, n_regions)
             except BaseException as error:  # other ranks may have what this one lacks

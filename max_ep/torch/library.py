@@ -12,6 +12,8 @@ import ctypes
 import functools
 import hashlib
 import platform
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -119,6 +121,11 @@ def build(settings: Settings) -> Path:
     return kept(cache_dir() / sources_hash() / f"{settings.name()}.so", make)
 
 
+def build_all(wanted: Sequence[Settings]) -> list[Path]:
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return list(pool.map(build, wanted))
+
+
 @functools.cache
 def load(settings: Settings) -> SimpleNamespace:
     """Returns the functions of a library, by their names without ``max_ep_``."""
@@ -133,6 +140,13 @@ def load(settings: Settings) -> SimpleNamespace:
         setattr(functions, name, function)
     return functions
 
+
+FORMATS = {
+    "bfloat16": "bfloat16",
+    "fp8": "fp8",
+    "fp8-round": "fp8_power_of_two",
+}
+"""What ``low_latency_dispatch`` sends, by the command line's names."""
 
 _WORDS = 16
 
@@ -164,3 +178,24 @@ def words_out(n_words: int, combine: str, columns: int, **group: Any) -> Setting
 def weights_back(n_weights: int, **group: Any) -> Settings:
     """Describes the channel in which combine brings router weights back."""
     return words_out(_WORDS, "float32", up_to(n_weights, _WORDS), **group)
+
+
+def run_build(options: Any) -> int:
+    """Builds the libraries that a first call needs; prints where they are."""
+    hidden, top_k = options.hidden, options.top_k
+    group = dict(target=options.target, ranks=options.ranks, tokens=options.tokens)
+    if options.dispatch == "normal":
+        group |= dict(experts=options.ranks, top_k=options.ranks)
+        wanted = [
+            rows_out(2 * hidden, **group),
+            words_out(words_of_row(0, top_k), "bfloat16", hidden, **group),
+            weights_back(top_k, **group),
+        ]
+    else:
+        group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
+        format = FORMATS[options.dispatch]
+        sizes = dict(hidden=hidden, combine_hidden=hidden)
+        wanted = [Settings(format=format, combine="bfloat16", **sizes, **group)]
+    for path in build_all(wanted):
+        print(path)
+    return 0

@@ -18,7 +18,7 @@ from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .communicator import Communicator, refuse
 from .events import EventOverlap
-from .library import Settings
+from .library import FORMATS, Settings
 from .tables import LazyTuple, scales_of_rows, view
 
 _N_REGIONS = 2
@@ -333,9 +333,8 @@ class LowLatency:
         use_fp8, round_scale, use_ue8m0 = kind
         format = "bfloat16"
         if use_fp8:
-            format = "fp8_power_of_two" if round_scale else "fp8"
-        is_rounded = use_fp8 and round_scale
-        if use_ue8m0 and (not is_rounded or x.shape[-1] % (4 * FP8_BLOCK) != 0):
+            format = "fp8-round" if round_scale else "fp8"
+        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * FP8_BLOCK) != 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
@@ -359,7 +358,7 @@ class LowLatency:
             refuse("topk_idx", f"has {top_k} columns; 1 to {most} go")
         settings = Settings(
             target=comm.target,
-            format=format,
+            format=FORMATS[format],
             hidden=hidden,
             combine="bfloat16",
             combine_hidden=hidden,
@@ -398,13 +397,14 @@ class LowLatency:
             given = dict(device=self._comm.device)
             x = torch.empty((0, settings.hidden), dtype=torch.bfloat16, **given)
             ids = torch.empty((0, settings.top_k), dtype=torch.int64, **given)
+            use_fp8 = settings.format != FORMATS["bfloat16"]
             self.low_latency_dispatch(
                 x,
                 ids,
                 settings.tokens,
                 settings.experts,
-                use_fp8=settings.format != "bfloat16",
-                round_scale=settings.format == "fp8_power_of_two",
+                use_fp8=use_fp8,
+                round_scale=settings.format == FORMATS["fp8-round"],
                 use_ue8m0=settings.packed_scales,
             )
 
