@@ -54,6 +54,7 @@ class Buffer(LowLatency, Normal):
         *,
         timeout_s: float | None = None,
         device: torch.device | str | None = None,
+        memory: str | None = None,
     ) -> None:
         """Joins the other ranks. All processes of the group call it.
 
@@ -71,6 +72,8 @@ class Buffer(LowLatency, Normal):
                 ``MAX_EP_TIMEOUT_S``, or 30.
             device: Of the tensors; None: ``MAX_EP_TORCH_DEVICE``, or the current GPU,
                 or the CPU if there is none.
+            memory: ``"vmm"`` (the driver's, the default) or ``"symm"`` (torch's
+                symmetric memory), on GPUs; None: ``MAX_EP_TORCH_MEMORY``.
         """
         if group is None and comm is None:
             refuse("group", "is None; pass a torch.distributed group, or comm=")
@@ -90,6 +93,9 @@ class Buffer(LowLatency, Normal):
         if timeout_s is None:
             timeout_s = timeout_s_of_environment()
         timeout_s = checked_timeout_s(timeout_s)
+        memory = memory or os.environ.get("MAX_EP_TORCH_MEMORY", "vmm")
+        if memory not in ("vmm", "symm"):
+            refuse("memory", f"={memory!r} is not 'vmm' or 'symm'")
         mine = (socket.gethostname(), uuid.uuid4().hex[:12], where.type, num_nvl_bytes)
         all_ = self._gather(mine)
         if len({host for host, *_ in all_}) > 1:
@@ -104,7 +110,7 @@ class Buffer(LowLatency, Normal):
                     f"this rank ({self.rank}) {mine[2:]}"
                 )
         board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
-        self._comm = Communicator(board, where, group, enable_shrink)
+        self._comm = Communicator(board, where, group, memory, enable_shrink)
         self._low_latency_channels = {}
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
         # change keeps them in order.

@@ -30,6 +30,34 @@ def refuse(name: str, what: str) -> NoReturn:
     raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
 
 
+class TorchSymmetricMemory:
+    """Symmetric memory of ``torch.distributed._symmetric_memory``."""
+
+    def __init__(self, group: Any, n_bytes: int, device: int) -> None:
+        """Allocates this rank's block."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._group = group
+        self._symmetric = symmetric
+        self._block = symmetric.empty(
+            n_bytes, dtype=torch.uint8, device=f"cuda:{device}"
+        )
+
+    def local_addresses(self) -> list[int]:
+        return [self._block.data_ptr()]
+
+    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
+        """Returns the address of every rank's block; torch's own time-out applies."""
+        if absent:
+            raise NotImplementedError('max_ep: enable_shrink needs memory="vmm"')
+        found = self._symmetric.rendezvous(self._block, self._group.group_name)
+        self._rendezvous = found
+        return list(found.buffer_ptrs)
+
+    def close(self) -> None:
+        self._rendezvous = self._block = None
+
+
 class Communicator:
     """The group of a rank, and the channels that it has opened."""
 
@@ -38,10 +66,13 @@ class Communicator:
         board: Board,
         device: torch.device,
         group: Any,
+        memory: str,
         masks: bool = False,
     ) -> None:
-        """Joins the group of a board; ``masks``: the others go on without a rank that
-        is late."""
+        """Takes the board of the group, this rank's device, and the kind of memory.
+
+        ``masks``: whether the others go on without a rank that is late.
+        """
         self.board = board
         self.rank, self.n_ranks = board.rank, board.n_ranks
         self.timeout_s = board.timeout_s
@@ -53,8 +84,10 @@ class Communicator:
         self.has_ended = False  # so that reset() cannot help
         self.next_check = 0.0
         self.channels: dict[Settings, Channel] = {}
+        self._group = group
         ranks = group and tuple(dist.get_process_group_ranks(group))
         self.members = (ranks or object(), device)
+        self._memory = memory
         self.streams = Streams(device)
         self.masks = Masks(self) if masks else None
         self.target, own = "cpu", f"CPU {self.rank}"
@@ -139,6 +172,8 @@ class Communicator:
         place = f"{self.board.name}-{about}", self.rank, self.n_ranks
         if not self.is_gpu:
             return SharedMemory(*place, 1, n_bytes, "")
+        if self._memory == "symm":
+            return TorchSymmetricMemory(self._group, n_bytes, self.index)
         return GpuSharedMemory(*place, n_bytes, "", self.index)
 
     def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
