@@ -191,12 +191,14 @@ def combine_sums(
     return sums
 
 
-def softmax_top_k(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+def softmax_top_k(
+    logits: np.ndarray, top_k: int, renormalize: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """Chooses the experts of each token, as `max_ep.softmax_top_k` does.
 
     `logits` are `[n_tokens, n_experts]`. Returns ids `[n_tokens, top_k]` int32, by
     falling logit, NaN first, equal ones by id; and their weights float64, before they
-    are rounded to float32.
+    are rounded to float32. With `renormalize` a token's weights add up to one.
     """
     is_nan = np.isnan(logits)
     falling = np.where(is_nan, -np.inf, -logits.astype(np.float64))
@@ -205,7 +207,8 @@ def softmax_top_k(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarra
     chosen = np.take_along_axis(logits.astype(np.float64), ids, 1)
     with np.errstate(invalid="ignore"):
         weights = np.exp(chosen - chosen[:, :1])
-        return ids.astype(np.int32), weights / weights.sum(1, keepdims=True)
+        of_all = weights if renormalize else np.exp(logits - chosen[:, :1])
+        return ids.astype(np.int32), weights / of_all.sum(1, keepdims=True)
 
 
 def balance_ids(

@@ -22,31 +22,31 @@ from max_ep.graph import routing
 
 N_EXPERTS, TOP_K = 12, 4
 
-# Dtype, experts, choices.
+# Dtype, experts, choices, whether weights are divided by their sum.
 CHOICES = {
-    "qwen3": (DType.bfloat16, 128, 8),
-    "float32": (DType.float32, 40, 6),
-    "one": (DType.float32, 1, 1),
-    "every": (DType.float32, 32, 32),
-    "ragged": (DType.bfloat16, 1000, 32),
+    "qwen3": (DType.bfloat16, 128, 8, True),
+    "all_of_softmax": (DType.float32, 40, 6, False),
+    "one": (DType.float32, 1, 1, True),
+    "every": (DType.float32, 32, 32, True),
+    "ragged": (DType.bfloat16, 1000, 32, True),
 }
 
 
 def choice_graph(name: str, device: DeviceRef, **where: Module) -> Graph:
-    dtype, n_experts, top_k = CHOICES[name]
+    dtype, n_experts, top_k, renormalize = CHOICES[name]
     types = [TensorType(dtype, ["n_tokens", n_experts], device)]
     with Graph(f"choose_{name}", input_types=types, **where) as graph:
-        graph.output(*softmax_top_k(graph.inputs[0].tensor, top_k))
+        graph.output(*softmax_top_k(graph.inputs[0].tensor, top_k, renormalize))
     return graph
 
 
 LAYERS, PHYSICAL, MOST = 2, 53, 5
-"""A placement of the 40 experts of `float32`; its table has gaps."""
+"""A placement of the 40 experts of `all_of_softmax`; its table has gaps."""
 
 
 def balance_graph(device: DeviceRef, **where: Module) -> Graph:
     """Builds the op for each layer of a placement."""
-    _, n_experts, top_k = CHOICES["float32"]
+    _, n_experts, top_k, _ = CHOICES["all_of_softmax"]
     types = [
         TensorType(DType.int32, ["n_tokens", top_k], device),
         BufferType(DType.int32, [LAYERS, n_experts, MOST], device),
@@ -152,20 +152,20 @@ def models(request: pytest.FixtureRequest) -> SimpleNamespace:
 def test_choice_is_the_oracles(models, name, n_tokens):
     """Weights as far as `exp` is exact: GPUs have a faster one."""
     rtol = 2e-6 if models.device == "cpu" else 5e-6
-    dtype, n_experts, top_k = CHOICES[name]
+    dtype, n_experts, top_k, renormalize = CHOICES[name]
     logits = draw_logits(n_experts, dtype)[:n_tokens]
     given = torch.from_numpy(logits).to(models.device)
     given = given.bfloat16() if dtype == DType.bfloat16 else given
     outputs = getattr(models, f"choose_{name}").execute(given)
     ids, weights = (out.to_numpy() for out in outputs)
-    want_ids, want = reference.softmax_top_k(logits, top_k)
+    want_ids, want = reference.softmax_top_k(logits, top_k, renormalize)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_allclose(weights, want, rtol=rtol)
 
 
 @pytest.mark.parametrize("n_tokens", COUNTS)
 def test_replicas_are_the_oracles(models, n_tokens):
-    _, n_experts, top_k = CHOICES["float32"]
+    _, n_experts, top_k, _ = CHOICES["all_of_softmax"]
     rng = np.random.default_rng(n_tokens)
     counts = rng.integers(1, 900, (LAYERS, n_experts))
     placement = plan(counts, 4, PHYSICAL - n_experts, top_k=top_k)
@@ -182,16 +182,20 @@ def test_oracles_choice_is_that_of_transformers():
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     logits = draw_logits(128, DType.float32)[:100]
-    config = Qwen3MoeConfig(
-        hidden_size=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True
-    )
-    router = Qwen3MoeTopKRouter(config)
-    router.weight.data = torch.eye(128)
-    with torch.no_grad():
-        _, want_weights, want_ids = router(torch.from_numpy(logits))
-    ids, weights = reference.softmax_top_k(logits, 8)
-    np.testing.assert_array_equal(ids, want_ids.numpy())
-    np.testing.assert_allclose(weights, want_weights.numpy(), rtol=1e-5)
+    for renormalize in (False, True):
+        config = Qwen3MoeConfig(
+            hidden_size=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=renormalize,
+        )
+        router = Qwen3MoeTopKRouter(config)
+        router.weight.data = torch.eye(128)
+        with torch.no_grad():
+            _, want_weights, want_ids = router(torch.from_numpy(logits))
+        ids, weights = reference.softmax_top_k(logits, 8, renormalize)
+        np.testing.assert_array_equal(ids, want_ids.numpy())
+        np.testing.assert_allclose(weights, want_weights.numpy(), rtol=1e-5)
 
 
 @refused("""

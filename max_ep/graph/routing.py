@@ -70,18 +70,21 @@ def own_ids(
     return ops.where(is_own, local, ops.where(is_known, all_of(-1), all_of(-2)))
 
 
-def softmax_top_k(logits: TensorValue, top_k: int) -> tuple[TensorValue, TensorValue]:
+def softmax_top_k(
+    logits: TensorValue, top_k: int, renormalize: bool = True
+) -> tuple[TensorValue, TensorValue]:
     """Chooses the experts of each token by the softmax of a router's logits.
 
     One op in place of a softmax, ``ops.top_k``, a sum, a division and casts. All sums
-    are in float32. As transformers' ``Qwen3MoeTopKRouter`` defines it with
-    ``norm_topk_prob``: a token's weights add up to one. Not for routers with a sigmoid,
-    a bias or groups of experts; MAX has kernels for those.
+    are in float32. As transformers' ``Qwen3MoeTopKRouter`` defines it, with
+    ``norm_topk_prob`` for ``renormalize``. Not for routers with a sigmoid, a bias or
+    groups of experts; MAX has kernels for those.
 
     Args:
         logits: ``[n_tokens, n_experts]``, float32 or bfloat16; on GPUs up to 1024
             experts.
         top_k: Experts of a token, up to 32.
+        renormalize: Whether a token's weights are divided by their sum.
 
     Returns:
         Expert ids, ``[n_tokens, top_k]`` int32, and weights, float32: by
@@ -119,6 +122,6 @@ def softmax_top_k(logits: TensorValue, top_k: int) -> tuple[TensorValue, TensorV
         device=logits.device,
         values=[logits],
         out_types=types,
-        parameters=dict(n_experts=n_experts, top_k=top_k),
+        parameters=dict(n_experts=n_experts, top_k=top_k, renormalize=renormalize),
     )
     return ids.tensor, weights.tensor

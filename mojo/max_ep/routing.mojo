@@ -69,9 +69,9 @@ def _largest_of_lanes(n: UInt32) -> UInt32:
 
 
 @fieldwise_init
-struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int](Work):
-    """Chooses the experts of a token, at most `MAX_TOP_K`: a lane has one. Weighs them:
-    the weights of a token add up to one.
+struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool](Work):
+    """Chooses the experts of a token, at most `MAX_TOP_K`: a lane has one. Weighs them,
+    with `renormalize` to weights that add up to one.
     """
 
     comptime by_warp = True
@@ -115,6 +115,7 @@ struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int](Work):
             if expert < Self.n_experts:
                 keys[i] = self._key_of(token, expert)
         var largest = Float32(0)
+        var others = Float32(0)
         var my_id = Int32(0)
         var my_logit = Float32(0)
         comptime for choice in range(Self.top_k):
@@ -130,6 +131,10 @@ struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int](Work):
             var chosen = Self.n_experts - Int(_largest_of_lanes(rank))
             if choice == 0:
                 largest = _logit(best)
+                comptime if not Self.renormalize:
+                    comptime for i in range(n_mine):
+                        if keys[i] != _NONE:
+                            others += exp(_logit(keys[i]) - largest)
             comptime for i in range(n_mine):
                 if chosen == i * WARP_SIZE + lane:
                     keys[i] = _NONE
@@ -137,7 +142,7 @@ struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int](Work):
                 my_id = Int32(chosen)
                 my_logit = _logit(best)
         var mine = exp(my_logit - largest) if lane < Self.top_k else Float32(0)
-        var sum = warp.sum(mine)
+        var sum = warp.sum(mine if Self.renormalize else others)
         if lane < Self.top_k:
             self._put(token, lane, my_id, mine / sum)
 
@@ -164,6 +169,10 @@ struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int](Work):
             ids[choice] = Int32(chosen)
             sum += weights[choice]
             keys[chosen] = _NONE
+        comptime if not Self.renormalize:
+            for key in keys:
+                if key != _NONE:
+                    sum += exp(_logit(key) - largest)
         for choice in range(Self.top_k):
             self._put(token, choice, ids[choice], weights[choice] / sum)
 

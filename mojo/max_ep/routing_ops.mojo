@@ -52,14 +52,14 @@ struct SoftmaxTopK:
 
     @staticmethod
     def execute[
-        target: StaticString, n_experts: Int, top_k: Int
+        target: StaticString, n_experts: Int, top_k: Int, renormalize: Bool
     ](
         ids: OutputTensor[dtype=DType.int32, rank=2, ...],
         weights: OutputTensor[dtype=DType.float32, rank=2, ...],
         logits: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        var work = ChooseExperts[logits.dtype, n_experts, top_k](
+        var work = ChooseExperts[logits.dtype, n_experts, top_k, renormalize](
             {unsafe_from_address = Int(ids.unsafe_ptr())},
             {unsafe_from_address = Int(weights.unsafe_ptr())},
             {unsafe_from_address = Int(logits.unsafe_ptr())},
