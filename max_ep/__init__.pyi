@@ -23,6 +23,8 @@ from .graph.builders import call_ep_init as call_ep_init
 from .graph.manager import EPBatchManager as EPBatchManager
 from .graph.manager import EPCommBuffers as EPCommBuffers
 from .graph.quantized import dequantize as dequantize
+from .graph.routing import Replicas as Replicas
+from .graph.routing import balance_ids as balance_ids
 from .graph.routing import softmax_top_k as softmax_top_k
 from .launch import LaunchError as LaunchError
 from .launch import launch as launch

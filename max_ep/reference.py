@@ -214,7 +214,7 @@ def softmax_top_k(
 def balance_ids(
     topk_ids: np.ndarray, log2phy: np.ndarray, logcnt: np.ndarray
 ) -> np.ndarray:
-    """Replaces a rank's logical experts by replicas, as `ep_balance_ids` does.
+    """Replaces a rank's logical experts by replicas, as `max_ep.balance_ids` does.
 
     The tables are those of one layer, `[n_logical, max_replicas]` and `[n_logical]`.
     Choice `k` of token `n` goes to replica `(n * top_k + k) % count`. An id below 0

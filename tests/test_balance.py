@@ -271,12 +271,12 @@ def test_a_placement_is_needed():
         comm = manager.comm_buffers(graph.inputs)
         assert list(comm.eplb_log2phy) == list(comm.eplb_logcnt) == [0, 1, 2, 3]
         with pytest.raises(ValueError, match="device_id=4"):
-            manager.ep_balance_ids(None, 4, 0)
+            manager.eplb_replicas(4, 0)
     manager = EPBatchManager(CONFIG)
     with Graph("not_placed", input_types=manager.input_types()) as graph:
         assert manager.comm_buffers(graph.inputs).eplb_log2phy is None
         with pytest.raises(ValueError, match="EPConfig.eplb_enabled=True"):
-            manager.ep_balance_ids(None, 0, 0)
+            manager.eplb_replicas(0, 0)
 
 
 # ------------------------------------------------------------------ the command

@@ -16,7 +16,7 @@ from kernels import compiled
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
-from max_ep import reference, softmax_top_k
+from max_ep import Replicas, balance_ids, reference, softmax_top_k
 from max_ep.balance import plan
 from max_ep.graph import routing
 
@@ -45,21 +45,23 @@ LAYERS, PHYSICAL, MOST = 2, 53, 5
 
 
 def balance_graph(device: DeviceRef, **where: Module) -> Graph:
-    """Builds the op for each layer of a placement."""
-    _, n_experts, top_k, _ = CHOICES["all_of_softmax"]
+    """Builds the op of a router with a placement, and the op of ids alone."""
+    dtype, n_experts, top_k, renormalize = CHOICES["all_of_softmax"]
     types = [
+        TensorType(dtype, ["n_tokens", n_experts], device),
         TensorType(DType.int32, ["n_tokens", top_k], device),
         BufferType(DType.int32, [LAYERS, n_experts, MOST], device),
         BufferType(DType.int32, [LAYERS, n_experts], device),
     ]
     with Graph("balance", input_types=types, **where) as graph:
-        ids, *tables = graph.inputs
+        logits, ids, *tables = graph.inputs
+        first, last = (Replicas(*tables, layer) for layer in range(LAYERS))
+        chosen = softmax_top_k(logits.tensor, top_k, renormalize, last)
+        graph.output(*chosen, balance_ids(ids.tensor, first))
         with pytest.raises(ValueError, match="layer=2 .* num_moe_layers=2"):
-            routing.balance_ids(ids.tensor, *tables, LAYERS)
+            balance_ids(ids.tensor, Replicas(*tables, LAYERS))
         with pytest.raises(TypeError, match="takes int32"):
-            routing.balance_ids(ids.tensor.cast(DType.int64), *tables, 0)
-        layers = range(LAYERS)
-        graph.output(*(routing.balance_ids(ids.tensor, *tables, i) for i in layers))
+            balance_ids(logits.tensor, first)
     return graph
 
 
@@ -165,16 +167,23 @@ def test_choice_is_the_oracles(models, name, n_tokens):
 
 @pytest.mark.parametrize("n_tokens", COUNTS)
 def test_replicas_are_the_oracles(models, n_tokens):
-    _, n_experts, top_k, _ = CHOICES["all_of_softmax"]
+    """Both ops, bit for bit but for weights."""
+    dtype, n_experts, top_k, renormalize = CHOICES["all_of_softmax"]
     rng = np.random.default_rng(n_tokens)
     counts = rng.integers(1, 900, (LAYERS, n_experts))
     placement = plan(counts, 4, PHYSICAL - n_experts, top_k=top_k)
     tables = placement.log2phy(MOST), placement.logcnt
+    logits = draw_logits(n_experts, dtype)[:n_tokens]
     ids = rng.integers(-3, n_experts + 3, (n_tokens, top_k)).astype(np.int32)
-    given = [torch.from_numpy(array).to(models.device) for array in (ids, *tables)]
-    for layer, got in enumerate(models.balance.execute(*given)):
-        want = reference.balance_ids(ids, *(table[layer] for table in tables))
-        np.testing.assert_array_equal(got.to_numpy(), want)
+    arrays = logits, ids, *tables
+    given = [torch.from_numpy(array).to(models.device) for array in arrays]
+    outputs = models.balance.execute(*given)
+    chosen, weights, balanced = (out.to_numpy() for out in outputs)
+    want_ids, want = reference.softmax_top_k(logits, top_k, renormalize)
+    of_first, of_last = ([table[layer] for table in tables] for layer in range(LAYERS))
+    np.testing.assert_array_equal(chosen, reference.balance_ids(want_ids, *of_last))
+    np.testing.assert_allclose(weights, want, rtol=5e-6)
+    np.testing.assert_array_equal(balanced, reference.balance_ids(ids, *of_first))
 
 
 def test_oracles_choice_is_that_of_transformers():
@@ -222,10 +231,11 @@ def test_gpu_assembly():
     amd = texts.pop("gfx942.bf16_128_8")
     of_ids = texts.pop("sm_90a.balance_ids")
     assert [len(re.findall(rf"{op}\.global", of_ids)) for op in ("ld", "st")] == [3, 1]
-    assert len(texts) == 3 and f"sm_90a.f32_{routing.MAX_GPU_EXPERTS}_32" in texts
+    assert len(texts) == 4 and f"sm_90a.f32_{routing.MAX_GPU_EXPERTS}_32" in texts
     for name, text in texts.items():
         n_experts, top_k = map(int, name.split("_")[-2:])
-        assert len(re.findall(r"ld\.global", text)) == n_experts // 32
+        n_of_tables = 2 * ("balanced" in name)
+        assert len(re.findall(r"ld\.global", text)) == n_experts // 32 + n_of_tables
         assert len(re.findall(r"redux\.sync\.max", text)) == 2 * top_k
         assert len(re.findall(r"st\.global", text)) == 2
         assert ".local" not in text

@@ -34,7 +34,7 @@ from ..limits import NUM_GROUPS
 from . import builders
 from .checks import OpOrder, check_all_ranks, check_value
 from .ops import Tokens, call_op, check_buffers, n_tokens_of
-from .routing import balance_ids, own_ids
+from .routing import Replicas, balance_ids, own_ids
 
 _DISPATCH, _COMBINE = range(NUM_GROUPS)
 
@@ -183,18 +183,26 @@ class EPBatchManager:
         """Counts, one tensor a group."""
         return self._fetched().recv_count_ptrs
 
-    def ep_balance_ids(
-        self, topk_ids: TensorValue, device_id: int, layer: int | TensorValue
-    ) -> TensorValue:
-        """Replaces a rank's logical experts by physical ones; see ``balance_ids``."""
+    def eplb_replicas(self, device_id: int, layer: int | TensorValue) -> Replicas:
+        """Returns the placement of an MoE layer's experts, with balanced experts.
+
+        For :meth:`ep_balance_ids`, ``softmax_top_k`` and ``balance_ids``.
+        """
         comm = self._fetched()
         if comm.eplb_log2phy is None or comm.eplb_logcnt is None:
             raise ValueError(
                 "there is no placement of experts: set EPConfig.eplb_enabled=True"
             )
         self.config.device(device_id)  # raises if there is no such rank
-        tables = comm.eplb_log2phy[device_id], comm.eplb_logcnt[device_id]
-        return balance_ids(topk_ids, *tables, layer)
+        return Replicas(
+            comm.eplb_log2phy[device_id], comm.eplb_logcnt[device_id], layer
+        )
+
+    def ep_balance_ids(
+        self, topk_ids: TensorValue, device_id: int, layer: int | TensorValue
+    ) -> TensorValue:
+        """Replaces a rank's logical experts by physical ones; see ``balance_ids``."""
+        return balance_ids(topk_ids, self.eplb_replicas(device_id, layer))
 
     def _counter(self, device_id: int) -> BufferValue:
         self.config.device(device_id)  # raises if there is no such rank

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from max.dtype import DType
 from max.graph import (
     BufferValue,
@@ -22,31 +24,46 @@ MAX_GPU_EXPERTS = 1024
 """A lane of a warp has 32 of them in registers."""
 
 
-def balance_ids(
-    topk_ids: TensorValue,
-    log2phy: BufferValue,
-    logcnt: BufferValue,
-    layer: int | TensorValue,
-) -> TensorValue:
+@dataclass(frozen=True)
+class Replicas:
+    """The placement of a layer's experts on a rank's device: what
+    ``EPBatchManager.eplb_replicas`` returns."""
+
+    log2phy: BufferValue
+    """int32 ``[num_moe_layers, num_logical_experts, max_replicas]``."""
+    logcnt: BufferValue
+    """int32 ``[num_moe_layers, num_logical_experts]``."""
+    layer: int | TensorValue
+    """The layer, ``[0, num_moe_layers)``; in a subgraph an int32 on the host."""
+
+    def operands(self) -> tuple[list[BufferValue], TensorValue]:
+        """Returns the tables, and the layer as the ops take it."""
+        layer = self.layer
+        if not isinstance(layer, TensorValue):
+            n_layers = int(self.logcnt.shape[0])
+            if not 0 <= layer < n_layers:
+                raise ValueError(
+                    f"layer={layer} must be in [0, num_moe_layers={n_layers})"
+                )
+            layer = ops.constant([layer], DType.int32, DeviceRef.CPU())
+        return [self.log2phy, self.logcnt], layer.reshape([1])
+
+
+def balance_ids(topk_ids: TensorValue, replicas: Replicas) -> TensorValue:
     """Replaces the router's logical experts by physical ones, which dispatch takes.
 
     Choice ``k`` of token ``n`` goes to replica ``(n * top_k + k) % count``. Takes and
     returns ``[n_tokens, top_k]`` int32. Ids below 0 stay. An id that no expert has
-    becomes -2, which dispatch drops and reports. The tables are those of all layers, on
-    the rank's device; ``layer`` is a number, in a subgraph an int32 on the host.
+    becomes -2, which dispatch drops and reports.
     """
     if topk_ids.dtype != DType.int32:
         raise TypeError(f"topk_ids are {topk_ids.dtype}; balance_ids takes int32: cast")
-    if not isinstance(layer, TensorValue):
-        n_layers = int(logcnt.shape[0])
-        if not 0 <= layer < n_layers:
-            raise ValueError(f"layer={layer} must be in [0, num_moe_layers={n_layers})")
-        layer = ops.constant([layer], DType.int32, DeviceRef.CPU())
     load_ops(Graph.current)
+    tables, layer = replicas.operands()
     (ids,) = ops.inplace_custom(
         "max_ep.balance_ids",
         device=topk_ids.device,
-        values=[log2phy, logcnt, topk_ids, layer.reshape([1])],
+        values=[*tables, topk_ids, layer],
         out_types=[topk_ids.type],
     )
     return ids.tensor
@@ -71,7 +88,10 @@ def own_ids(
 
 
 def softmax_top_k(
-    logits: TensorValue, top_k: int, renormalize: bool = True
+    logits: TensorValue,
+    top_k: int,
+    renormalize: bool = True,
+    replicas: Replicas | None = None,
 ) -> tuple[TensorValue, TensorValue]:
     """Chooses the experts of each token by the softmax of a router's logits.
 
@@ -85,6 +105,8 @@ def softmax_top_k(
             experts.
         top_k: Experts of a token, up to 32.
         renormalize: Whether a token's weights are divided by their sum.
+        replicas: With balanced experts, the layer's placement: ids become those of
+            physical experts, as :func:`balance_ids` makes them.
 
     Returns:
         Expert ids, ``[n_tokens, top_k]`` int32, and weights, float32: by
@@ -117,11 +139,18 @@ def softmax_top_k(
         TensorType(dtype, [n_tokens, top_k], logits.device)
         for dtype in (DType.int32, DType.float32)
     ]
-    ids, weights = ops.custom(
-        "max_ep.softmax_top_k",
+    parameters = dict(n_experts=n_experts, top_k=top_k, renormalize=renormalize)
+    if replicas is None:
+        name, call, values = "softmax_top_k", ops.custom, [logits]
+    else:
+        tables, layer = replicas.operands()
+        name, call = "softmax_top_k_balanced", ops.inplace_custom
+        values = [*tables, logits, layer]
+    ids, weights = call(
+        f"max_ep.{name}",
         device=logits.device,
-        values=[logits],
+        values=values,
         out_types=types,
-        parameters=dict(n_experts=n_experts, top_k=top_k, renormalize=renormalize),
+        parameters=parameters,
     )
     return ids.tensor, weights.tensor

@@ -2,7 +2,7 @@
 """The router's top-k: softmax, the largest logits, and their weights, in one launch.
 
 Results are the inputs of dispatch: int32 ids and float32 weights. With balanced
-experts, `ToReplicas` replaces the ids by those of replicas.
+experts, the ids are those of replicas.
 """
 from max.gpu import lane_id, WARP_SIZE
 from max.gpu.primitives import warp
@@ -69,7 +69,9 @@ def _largest_of_lanes(n: UInt32) -> UInt32:
 
 
 @fieldwise_init
-struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool](Work):
+struct ChooseExperts[
+    dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool, balanced: Bool
+](Work):
     """Chooses the experts of a token, at most `MAX_TOP_K`: a lane has one. Weighs them,
     with `renormalize` to weights that add up to one.
     """
@@ -82,6 +84,8 @@ struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool
     """Result `[n_tokens][top_k]`."""
     var logits: ImmPointer[Scalar[Self.dtype]]
     """`[n_tokens][n_experts]`."""
+    var replicas: Replicas
+    """The layer's replicas, if `balanced`."""
 
     @always_inline
     def do(self, i: Int):
@@ -101,7 +105,10 @@ struct ChooseExperts[dtype: DType, n_experts: Int, top_k: Int, renormalize: Bool
     @always_inline
     def _put(self, token: Int, choice: Int, id: Int32, weight: Float32):
         var place = token * Self.top_k + choice
-        self.ids[unsafe_offset=place] = id
+        var chosen = id
+        comptime if Self.balanced:
+            chosen = self.replicas.physical(id, place)
+        self.ids[unsafe_offset=place] = chosen
         self.weights[unsafe_offset=place] = weight
 
     @always_inline

@@ -12,7 +12,7 @@ from extensibility import (
 from max.gpu.host import DeviceContext
 
 from .for_each import for_each
-from .kernel_argument import ImmPointer
+from .kernel_argument import ImmPointer, unused
 from .routing import ChooseExperts, Replicas, ToReplicas
 
 comptime Log2PhyTensor = MutableInputTensor[dtype=DType.int32, rank=3, ...]
@@ -59,10 +59,36 @@ struct SoftmaxTopK:
         logits: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        var work = ChooseExperts[logits.dtype, n_experts, top_k, renormalize](
+        var work = ChooseExperts[logits.dtype, n_experts, top_k, renormalize, False](
             {unsafe_from_address = Int(ids.unsafe_ptr())},
             {unsafe_from_address = Int(weights.unsafe_ptr())},
             {unsafe_from_address = Int(logits.unsafe_ptr())},
+            unused[Replicas](),
+        )
+        for_each[target](logits.dim_size(0), work, ctx)
+
+
+@extensibility.register("max_ep.softmax_top_k_balanced")
+struct SoftmaxTopKBalanced:
+    """The same; a replica stands for each expert."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, n_experts: Int, top_k: Int, renormalize: Bool
+    ](
+        ids: OutputTensor[dtype=DType.int32, rank=2, ...],
+        weights: OutputTensor[dtype=DType.float32, rank=2, ...],
+        log2phy: Log2PhyTensor,
+        logcnt: LogcntTensor,
+        logits: InputTensor[rank=2, ...],
+        layer: LayerTensor,
+        ctx: DeviceContext,
+    ) raises:
+        var work = ChooseExperts[logits.dtype, n_experts, top_k, renormalize, True](
+            {unsafe_from_address = Int(ids.unsafe_ptr())},
+            {unsafe_from_address = Int(weights.unsafe_ptr())},
+            {unsafe_from_address = Int(logits.unsafe_ptr())},
+            _replicas_of(log2phy, logcnt, layer),
         )
         for_each[target](logits.dim_size(0), work, ctx)
 
