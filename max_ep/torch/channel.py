@@ -21,7 +21,7 @@ from ..limits import FP8_BLOCK
 from ..memory.gpu_shared import GpuWords
 from ..who import CpuWords, Facts, RankWait, cpu_wait, gpu_wait
 from .library import Settings, load
-from .tables import dense
+from .tables import dense, n_table_words
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -180,9 +180,8 @@ class Channel:
         n_scales = settings.hidden // (FP8_BLOCK * (4 if settings.packed_scales else 1))
         self.scales_layout = dense(self.n_local, n_scales, capacity)
         self.rows_shape = self.rows_layout[0]
-        # Of a dispatch: token and choice of each row ``[n_local, capacity, 2]``, first
-        # row and rows of each source ``[n_local, n_ranks, 2]``, rows of each expert.
-        self.n_table_words = self.n_local * (2 * capacity + 2 * settings.ranks + 1)
+        sizes = (settings.ranks, settings.tokens)
+        self.n_table_words = n_table_words(self.n_local, *sizes)
         # Whose rows the region can send back, and whether a graph captured that.
         self.latest: tuple[Any, bool] = (None, False)
         self.was_captured = False

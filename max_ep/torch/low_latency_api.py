@@ -19,7 +19,7 @@ from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .communicator import Communicator, refuse
 from .events import EventOverlap
 from .library import FORMATS, Settings
-from .tables import LazyTuple, scales_of_rows, view
+from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
 
@@ -43,12 +43,11 @@ class Handle(LazyTuple):
 
     def items(self) -> tuple[Any, ...]:
         """Returns what DeepEP's handle has."""
-        settings, n_local = self.channel.settings, self.channel.n_local
-        n_rows = 2 * n_local * settings.ranks * settings.tokens
-        src_info = self.tables[:n_rows].view(n_local, -1, 2)[:, :, 0]
-        ranges = self.tables[n_rows:-n_local].view(n_local, settings.ranks, 2)
-        packed = ranges.flip(2).view(torch.int64).squeeze(2)
-        return src_info, packed, settings.tokens, settings.hidden, settings.experts
+        settings = self.channel.settings
+        sizes = (self.channel.n_local, settings.ranks)
+        src_info, ranges, _ = split_tables(self.tables, *sizes)
+        numbers = (settings.tokens, settings.hidden, settings.experts)
+        return src_info, ranges, *numbers
 
 
 class LowLatency:

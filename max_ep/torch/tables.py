@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles that behave like tuples, and tensors that are made quickly."""
+"""Handles, and the tables of a low-latency dispatch in one int32 tensor.
+
+Token and choice of each row ``[n_local, n_ranks * cap, 2]``, first row and rows of each
+source ``[n_local, n_ranks, 2]``, rows of each expert ``[n_local]``.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +53,18 @@ def scales_of_rows(scales: torch.Tensor) -> torch.Tensor:
     if scales.shape[1] == 1:  # dense, so that it can be viewed as bytes
         return scales.view(scales.shape[0], scales.shape[2], 1)
     return scales.transpose(1, 2)
+
+
+def n_table_words(n_local: int, n_ranks: int, cap: int) -> int:
+    return n_local * (2 * n_ranks * cap + 2 * n_ranks + 1)
+
+
+def split_tables(
+    tables: torch.Tensor, n_local: int, n_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns tokens, ranges as DeepEP packs them, and counts."""
+    n_behind = n_local * (2 * n_ranks + 1)
+    src_info = tables[:-n_behind].view(n_local, -1, 2)
+    ranges = tables[-n_behind:-n_local].view(n_local, n_ranks, 2)
+    packed = ranges.flip(2).view(torch.int64).squeeze(2)
+    return src_info[:, :, 0], packed, tables[-n_local:]
