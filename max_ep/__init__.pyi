@@ -10,7 +10,6 @@ from .formats import blockwise_fp8_quant_config as blockwise_fp8_quant_config
 from .formats import mxfp4_quant_config as mxfp4_quant_config
 from .formats import mxfp8_quant_config as mxfp8_quant_config
 from .formats import nvfp4_quant_config as nvfp4_quant_config
-from .graph.all_gather import AllGatherConfig as AllGatherConfig
 from .graph.all_gather import AllGatherTokenDispatcher as AllGatherTokenDispatcher
 from .graph.builders import call_distributed_ep_combine as call_distributed_ep_combine
 from .graph.builders import call_distributed_ep_dispatch as call_distributed_ep_dispatch

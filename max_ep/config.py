@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from max.driver import accelerator_count
 from max.dtype import DType
@@ -36,9 +36,6 @@ class EPConfig:
     ``n_gpus_per_node`` of them; ``n_nodes=1`` puts all ranks into one process. With
     ``target="cpu"`` a "node" is a process, so ``n_gpus_per_node=1, n_nodes=4`` is one
     process for each of four ranks.
-
-    Raises:
-        ValueError: On construction, if a field is out of range.
     """
 
     dispatch_dtype: DType
@@ -146,9 +143,9 @@ class EPConfig:
     """Tokens are given as pairs of values and scales, as ``dispatch_quant_config`` has
     them, and are sent as they are."""
 
-    router_top_k: ClassVar[int] = 0
-    """In an all-gather (``AllGatherConfig``), router choices that travel with a token
-    to all ranks; 0: this is no all-gather."""
+    router_top_k: int = 0
+    """In an all-gather, router choices that travel with a token to all ranks; 0: this
+    is none. :class:`AllGatherTokenDispatcher` sets it."""
 
     def __post_init__(self) -> None:
         checks.check_choices(self)
@@ -164,6 +161,7 @@ class EPConfig:
             self.protocol = "by_rank" if works else "by_expert"
         checks.check_protocol(self)
         checks.check_max_output_rows(self)
+        checks.check_all_gather(self)
 
     # ------------------------------------------------------------ derived facts
 
@@ -359,10 +357,7 @@ class EPConfig:
         return [*words, "masks"] if self.masks else words
 
     def get_max_recv_tokens(self) -> int:
-        """Returns the most rows one rank can receive from dispatch.
-
-        Tensors may have more: ``n_output_rows``.
-        """
+        """Returns the most rows one rank can receive; see ``n_output_rows``."""
         per_token = min(self.top_k, self.n_local_experts)
         most = self.exchange_ranks * self.max_tokens_per_rank * per_token
         return min(most, self.max_output_rows or most)

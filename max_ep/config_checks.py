@@ -151,6 +151,25 @@ def check_max_output_rows(config: EPConfig) -> None:
         )
 
 
+def check_all_gather(config: EPConfig) -> None:
+    """Checks that to dispatch each rank is an expert, and a token chooses them all."""
+    for field, wanted in (
+        ("protocol", "by_rank"),
+        ("combine_mode", "sums"),
+        ("n_experts", config.n_ranks),
+        ("top_k", config.n_ranks),
+        ("is_quantized", False),
+        ("fused_shared_expert", False),
+        ("output_layout", "packed"),
+    ):
+        value = getattr(config, field)
+        if config.router_top_k and value != wanted:
+            raise ValueError(
+                f"an all-gather with {field}={value!r}: it sends each token to all "
+                f"ranks, as if each were an expert, and as it is; pass {wanted!r}"
+            )
+
+
 def check_dtypes(config: EPConfig) -> None:
     """Checks dtypes, and the format that follows from them."""
     for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of experts and layers for the CPU, and for bfloat16 and FP8 on Hopper.
 
-Rows and weights in blockwise FP8 are pairs of values and scales. On Hopper MAX's
+Rows and weights in blockwise FP8 are pairs of values and scales. A ``TypeError`` says
+which dtypes, a ``ValueError`` which sizes a kernel does not take. On Hopper MAX's
 grouped matmul does not compile, and its ``linear`` writes past the end of its result
 (docs/decisions/0016-matmuls-on-hopper.md). Elsewhere use MAX's.
 """
@@ -52,10 +53,6 @@ def grouped_matmul(
     Returns:
         ``[n_rows, n]``, of FP8 in bfloat16; rows from ``row_offsets[-1]`` on are
         undefined.
-
-    Raises:
-        TypeError: If the dtypes are not those.
-        ValueError: If the inner sizes differ, or do not fit the kernel.
     """
     groups = row_offsets, expert_ids
     if isinstance(rows, tuple):
@@ -89,14 +86,6 @@ def linear(x: TensorValue, weight: TensorValue) -> TensorValue:
     )
 
 
-def fused_silu(rows: TensorValue, row_offsets: TensorValue) -> TensorValue:
-    """Computes ``silu(gate) * up`` of rows that hold gate, then up, on the CPU.
-
-    Returns ``[n_rows, moe_dim]``; rows from ``row_offsets[-1]`` on are undefined.
-    """
-    return _rows_of("fused_silu", rows.shape[1] // 2, rows, row_offsets)
-
-
 def grouped_gate_up(
     rows: TensorValue | Quantized,
     gate_up: TensorValue | Quantized,
@@ -106,20 +95,13 @@ def grouped_gate_up(
 ) -> TensorValue | Quantized:
     """Computes ``silu(x @ gate.T) * (x @ up.T)``, on GPUs in one op.
 
-    The arguments are those of :func:`grouped_swiglu`. With ``token_of_row``, int32
-    ``[n_rows]``, as :func:`sort_choices` gives it, ``rows`` are tokens, ``[n_tokens,
-    hidden_size]``, and ``token_of_row[r]`` is row ``r``; on GPUs where
-    :func:`gather_takes` says so. Returns ``[n_rows, moe_dim]``, of FP8 quantized as
-    dispatched rows are; rows from ``row_offsets[-1]`` on are undefined.
-
-    Raises:
-        TypeError: If the dtypes are not those.
-        ValueError: If the sizes do not fit, or rows in FP8 were to be gathered.
+    The arguments are those of :func:`grouped_swiglu`. With ``token_of_row``, of
+    :func:`sort_choices`, ``rows`` are tokens, not in FP8. Returns ``[n_rows,
+    moe_dim]``, of FP8 quantized as dispatched rows are; rows from ``row_offsets[-1]``
+    on are undefined.
     """
     groups = row_offsets, expert_ids
     if isinstance(rows, tuple):
-        if token_of_row is not None:
-            raise ValueError("grouped_gate_up gathers no rows in FP8; dispatch them")
         values, moe_dim = rows[0], gate_up[0].shape[1] // 2
         n_rows, device = values.shape[0], values.device
         results = [
@@ -131,20 +113,13 @@ def grouped_gate_up(
     if rows.device.is_cpu():
         if token_of_row is not None:
             rows = ops.gather(rows, token_of_row, axis=0)
-        return fused_silu(grouped_matmul(rows, gate_up, *groups), row_offsets)
+        both = grouped_matmul(rows, gate_up, *groups)
+        return _rows_of("fused_silu", gate_up.shape[1] // 2, both, row_offsets)
     _check("grouped_gate_up", rows, gate_up)
     _check_groups(*groups)
     moe_dim = gate_up.shape[1] // 2
     if token_of_row is None:
         return _rows_of("grouped_gate_up", moe_dim, rows, gate_up, *groups)
-    if token_of_row.dtype != DType.int32:
-        raise TypeError(f"token_of_row is {token_of_row.dtype}; it must be int32")
-    if not gather_takes(*map(int, gate_up.shape)):
-        raise ValueError(
-            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
-            f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
-            f"and k of {GPU_K_STEP}"
-        )
     load_ops(Graph.current, PACKAGE)
     result = TensorType(rows.dtype, [token_of_row.shape[0], moe_dim], rows.device)
     values = [rows, gate_up, *groups, token_of_row]
@@ -172,26 +147,12 @@ def grouped_swiglu(
 def sort_choices(
     topk_ids: TensorValue, n_experts: int
 ) -> tuple[TensorValue, TensorValue, TensorValue, TensorValue]:
-    """Sorts a router's choices by expert; those of one expert keep their order.
+    """Sorts int32 choices ``[n_tokens, top_k]`` by expert; drops ids of no expert.
 
-    It stands in for dispatch if all experts are on one device: rows are not copied.
-
-    Args:
-        topk_ids: ``[n_tokens, top_k]`` int32. An id that no expert has is dropped.
-        n_experts: Experts.
-
-    Returns:
-        ``row_offsets`` and ``expert_ids``, as from dispatch; the token of each row,
-        int32 ``[n_tokens * top_k]``, dropped ones behind all others; and the row of
-        each choice, int32 ``[n_tokens, top_k]``, -1 if it was dropped.
-
-    Raises:
-        TypeError: If the ids are not int32.
+    Returns ``row_offsets`` and ``expert_ids``, as dispatch does; the token of each row,
+    int32 ``[n_tokens * top_k]``, dropped ones behind all others; and the row of each
+    choice, int32 ``[n_tokens, top_k]``, -1 if it was dropped.
     """
-    if topk_ids.dtype != DType.int32:
-        raise TypeError(
-            f"topk_ids are {topk_ids.dtype}; sort_choices takes int32: cast"
-        )
     n_tokens, top_k = topk_ids.shape
     device = topk_ids.device
     load_ops(Graph.current, PACKAGE)
@@ -213,29 +174,8 @@ def sort_choices(
 def add_rows(
     rows: TensorValue, row_of_choice: TensorValue, weights: TensorValue
 ) -> TensorValue:
-    """Adds up the weighted rows of each token, in float32, in order of its choices.
-
-    ``rows`` are ``[n_rows, hidden_size]``, a multiple of 16 bytes each,
-    ``row_of_choice`` is from :func:`sort_choices`, ``weights`` are the router's,
-    float32 ``[n_tokens, top_k]``. Returns ``[n_tokens, hidden_size]`` of the dtype of
-    ``rows``.
-
-    Raises:
-        TypeError: If rows of choices are not int32, or weights not float32.
-        ValueError: If the sizes do not fit.
-    """
-    if row_of_choice.dtype != DType.int32 or weights.dtype != DType.float32:
-        raise TypeError(
-            f"row_of_choice ({row_of_choice.dtype}) must be int32 and weights "
-            f"({weights.dtype}) float32"
-        )
+    """Adds up the weighted rows of each token, in float32, in order of its choices."""
     hidden_size, top_k = rows.shape[1], int(row_of_choice.shape[1])
-    if int(hidden_size) * rows.dtype.size_in_bytes % 16 or weights.shape[1] != top_k:
-        raise ValueError(
-            f"rows have {hidden_size} elements of {rows.dtype}, and weights "
-            f"{weights.shape[1]} columns; add_rows takes rows in multiples of 16 bytes "
-            f"and a weight for each of {top_k} choices"
-        )
     load_ops(Graph.current, PACKAGE)
     return ops.custom(
         "max_ep.add_rows",
@@ -255,11 +195,22 @@ def routed_swiglu(
 ) -> TensorValue:
     """Runs a routed layer of SwiGLU experts that are all on one device.
 
-    ``x`` is ``[n_tokens, hidden_size]``; ``topk_ids`` and ``weights`` are those of
-    :func:`sort_choices` and :func:`add_rows`, ``gate_up`` and ``down`` those of
-    :func:`grouped_swiglu`; on GPUs where :func:`gather_takes` says so. Returns
+    It stands in for dispatch, experts and combine: tokens are not copied. ``x`` is
+    ``[n_tokens, hidden_size]``, ``topk_ids`` int32 and ``weights`` float32 ``[n_tokens,
+    top_k]``, ``gate_up`` and ``down`` are those of :func:`grouped_swiglu`. Returns
     ``[n_tokens, hidden_size]``.
     """
+    if topk_ids.dtype != DType.int32 or weights.dtype != DType.float32:
+        raise TypeError(
+            f"topk_ids ({topk_ids.dtype}) must be int32 and weights ({weights.dtype}) "
+            "float32"
+        )
+    if not x.device.is_cpu() and not gather_takes(*map(int, gate_up.shape)):
+        raise ValueError(
+            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
+            f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
+            f"and k of {GPU_K_STEP}"
+        )
     *groups, token_of_row, row_of_choice = sort_choices(topk_ids, int(down.shape[0]))
     activated = grouped_gate_up(x, gate_up, *groups, token_of_row)
     return add_rows(grouped_matmul(activated, down, *groups), row_of_choice, weights)

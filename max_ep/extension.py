@@ -67,8 +67,7 @@ def run_mojo(*args: str) -> str:
 def region_sizes(*words: str) -> SimpleNamespace:
     """Asks Mojo for sizes: the formulas are in ``layout.mojo`` only.
 
-    Returns what ``layout_query.mojo`` prints, by the names that it gives them;
-    ``EPConfig.sizes`` asks. It runs once for each configuration.
+    Returns what ``layout_query.mojo`` prints, which runs once for a configuration.
     """
 
     def ask(path: Path) -> None:
@@ -81,15 +80,11 @@ def region_sizes(*words: str) -> SimpleNamespace:
 
 
 def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
-    """Returns a precompiled Mojo package for ``custom_extensions``.
+    """Returns the path of a precompiled Mojo package, for ``custom_extensions``.
 
-    Builders of this library load it into the graph by themselves; pass it to
-    ``Graph(custom_extensions=[...])`` when you call the ops by name.
-
-    ``with_shmem`` builds SHMEM's device functions in, for groups of GPU ranks on
-    several hosts (``EPConfig.uses_shmem``). Returns the path of a ``.mojoc`` file. If
-    it is missing, the call compiles it, which takes seconds; other processes wait. A
-    ``RuntimeError`` says why it cannot be compiled, or not be written to the cache.
+    Builders of this library load it into the graph by themselves. If it is missing, the
+    call compiles it, which takes seconds; other processes wait. ``with_shmem`` builds
+    SHMEM's device functions in (``EPConfig.uses_shmem``).
     """
     folder, options = cache_dir() / sources_hash(), []
     if with_shmem:

@@ -124,11 +124,8 @@ class TokenFormat:
         return self.name + ("_power_of_two" if is_rounded else "")
 
     def dequantize(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Multiplies values ``[..., hidden]`` by their scales ``[..., n_scales]``.
-
-        The oracle of :func:`max_ep.dequantize`: both are as ``quantize`` makes them,
-        the product is float32.
-        """
+        """Multiplies values ``[..., hidden]`` by their scales ``[..., n_scales]``, as
+        ``quantize`` makes them, in float32: the oracle of :func:`max_ep.dequantize`."""
         x, factors = self.widen(values, scales)
         return x * factors
 
@@ -262,11 +259,8 @@ def on_target(dtype: DType, target: str) -> DType:
 
 
 def format_of(dtype: DType, quant_config: QuantConfig | None = None) -> TokenFormat:
-    """Returns the format of a ``dispatch_dtype`` and a ``dispatch_quant_config``.
-
-    The first of the dtype, if none has such a config. A ``ValueError`` if none has the
-    dtype.
-    """
+    """Returns the format of a ``dispatch_dtype`` and a ``dispatch_quant_config``; the
+    first of the dtype, if none has such a config."""
     of_dtype = [f for f in FORMATS if f.dtype == dtype]
     for token_format in of_dtype:
         make = token_format.make_quant_config

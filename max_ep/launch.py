@@ -71,9 +71,6 @@ def launch(
     ``node_id``.
 
     Raises:
-        TypeError: If ``args`` is not a sequence of arguments.
-        ValueError: If ``function`` or ``args`` cannot be handed to other processes,
-            or there is no process to run.
         LaunchError: If a process raised, was killed, or took too long. The
             others are given time to notice, then killed; nothing of the group stays
             in shared memory.

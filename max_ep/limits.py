@@ -7,29 +7,17 @@ from typing import Any
 NUM_GROUPS = 2
 """Buffer groups of the graph inputs: 0 is dispatch, 1 is combine."""
 
+# What fields of EPConfig may be.
 TARGETS = ("cpu", "gpu")
-"""Device kinds that have kernels."""
-
 PROTOCOLS = ("by_rank", "by_expert")
-"""How dispatch addresses a token."""
-
 COMBINE_MODES = ("rows", "sums")
-"""What combine sends: expert rows, or partial sums of them."""
-
 OUTPUT_LAYOUTS = ("packed", "padded")
-"""How the rows of a rank may stand in the outputs of dispatch."""
-
 SCALE_LAYOUTS = ("transposed", "rows", "tiles", "packed")
-"""How the scales of dispatched rows may stand."""
-
 ON_TIMEOUT = ("raise", "mask")
-"""What a wait does that is not met in time."""
 
 # Tests compare these with `layout.mojo`.
 MAX_TOP_K = 32
-"""Largest ``top_k``."""
 MAX_RANKS = 128
-"""Largest ``n_ranks``."""
 TOKEN_ALIGN_BYTES = 16
 """A token is a multiple of this."""
 SOURCE_INFO_BYTES = 16

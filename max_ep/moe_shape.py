@@ -45,19 +45,15 @@ class MoeShape:
     has_fp8_blocks: bool = False
     """Whether matrices are in FP8 with a scale for each 128 x 128 elements."""
 
-    @property
-    def fits_fp8(self) -> bool:
-        """Whether our matmuls take the experts' weights in FP8."""
-        sizes = (2 * self.moe_dim, self.hidden_size), (self.hidden_size, self.moe_dim)
-        return self.has_fp8_blocks and all(fp8_takes(n, k) for n, k in sizes)
-
     def keeps_fp8(self, n_gpus: int) -> bool:
         """Returns whether experts stay in FP8, and tokens are dispatched in it.
 
-        Elsewhere their weights are widened when they load, as those of all other
-        layers.
+        Elsewhere, and where our matmuls do not take them, their weights are widened
+        when they load, as those of all other layers.
         """
-        return n_gpus == 1 and self.fits_fp8
+        sizes = (2 * self.moe_dim, self.hidden_size), (self.hidden_size, self.moe_dim)
+        fits = all(fp8_takes(n, k) for n, k in sizes)
+        return n_gpus == 1 and self.has_fp8_blocks and fits
 
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:

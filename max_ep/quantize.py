@@ -2,7 +2,9 @@
 """The oracle of number formats, in NumPy: casts, quantization and dequantization.
 
 NumPy has no bfloat16, and no type of 8 bits or fewer but integers: they are kept as
-bits, `uint16` and `uint8`. `quantize_*` define the formats, with each rounding.
+bits, `uint16` and `uint8`. `quantize_*` define the formats, with each rounding;
+docs/formats.md says the same in words. They map float32 `[n, hidden]` to values and
+scales of blocks, `[n, hidden / block]`.
 """
 
 from __future__ import annotations
@@ -72,21 +74,11 @@ def float32_to_float8_e4m3fn(x: np.ndarray) -> np.ndarray:
 def quantize_blockwise_fp8(
     x: np.ndarray, power_of_two_scales: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes finite float32 tokens to float8_e4m3fn with a float32 scale a block.
+    """Quantizes finite tokens to float8_e4m3fn with a float32 scale for 128.
 
-    The numbers are those of DeepEP's low-latency dispatch, each operation
-    rounded once to float32:
-
-        amax = max(|x|, 1e-4)
-        values = e4m3fn(x * (448 / amax));  scale = amax / 448
-
-    With `power_of_two_scales` (its `round_scale`) `scale` is rounded up to a
-    power of two, and `values = e4m3fn(x * (1 / scale))`. DeepEP's kernel has
-    `amax * (1 / 448)` where its tests and this divide: a plain scale may differ
+    The numbers are those of DeepEP's low-latency dispatch (`round_scale`). Its kernel
+    has `amax * (1 / 448)` where its tests and this divide: a plain scale may differ
     from the kernel's in the last bit.
-
-    `x` is `[n, hidden]`. Returns values, bits `uint8` `[n, hidden]`, and scales,
-    float32 `[n, hidden / 128]`.
     """
     blocks = in_blocks(x, 128)
     amax = np.maximum(np.abs(blocks).max(axis=2, keepdims=True), FP8_MIN_AMAX)
@@ -111,19 +103,7 @@ def float8_e8m0fnu_to_float32(bits: np.ndarray) -> np.ndarray:
 
 
 def quantize_mxfp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes float32 tokens to float8_e4m3fn with a float8_e8m0fnu scale a block.
-
-    Of each 32 elements, as the OCP Microscaling specification has them:
-
-        scale = max(|x|) / 448, rounded up to a power of two, in [2**-127, 2**120]
-        values = e4m3fn(x / scale)
-
-    If one is NaN, the scale and all values are. An infinity has the largest scale, and
-    becomes 448 times that: infinity in float32.
-
-    `x` is `[n, hidden]`. Returns values, bits `uint8` `[n, hidden]`, and scales, bits
-    `uint8` `[n, hidden / 32]`.
-    """
+    """Quantizes tokens to float8_e4m3fn with a float8_e8m0fnu scale for 32."""
     blocks = in_blocks(x, 32)
     amax = np.abs(blocks).max(axis=2)
     mantissa, exponent = np.frexp(amax.astype(np.float64) / 448)  # mantissa in [0.5, 1)
@@ -162,19 +142,7 @@ def float32_to_float4_e2m1fn(x: np.ndarray) -> np.ndarray:
 
 
 def quantize_mxfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes float32 tokens to float4_e2m1fn with a float8_e8m0fnu scale a block.
-
-    Of each 32 elements, as the OCP Microscaling specification has them:
-
-        scale = 2**(floor(log2(max(|x|))) - 2), at least 2**-127
-        values = e2m1fn(x / scale)
-
-    If one is NaN, the scale is, and all values are 6. An infinity has the scale 2**126,
-    and becomes 6 times that: infinity in float32.
-
-    `x` is `[n, hidden]`. Returns values, pairs `uint8` `[n, hidden / 2]`, and scales,
-    bits `uint8` `[n, hidden / 32]`.
-    """
+    """Quantizes tokens to pairs of float4_e2m1fn with a float8_e8m0fnu scale for 32."""
     blocks = in_blocks(x, 32)
     amax = np.abs(blocks).max(axis=2)
     finite = np.where(np.isfinite(amax) & (amax > 0), amax, 1)
@@ -187,19 +155,9 @@ def quantize_mxfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_nvfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes float32 tokens to float4_e2m1fn with a float8_e4m3fn scale a block.
+    """Quantizes tokens to pairs of float4_e2m1fn with a float8_e4m3fn scale for 16.
 
-    Of each 16 elements, each operation rounded once to float32:
-
-        scale = e4m3fn(max(|x|) / 6)
-        values = e2m1fn(x * (1 / scale)), or 0 if the scale is
-
-    If one is NaN, the scale is, and all values are 6. An infinity has the scale 448 and
-    becomes 6. With an input scale `s`, `x` is what `s` times the token rounds to: then
-    `scale` is `e4m3fn(s * max(|token|) / 6)`.
-
-    `x` is `[n, hidden]`. Returns values, pairs `uint8` `[n, hidden / 2]`, and scales,
-    bits `uint8` `[n, hidden / 16]`.
+    With an input scale `s`, `x` is what `s` times the token rounds to.
     """
     blocks = in_blocks(x, 16)
     scales = float32_to_float8_e4m3fn(np.abs(blocks).max(axis=2) / np.float32(6))
@@ -210,17 +168,8 @@ def quantize_nvfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_nvfp4_dynamic(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Quantizes float32 tokens to NVFP4, each with a scale of its own.
-
-    Each operation rounded once to float32:
-
-        row_max = max(|x|) of the token, at least 1e-30
-        values, scales = NVFP4 of x * (2688 / row_max)
-        row_scale = bfloat16(row_max / 2688)
-
-    A token with a NaN or an infinity becomes NaN. Returns values and scales as
-    :func:`quantize_nvfp4`, and row scales, float32 ``[n]``.
-    """
+    """Quantizes tokens to NVFP4, each with a scale of its own; returns float32 `[n]` of
+    these, too."""
     with np.errstate(invalid="ignore"):
         row_max = np.maximum(np.abs(x).max(axis=1), np.float32(1e-30))
         values, scales = quantize_nvfp4(x * (np.float32(2688) / row_max)[:, np.newaxis])
@@ -234,21 +183,3 @@ def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
     if hidden % block != 0:
         raise ValueError(f"hidden={hidden} is not a multiple of block={block}")
     return x.reshape(n, hidden // block, block)
-
-
-def scales_of_tiles(
-    tiles: np.ndarray, row_offsets: np.ndarray, n_blocks: int
-) -> np.ndarray:
-    """Extracts the scales `[n_rows, n_blocks]` of packed rows from tiles.
-
-    Tiles, `[n_tiles, ceil(n_blocks / 4), 32, 4, 4]`, hold 128 rows and 4 blocks each.
-    Expert `e`, whose rows are `[row_offsets[e], row_offsets[e + 1])`, begins with tile
-    `row_offsets[e] // 128 + e`. Row `r` of a tile is at `[r % 32, r // 32]`.
-    """
-    bounds = row_offsets.astype(np.int64)
-    expert = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    row_of_expert = np.arange(bounds[-1]) - bounds[expert]
-    tile = bounds[expert] // 128 + expert + row_of_expert // 128
-    row = row_of_expert % 128
-    by_row = tiles[tile, :, row % 32, row // 32]
-    return by_row.reshape(len(by_row), 4 * tiles.shape[1])[:, :n_blocks]

@@ -8,8 +8,9 @@ are in one process and nothing is sent: a list with one entry per rank is the gr
     sums, not yet rounded  <--combine, with topk_weights--  expert rows
 
 `combine_sums` is the combine of `EPConfig.combine_mode="sums"`. NumPy has no bfloat16:
-its bits are kept as `uint16`. This file needs NumPy only, and holds the whole
-definition except the number formats (`quantize.py`).
+its bits are kept as `uint16`. This file needs NumPy only. Number formats are in
+`quantize.py`; padded and dropped rows, which tests compare, in `tests/row_layouts.py`.
+Shapes and ids are not checked.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ def n_local_experts(n_experts: int, n_ranks: int) -> int:
 
     Expert `e` is local expert `e % n_local_experts` of rank `e // n_local_experts`.
     """
-    if n_experts < 1 or n_ranks < 1:
-        raise ValueError(f"need n_experts={n_experts}, n_ranks={n_ranks} >= 1")
     return -(-n_experts // n_ranks)
 
 
@@ -89,9 +88,6 @@ def dispatch(
     """
     n_ranks, n_tokens = len(tokens), [len(t) for t in tokens]
     n_local = n_local_experts(n_experts, n_ranks)
-    _check_ids(topk_ids, n_tokens, n_experts)
-    if len({(t.shape[1:], t.dtype) for t in tokens}) > 1:
-        raise ValueError("hidden size or element type differs between ranks")
     scales = None
     if quantize is not None:
         quantized = [quantize(typed("tokens", t, np.float32)) for t in tokens]
@@ -135,102 +131,6 @@ def dispatch(
     return results
 
 
-def kept_rows(counts: np.ndarray, max_rows: int) -> np.ndarray:
-    """Says how many rows of each pair a rank keeps, `EPConfig.max_output_rows`.
-
-    `counts` are `[n_local_experts, n_ranks]`: rows of each expert from each source. If
-    all do not fit, a pair keeps at most `T`, the largest number with which all fit, and
-    the first pairs that have more keep one more, until `max_rows` are kept.
-    """
-    if counts.sum() <= max_rows:
-        return counts.copy()
-    level = max(t for t in range(max_rows + 1) if counts.clip(0, t).sum() <= max_rows)
-    kept = counts.clip(0, level)
-    kept.flat[np.flatnonzero(counts > level)[: max_rows - kept.sum()]] += 1
-    return kept
-
-
-def drop_rows(result: DispatchResult, n_ranks: int, max_rows: int) -> DispatchResult:
-    """Drops the rows of a rank that do not fit; a pair keeps its first ones.
-
-    A shared expert's rows, which come first, are neither counted nor dropped.
-    """
-    is_routed = result.src_info[:, 1] >= 0
-    group_of = np.repeat(result.expert_ids, np.diff(result.row_offsets.astype(int)))
-    n_groups = len(result.expert_ids)
-    pair_of = group_of * n_ranks + result.src_ranks
-    counts = np.bincount(pair_of[is_routed], minlength=n_groups * n_ranks)
-    kept = kept_rows(counts, max_rows)
-    # Rows of a pair stand one after another.
-    position = np.arange(len(pair_of)) - np.searchsorted(pair_of, pair_of)
-    stays = ~is_routed | (position < kept[pair_of])
-    sizes = np.bincount(group_of[stays], minlength=n_groups)
-    return DispatchResult(
-        rows=result.rows[stays],
-        scales=None if result.scales is None else result.scales[:, stays].copy(),
-        row_offsets=np.cumsum([0, *sizes]).astype(np.uint32),
-        expert_ids=result.expert_ids,
-        src_info=result.src_info[stays],
-        src_ranks=result.src_ranks[stays],
-    )
-
-
-@dataclass
-class PaddedResult:
-    """What dispatch delivers to one rank whose experts have rows of their own.
-
-    As DeepEP's low-latency dispatch, `packed_recv_*`. Rows after `recv_counts` are
-    undefined; here they are zero.
-    """
-
-    rows: np.ndarray
-    """`[n_local_experts, capacity, ...]`."""
-    scales: np.ndarray | None
-    """`[n_local_experts, n_blocks, capacity]`."""
-    recv_counts: np.ndarray
-    """int32 `[n_local_experts]`: rows of each."""
-    src_info: np.ndarray
-    """int32 `[n_local_experts, capacity, 2]`: token index and `k`."""
-    recv_ranges: np.ndarray
-    """int32 `[n_local_experts, n_ranks, 2]`: of the rows from each source rank the
-    first, within the expert's, and how many."""
-
-
-def pad(result: DispatchResult, n_ranks: int, capacity: int) -> PaddedResult:
-    """Gives each local expert `capacity` rows of its own, in the same order.
-
-    `capacity` is `n_ranks * max_tokens_per_rank`; there is no shared expert.
-    """
-    bounds = result.row_offsets.astype(np.int64)
-    n_local = len(bounds) - 1
-    padded = PaddedResult(
-        rows=np.zeros((n_local, capacity, *result.rows.shape[1:]), result.rows.dtype),
-        scales=None,
-        recv_counts=np.diff(bounds).astype(np.int32),
-        src_info=np.zeros((n_local, capacity, 2), np.int32),
-        recv_ranges=np.zeros((n_local, n_ranks, 2), np.int32),
-    )
-    if result.scales is not None:
-        n_blocks = len(result.scales)
-        shape = (n_local, n_blocks, capacity)
-        padded.scales = np.zeros(shape, result.scales.dtype)
-    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-        n_rows = end - begin
-        padded.rows[expert, :n_rows] = result.rows[begin:end]
-        padded.src_info[expert, :n_rows] = result.src_info[begin:end]
-        if padded.scales is not None:
-            padded.scales[expert, :, :n_rows] = result.scales[:, begin:end]
-        counts = np.bincount(result.src_ranks[begin:end], minlength=n_ranks)
-        padded.recv_ranges[expert, :, 0] = np.cumsum(counts) - counts
-        padded.recv_ranges[expert, :, 1] = counts
-    return padded
-
-
-def unpad(rows: np.ndarray, recv_counts: np.ndarray) -> np.ndarray:
-    """Puts padded rows one after another: `[n_rows, ...]`, as `combine` takes them."""
-    return np.concatenate([own[:n] for own, n in zip(rows, recv_counts)])
-
-
 def combine(
     expert_rows: Sequence[np.ndarray],
     results: Sequence[DispatchResult],
@@ -239,20 +139,14 @@ def combine(
 ) -> list[np.ndarray]:
     """Brings rows back to their tokens and adds them up, weighted.
 
-    For each token, in float32:
-
-        acc = 0;  for k in [0, top_k): acc = fma(weights[k], row[k], acc)
-        acc = round_sum(acc) + shared row          if there is a shared expert
-
-    A choice without a row (its id was -1) is skipped. The sum does not depend
-    on where experts live, so it is the same for every number of ranks.
+    docs/formats.md#combine has the rule. A choice without a row (its id was -1) is
+    skipped. The sum is the same for every number of ranks.
 
     `expert_rows` are float32 `[n_rows, hidden]` in the order of `results[rank].rows`,
     `topk_weights` float32 `[n_tokens, top_k]`. `round_sum` rounds float32 to what the
     combine dtype holds, as float32. Returns each rank's sums, float32 `[n_tokens,
     hidden]`, *before* their last rounding, the caller's (`float32_to_bfloat16`).
     """
-    _check_combine(expert_rows, results, topk_weights)
     all_rows, sums = np.concatenate(list(expert_rows)), []
     src_ranks = np.concatenate([r.src_ranks for r in results])
     src_info = np.concatenate([r.src_info for r in results])
@@ -273,25 +167,14 @@ def combine_sums(
 ) -> list[np.ndarray]:
     """Adds up a token's rows on each rank of its experts, then these sums.
 
-    For each token and each rank that holds an expert of it, in float32:
-
-        partial = 0;  for k with a row there: partial = fma(weights[k], row[k], partial)
-
-    and for each token, again in float32:
-
-        acc = its own rank's partial, or 0                  (as it is: it is not sent)
-        for each other rank, in order:  acc = acc + round_partial(partial)
-        acc = round_sum(acc) + shared row          if there is a shared expert
-
-    So the sum depends on where experts live, unlike that of `combine`. With one
-    rank both are the same, bit for bit.
+    docs/formats.md#combine has the rule. The sum depends on where experts live, unlike
+    that of `combine`. With one rank both are the same, bit for bit.
 
     `round_partial` rounds float32 to what the wire's type holds, as float32; by default
     the wire has float32. If it quantizes, it returns values and a scale for each, both
     float32, and then `acc = fma(value, scale, acc)`. The other arguments and the result
     are those of `combine`.
     """
-    _check_combine(expert_rows, results, topk_weights)
     sums = []
     for rank, weights in enumerate(topk_weights):
         groups = zip(expert_rows, results)
@@ -384,12 +267,6 @@ def moe(
     tokens. The other arguments are one rank's of `combine`. Returns float32
     `[n_tokens, hidden]`, summed as `combine` does.
     """
-    _check_ids([topk_ids], [len(tokens)], np.iinfo(np.int64).max)
-    if topk_weights.shape != topk_ids.shape:
-        raise ValueError(
-            f"topk_weights must have the shape of topk_ids, {list(topk_ids.shape)}, "
-            f"got {list(topk_weights.shape)}"
-        )
     row_of_choice = np.full(topk_ids.shape, -1)
     expert_rows = [typed("tokens", tokens, np.float32)[:0]]
     n_rows = 0
@@ -461,45 +338,3 @@ def _weighted_sum(
         row = rows[row_of_choice[has, k]]
         acc[has] = fma(weights[has, k, np.newaxis], row, acc[has])
     return acc
-
-
-def _check_combine(
-    expert_rows: Sequence[np.ndarray],
-    results: Sequence[DispatchResult],
-    topk_weights: Sequence[np.ndarray],
-) -> None:
-    """Raises a `ValueError` unless each rank has a row for each it was given, and each
-    choice that has a row has a weight."""
-    for rank, (rows, result) in enumerate(zip(expert_rows, results)):
-        n_rows = len(result.src_ranks)
-        if len(rows) != n_rows:
-            raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n_rows}")
-    for rank, weights in enumerate(topk_weights):
-        for result in results:
-            choices = result.src_info[result.src_ranks == rank]
-            for token_idx, k in choices[(choices >= weights.shape).any(axis=1)][:1]:
-                raise ValueError(
-                    f"rank {rank}: topk_weights is {list(weights.shape)}, and token"
-                    f" {token_idx}, choice {k} was dispatched; pass a weight for"
-                    " each choice, [n_tokens, top_k]"
-                )
-
-
-def _check_ids(
-    topk_ids: Sequence[np.ndarray], n_tokens: Sequence[int], n_experts: int
-) -> None:
-    """Raises a `ValueError` that says which rank's ids are wrong, if any."""
-    shapes = [ids.shape for ids in topk_ids]
-    if shapes != [(n, shapes[0][-1]) for n in n_tokens]:
-        raise ValueError(
-            f"topk_ids must be [n_tokens, top_k] on each rank, with n_tokens"
-            f" {list(n_tokens)} and one top_k, got {shapes}"
-        )
-    for rank, ids in enumerate(topk_ids):
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"rank {rank}: topk_ids must be integers, got {ids.dtype}")
-        for token_idx, k in np.argwhere((ids < -1) | (ids >= n_experts))[:1]:
-            raise ValueError(
-                f"rank {rank}, token {token_idx}, choice {k}: id"
-                f" {ids[token_idx, k]} is outside [-1, {n_experts})"
-            )

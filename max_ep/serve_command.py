@@ -39,11 +39,7 @@ class Gpu:
 
 
 def run_serve(options: Any) -> int:
-    """Prints what was found and the command; runs it in this process's place.
-
-    ``options`` are ``model``, ``gpus``, ``ranks`` and ``dry_run`` of the command line,
-    and ``flags``, which ``max serve`` gets as they are.
-    """
+    """Prints what was found and the command; runs it in this process's place."""
     gpus = gpus_of_machine()
     n_gpus = len(gpus) if options.gpus is None else options.gpus
     if not 0 <= n_gpus <= len(gpus):
@@ -79,12 +75,7 @@ def run_serve(options: Any) -> int:
 
 
 def device_flags(n_gpus: int, n_ranks: int) -> list[str]:
-    """Returns the flags of ``max serve`` for ranks on GPUs, or on the CPU.
-
-    Args:
-        n_gpus: GPUs to serve on; 0: the CPU.
-        n_ranks: Ranks of the group; on GPUs one each.
-    """
+    """Returns the flags of ``max serve`` for so many GPUs; 0: for ranks on the CPU."""
     if n_gpus == 0:
         flags = ["--devices", "cpu", "--quantization-encoding", "float32"]
         return [*flags, "--ep-size", str(n_ranks)]
@@ -114,12 +105,8 @@ def gpus_of_machine() -> list[Gpu]:
 
 
 def config_of(model: str) -> tuple[dict[str, Any], int]:
-    """Returns a checkpoint's ``config.json``, and the bytes of its weights.
-
-    Args:
-        model: A folder, or a repository of the Hugging Face hub. Of a repository that
-            is not here, the size is read from its index; 0 if there is none.
-    """
+    """Returns ``config.json`` and the bytes of the weights, 0 if unknown, of a folder
+    or of a repository of the Hugging Face hub."""
     folder = Path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -180,10 +167,7 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) 
 
 
 def _attention_bytes(config: dict[str, Any]) -> int:
-    """Counts the bytes of attention in FP8, which is widened.
-
-    MLPs of dense layers are widened, too, and not counted.
-    """
+    """Counts the bytes of attention in FP8, which is widened, as are dense MLPs."""
     n_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
     heads = 2 * (n_heads + config["num_key_value_heads"]) * head_dim

@@ -18,10 +18,9 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue
 from oracle import Expected
+from row_layouts import PaddedResult, scales_of_tiles
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
-from max_ep.quantize import scales_of_tiles
-from max_ep.reference import PaddedResult
 
 CPU = DeviceRef.CPU()
 

@@ -11,19 +11,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from cases import Case, Inputs, narrow, widen
 from max.dtype import DType
+from row_layouts import PaddedResult, drop_rows, pad, unpad
 
 from max_ep.formats import BY_NAME
 from max_ep.quantize import quantize_nvfp4_dynamic
 from max_ep.reference import (
     DispatchResult,
-    PaddedResult,
     combine,
     combine_sums,
     dispatch,
-    drop_rows,
     float32_to_bfloat16,
-    pad,
-    unpad,
 )
 
 

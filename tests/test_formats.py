@@ -11,6 +11,7 @@ import torch
 from errors import raises, refused
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
+from row_layouts import scales_of_tiles
 from test_reference import assert_same_bits
 
 from max_ep import EPConfig, dequantize
@@ -21,7 +22,6 @@ from max_ep.quantize import (
     float32_to_float4_e2m1fn,
     in_blocks,
     quantize_mxfp8,
-    scales_of_tiles,
 )
 from max_ep.reference import quantize_blockwise_fp8
 

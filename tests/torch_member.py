@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from row_layouts import pad
 
 from max_ep import reference
 from max_ep.torch import Buffer
@@ -85,7 +86,7 @@ def check_low_latency(buffer: Buffer, generation: int, kind: str, hook: bool) ->
     results = reference.dispatch(
         given, [i.numpy() for _, i, _ in all_], E, quantize=quantize
     )
-    want = reference.pad(results[rank], n_ranks, n_ranks * CAP)
+    want = pad(results[rank], n_ranks, n_ranks * CAP)
     rows, scales = got if kind != "bf16" else (got, None)
     assert counts.tolist() == want.recv_counts.tolist() == stats.tolist()
     src_info, ranges, cap, hidden, n_experts = handle

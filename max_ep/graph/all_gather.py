@@ -2,10 +2,8 @@
 """All-gather and reduce-scatter of tokens, for experts that need no permutation.
 
 ``AllGatherTokenDispatcher`` has the interface of Megatron-core's
-``InferenceCUDAGraphTokenDispatcher``
-(``megatron/core/transformer/moe/token_dispatcher_inference.py``): every rank gets
-all tokens, and its experts work on them with the routing map, as fused MoE
-kernels do. All metadata stays on the device.
+``InferenceCUDAGraphTokenDispatcher``: every rank gets all tokens, and its experts work
+on them with the routing map, as fused MoE kernels do.
 
 An all-gather is a dispatch in which each rank is an expert and each token chooses all
 of them. Its routing metadata travels with it. The reduce-scatter is the combine.
@@ -14,7 +12,6 @@ of them. Its routing metadata travels with it. The reduce-scatter is the combine
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from max.dtype import DType
@@ -27,55 +24,12 @@ from .checks import check_one_a_rank, check_same_rows, check_value
 from .manager import EPBatchManager
 
 
-@dataclass
-class AllGatherConfig(EPConfig):
-    """Sizes of a group in which every rank gets every token.
-
-    To dispatch each rank is an expert, and a token chooses them all, so ``n_experts``
-    and ``top_k`` are ``n_ranks``. What the router chose for a token travels with it.
-    :class:`AllGatherTokenDispatcher` makes it.
-    """
-
-    router_top_k: int = 0
-    """Choices of the router for a token."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.router_top_k < 1:
-            raise ValueError(f"router_top_k={self.router_top_k} must be 1 or more")
-        for field, wanted in (
-            ("protocol", "by_rank"),
-            ("combine_mode", "sums"),
-            ("n_experts", self.n_ranks),
-            ("top_k", self.n_ranks),
-            ("is_quantized", False),
-            ("fused_shared_expert", False),
-            ("output_layout", "packed"),
-        ):
-            value = getattr(self, field)
-            if value != wanted:
-                raise ValueError(
-                    f"an all-gather with {field}={value!r}: it sends each token to all "
-                    f"ranks, as if each were an expert, and as it is; pass {wanted!r}"
-                )
-
-
 class AllGatherTokenDispatcher:
     """Gathers tokens, routing map and probabilities, and scatters sums.
 
-    Lists have an entry for each local rank. Use, in a graph::
-
-        gathered, probs = dispatcher.token_dispatch(hidden, probs, routing_map)
-        tokens, _, probs = dispatcher.dispatch_postprocess(gathered, probs)
-        rows = ...  # of each rank's experts, by dispatcher.routing_map[rank]
-        results = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
-
-    ``global_tokens`` is ``n_ranks * max_tokens_per_rank``. If every rank has
-    ``max_tokens_per_rank`` tokens, rank ``r``'s stand at ``r *
-    max_tokens_per_rank``. If not, they stand one after another, rank by rank, and
-    :attr:`n_gathered` says how many they are; after the last, the routing map is
-    -1, probabilities are 0, and tokens are undefined. A wrong dtype raises a
-    ``TypeError``, a wrong shape, device or order of calls a ``ValueError``.
+    docs/all_gather.md has an example, and where tokens stand. Lists have an entry for
+    each local rank. A wrong dtype raises a ``TypeError``, a wrong shape, device or
+    order of calls a ``ValueError``.
     """
 
     def __init__(
@@ -102,8 +56,10 @@ class AllGatherTokenDispatcher:
                 f"n_gpus_per_node * n_nodes = {n_ranks} ranks; an all-gather has at "
                 f"most {MAX_TOP_K}"
             )
+        if top_k < 1:
+            raise ValueError(f"top_k={top_k} must be 1 or more")
         self.top_k = top_k
-        self.config = AllGatherConfig(
+        self.config = EPConfig(
             dispatch_dtype=dtype,
             combine_dtype=dtype,
             hidden_size=hidden_size,
@@ -178,7 +134,6 @@ class AllGatherTokenDispatcher:
             Tokens ``[global_tokens, hidden_size]`` and probabilities
             ``[global_tokens, top_k]`` float32 of each local rank. Sets
             :attr:`routing_map` to the gathered one, and :attr:`n_gathered`.
-
         """
         lists = dict(hidden_states=hidden_states, probs=probs, routing_map=routing_map)
         check_one_a_rank(len(self._ranks), **lists)

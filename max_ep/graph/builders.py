@@ -35,16 +35,10 @@ def call_ep_init(
 ) -> tuple[TensorValue, TensorValue]:
     """Initializes a rank's region and counters; nobody may use them yet.
 
-    Args:
-        atomic_counter_group_0: The rank's counters.
-        atomic_counter_group_1: The counters of MAX's second group.
-        config: The group; its sizes arrive through ``setup``.
-        setup: ``[setup_words]`` int64 on the host, as ``setup.mojo`` lists them;
-            :class:`EPCommInitializer` fills it.
-
-    Returns:
-        ``device_ptrs`` ``[NUM_GROUPS, 3]`` uint64 (send, recv and count buffer
-        of dispatch and of combine) and ``my_rank`` ``[1]`` int32.
+    ``setup`` is ``[setup_words]`` int64 on the host, as ``setup.mojo`` lists them;
+    :class:`EPCommInitializer` fills it. Returns ``device_ptrs`` ``[NUM_GROUPS, 3]``
+    uint64 (send, recv and count buffer of dispatch and of combine) and ``my_rank``
+    ``[1]`` int32.
     """
     load_ops(Graph.current)
     cpu = DeviceRef.CPU()
@@ -83,8 +77,8 @@ def call_ep_dispatch_async(
             pair of values and scales, row by row, of the dtypes that dispatch delivers.
         topk_ids: ``[n_tokens, top_k]`` int32 in ``[-1, n_experts)``. Those of one token
             are distinct; ``-1`` means "no expert". Others are dropped and counted, and
-            the op reports them. With :class:`AllGatherConfig`,
-            ``[n_tokens, router_top_k]``, any int32.
+            the op reports them. In an all-gather ``[n_tokens, router_top_k]``, any
+            int32.
         input_scales: ``[1]`` or ``[n_experts]`` float32: factor of a token, in float32,
             before it is encoded for an expert. Needs ``protocol="by_expert"`` and no
             ``fused_shared_expert``.
@@ -128,7 +122,7 @@ def call_ep_dispatch_wait(
         rows the first, within the expert's, and how many. Rows after ``recv_counts``
         are undefined.
 
-        With :class:`AllGatherConfig`, behind ``output_tokens``: routing map
+        In an all-gather, behind ``output_tokens``: routing map
         ``[n_output_rows, router_top_k]`` int32, probabilities of that shape, float32
         (after the last token -1 and 0), and the tokens of all ranks, ``[1]`` int32.
     """
@@ -199,10 +193,7 @@ def call_distributed_ep_dispatch(
 ) -> list[tuple[TensorValue, ...]]:
     """Adds the dispatch of all local ranks, in the form that can run.
 
-    The arguments are lists over the local ranks.
-
-    Returns:
-        The results of :func:`call_ep_dispatch_wait`, one tuple a rank.
+    Takes and returns lists over the local ranks.
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
     none = [None] * len(atomic_counters)
@@ -347,10 +338,7 @@ def call_distributed_ep_combine(
 ) -> list[TensorValue]:
     """Adds the combine of all local ranks, in the form that can run.
 
-    The arguments are lists over the local ranks.
-
-    Returns:
-        The results of :func:`call_ep_combine_wait`, one a rank.
+    Takes and returns lists over the local ranks.
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
     given = list(zip(input_tokens, src_info, atomic_counters))

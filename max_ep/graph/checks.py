@@ -106,20 +106,13 @@ def refuse_if_in_turn(config: EPConfig, op: str) -> None:
     """Raises if a rank of the fused ``op`` would wait for peers that run after it."""
     if not config.runs_ranks_in_turn:
         return
-    why = (
-        f"{config.n_gpus_per_node} ranks of this process run one after another "
-        f"(target='cpu', n_gpus_per_node={config.n_gpus_per_node})"
-    )
-    else_ = f"one process a rank (n_gpus_per_node=1, n_nodes={config.n_ranks})"
-    if config.target == "gpu":
-        why = (
-            "ranks that share a GPU run one after another "
-            f"(ranks_per_gpu={config.ranks_per_gpu})"
-        )
-        else_ = "a GPU for each rank (ranks_per_gpu=1)"
     raise ValueError(
-        f"{op} of one rank waits for its peers, but the {why}. Use ep_{op}_all, or "
-        f"call_ep_{op}_async of all ranks, then call_ep_{op}_wait, or {else_}"
+        f"{op} of one rank waits for its peers, but ranks of this process that share a "
+        f"device run one after another (n_gpus_per_node={config.n_gpus_per_node}, "
+        f"ranks_per_gpu={config.ranks_per_gpu}). Use ep_{op}_all, or "
+        f"call_ep_{op}_async of all ranks, then call_ep_{op}_wait, or a device a "
+        f"rank: on CPU n_gpus_per_node=1, n_nodes={config.n_ranks}, on GPUs "
+        "ranks_per_gpu=1"
     )
 
 

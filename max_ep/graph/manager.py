@@ -327,15 +327,9 @@ class EPBatchManager:
     def ep_watch(self, phase: str, device_id: int) -> TensorValue:
         """Measures how long a rank waits for each peer; changes nothing.
 
-        The async op of ``phase`` (``"dispatch"`` or ``"combine"``) comes before it, and
-        the wait behind. Fused forms have no wait to be watched.
-        ``EPConfig.timeout_s`` bounds its waiting, and again that of the wait behind it:
-        a peer that is late by less than both is no error.
-
-        Returns:
-            ``[n_ranks]`` int64: nanoseconds from the begin of the watch until all was
-            there that the peer sends (on GPUs with dispatch its counts, with sums the
-            first bytes of each of its sums), -1 if time was up before.
+        It stands between *async* and *wait* of ``phase``, ``"dispatch"`` or
+        ``"combine"``. Returns ``[n_ranks]`` int64: nanoseconds until the peer's data
+        was there, -1 if that took ``EPConfig.timeout_s`` (docs/statistics.md).
         """
         if phase not in ("dispatch", "combine"):
             raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
@@ -477,18 +471,14 @@ class EPBatchManager:
     ) -> tuple[TensorValue, TensorValue]:
         """Flags the tokens whose result lacks an expert because its rank is masked.
 
-        It belongs behind the combine of these tokens, before the next dispatch. Needs
-        ``on_timeout="mask"``.
-
-        Args:
-            topk_ids: Those that dispatch took.
-            router_weight: The weights of these choices, float32 or bfloat16.
-            device_id: The local rank.
+        It belongs behind the combine of these tokens, before the next dispatch
+        (docs/fault_tolerance.md). ``topk_ids`` are those that dispatch took,
+        ``router_weight`` their weights, float32 or bfloat16.
 
         Returns:
             ``degraded`` ``[n_tokens]`` bool: whether a choice of the token is on a
             masked rank; ``live_share`` ``[n_tokens]`` float32: the part of the token's
-            weights that its other choices have. A result divided by it is renormalized.
+            weights that its other choices have.
         """
         if self.config.on_timeout != "mask":
             raise ValueError("ep_degraded needs EPConfig.on_timeout='mask'")

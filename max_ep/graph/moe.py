@@ -29,17 +29,6 @@ class ExpertWeights:
     """``[n_local_experts, hidden_size, moe_dim]``."""
 
 
-def route(
-    x: TensorValue, router: TensorValue, top_k: int
-) -> tuple[TensorValue, TensorValue]:
-    """Chooses each token's experts: top-k of a softmax, weights summing to 1.
-
-    ``x`` is ``[n_tokens, hidden_size]``, ``router`` ``[n_experts, hidden_size]``, both
-    float32. Returns ids, int32, and weights, float32, both ``[n_tokens, top_k]``.
-    """
-    return softmax_top_k(linear(x, router), top_k)
-
-
 def through_experts(
     manager: EPBatchManager,
     xs: Sequence[TensorValue],
@@ -79,15 +68,15 @@ def moe_layer(
 ) -> tuple[list[TensorValue], list[TensorValue]]:
     """Runs the layer on all ranks of this process.
 
-    ``x`` and ``router`` are as in :func:`route`. Where dispatch quantizes,
-    experts get its rows in float32 again, and ``combine_dtype`` is float32. With
+    ``x`` is ``[n_tokens, hidden_size]`` of each, ``router`` ``[n_experts,
+    hidden_size]``, both float32. Where dispatch quantizes, experts get its rows in
+    float32 again, and ``combine_dtype`` is float32. With
     ``eplb_enabled``, ``layer`` is that of the placement. Returns the results of each
     rank, ``[n_tokens, hidden_size]``, and its ``topk_ids``, of logical experts.
     """
     config = manager.config
-    routed = [route(tokens, router, config.top_k) for tokens in x]
-    ids = [topk_ids for topk_ids, _ in routed]
-    weights = [topk_weights for _, topk_weights in routed]
+    routed = [softmax_top_k(linear(tokens, router), config.top_k) for tokens in x]
+    ids, weights = map(list, zip(*routed))
 
     def run_experts(rank: int, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         rows, *groups = dispatched

@@ -88,10 +88,8 @@ class EPCommInitializer(MaskedRanks):
                 (``memory.setup_graph.setup_graph``).
 
         Raises:
-            MemoryError: If the memory cannot be allocated.
             TimeoutError: If a process of the group does not come in time.
             ValueError: If a process has another configuration, or GPUs are missing.
-            RuntimeError: If called twice.
         """
         if self._memory is not None:
             raise RuntimeError(
@@ -189,9 +187,6 @@ class EPCommInitializer(MaskedRanks):
 
         For another thread; ``max-ep who`` does the same from another process.
         ``print`` it. CPU ranks of one process run in turn and never wait.
-
-        Raises:
-            RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
         """
         self._check_open("who_waits")
         if isinstance(self._memory, SharedMemory):
@@ -282,14 +277,11 @@ class EPCommInitializer(MaskedRanks):
     def check(self) -> None:
         """Waits for the devices, and raises if a launch on a GPU has failed.
 
-        A GPU kernel cannot raise. It records what went wrong (a peer that did
-        not come, ids out of range), combine results become NaN, and later
-        launches do nothing. Leaving the initializer's ``with`` block checks
-        too. On CPU the ops raise by themselves.
-
-        Raises:
-            RuntimeError: If a launch failed since the last :meth:`reset`; says
-                who waited for whom, in which phase, expert and generation.
+        A GPU kernel cannot raise. It records what went wrong (a peer that did not come,
+        ids out of range), combine results become NaN, and later launches do nothing. A
+        ``RuntimeError`` says who waited for whom, in which phase, expert and
+        generation. Leaving the ``with`` block checks too. On CPU the ops raise by
+        themselves.
         """
         self._check_open("check")
         if self.config.target == "cpu":
@@ -308,12 +300,7 @@ class EPCommInitializer(MaskedRanks):
             raise RuntimeError("\n".join(texts))
 
     def model_inputs(self) -> list[Buffer]:
-        """Returns the graph's EP inputs, in the order of ``input_types()``.
-
-        Raises:
-            RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
-            ValueError: If experts are balanced and there is no placement.
-        """
+        """Returns the graph's EP inputs, in the order of ``input_types()``."""
         self._check_open("model_inputs")
         if self.config.eplb_enabled and not self._placement:
             raise ValueError(
@@ -327,11 +314,8 @@ class EPCommInitializer(MaskedRanks):
         """Puts all ranks back before generation 1, after a run that failed.
 
         An error in one op ends a run early: some ranks have sent, others have not.
-        This makes the memory usable again. No run may be going on.
-
-        Raises:
-            RuntimeError: If the ranks are in several processes: what the
-                others have done cannot be undone from here.
+        This makes the memory usable again, if all ranks are in this process. No run may
+        be going on.
         """
         if self.config.n_nodes > 1:
             raise RuntimeError(
@@ -351,8 +335,7 @@ class EPCommInitializer(MaskedRanks):
         """Sets where experts are, for the graphs that run from now on.
 
         The weights must be there. A captured graph keeps the buffers that it was
-        captured with: change those in place. A ``ValueError`` says which table is not
-        of this form.
+        captured with: change those in place.
 
         Args:
             log2phy: Physical experts, int32 ``[num_moe_layers, num_logical_experts,

@@ -153,19 +153,13 @@ class MaskedRanks:
         return now_s - min((int(1000 * now_s) - ms) % 2**32 for ms in beats_ms) / 1000
 
     def reconcile(self) -> list[int]:
-        """Agrees with the other processes on who goes on, between two steps.
+        """Agrees with the other processes on who goes on; returns the active ranks.
 
         All processes call it after the same step. A process that was killed, is late,
         or is masked by one that stays is out (``membership.decide`` has the rule).
         Processes that wait in :meth:`ep_init` or :meth:`rejoin` are in from the next
-        step on.
-
-        Returns:
-            The active ranks, the same in all processes.
-
-        Raises:
-            RankExpelled: If the others go on without this process. It can launch
-                nothing before it has called :meth:`rejoin`.
+        step on. Raises :class:`RankExpelled` if the others go on without this process:
+        it can launch nothing before it has called :meth:`rejoin`.
         """
         masked = set(range(self.config.n_ranks)) - set(self.active_ranks())
         if self._members is None:

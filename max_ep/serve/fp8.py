@@ -47,10 +47,7 @@ def _array(data: WeightData, view: DType | None = None) -> np.ndarray:
 
 
 def widen(bits: np.ndarray, scales: np.ndarray, block: list[int]) -> np.ndarray:
-    """Multiplies FP8 bits ``[n, k]`` by the scales of their blocks, in float32.
-
-    The last blocks may be smaller.
-    """
+    """Multiplies FP8 bits ``[n, k]`` by the scales of their blocks, in float32."""
     n, k = bits.shape
     each = np.repeat(np.repeat(scales, block[0], 0)[:n], block[1], 1)[:, :k]
     return float8_e4m3fn_to_float32(bits) * each

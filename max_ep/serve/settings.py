@@ -18,12 +18,9 @@ from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement
 from ..experts import gather_takes, gpu_takes
-from ..limits import FP8_BLOCK, PROTOCOLS, timeout_s_of_environment
+from ..limits import FP8_BLOCK, timeout_s_of_environment
 from ..moe_shape import MoeShape
 from .hopper import is_hopper
-
-PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
-"""Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
 
 PLACEMENT_VARIABLE = "MAX_EP_PLACEMENT"
 """Environment variable for a file of :meth:`Placement.save`; unset or empty: experts
@@ -115,7 +112,6 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         n_nodes=1,
         fused_shared_expert=shape.has_shared_expert,
         target="cpu" if on_cpu else "gpu",
-        protocol=_protocol(),
         timeout_s=timeout_s_of_environment(),
     )
     config = _placed(config)
@@ -177,31 +173,18 @@ def place_experts(state_dict: dict[str, Any], config: EPConfig) -> dict[str, Any
     return placed
 
 
-def _protocol() -> str:
-    name = os.environ.get(PROTOCOL_VARIABLE) or "auto"
-    if name not in ("auto", *PROTOCOLS):
-        raise ValueError(
-            f"{PROTOCOL_VARIABLE}={name!r} is no protocol; set it to one of "
-            f"{', '.join(['auto', *PROTOCOLS])}, or unset it"
-        )
-    return name
-
-
 def gathers(config: EPConfig, moe_dim: int) -> bool:
     """Returns whether experts gather their tokens, in place of dispatch and combine.
 
     That is on one Hopper GPU in bfloat16, without replicas.
     """
-    is_one_gpu = config.target == "gpu" and config.n_ranks == 1
-    is_bfloat16 = config.dispatch_dtype == config.combine_dtype == DType.bfloat16
-    is_plain = not (config.eplb_enabled or config.fused_shared_expert)
-    hidden_size = config.hidden_size
     return (
-        is_one_gpu
-        and is_bfloat16
-        and is_plain
-        and gather_takes(config.n_experts, 2 * moe_dim, hidden_size)
-        and gpu_takes(hidden_size, moe_dim)
+        config.target == "gpu"
+        and config.n_ranks == 1
+        and config.dispatch_dtype == config.combine_dtype == DType.bfloat16
+        and not (config.eplb_enabled or config.fused_shared_expert)
+        and gather_takes(config.n_experts, 2 * moe_dim, config.hidden_size)
+        and gpu_takes(config.hidden_size, moe_dim)
         and is_hopper()
     )
 

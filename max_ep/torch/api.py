@@ -16,11 +16,10 @@ import torch.distributed as dist
 from ..limits import checked_timeout_s, timeout_s_of_environment
 from ..who import Waits, answer_for
 from .board import Board
-from .communicator import Communicator, refuse
+from .communicator import Communicator, Masks, refuse
 from .compiled import BUFFERS
 from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
-from .masks import Masks
 from .normal_api import Normal
 
 _KEYS = itertools.count()
@@ -59,15 +58,12 @@ class Buffer(LowLatency, Normal):
     ) -> None:
         """Joins the other ranks. All processes of the group call it.
 
+        Both modes always work. Arguments that are not listed are ignored.
+
         Args:
             group: The ranks; it carries names and addresses, no data.
             num_nvl_bytes: On GPUs a hint for how many tokens the normal calls hold
                 memory at first.
-            num_rdma_bytes: Ignored.
-            low_latency_mode: Ignored: both modes always work.
-            num_qps_per_rank: Ignored.
-            allow_nvlink_for_low_latency_mode: Ignored.
-            allow_mnnvl: Ignored.
             explicitly_destroy: Whether only :meth:`destroy` frees the memory.
             enable_shrink: Whether the low-latency calls mask a rank that is late, and
                 go on without it (docs/fault_tolerance.md).
@@ -78,10 +74,6 @@ class Buffer(LowLatency, Normal):
                 or the CPU if there is none.
             memory: ``"vmm"`` (the driver's, the default) or ``"symm"`` (torch's
                 symmetric memory), on GPUs; None: ``MAX_EP_TORCH_MEMORY``.
-
-        Raises:
-            NotImplementedError: For ranks on several hosts.
-            TimeoutError: If a rank does not come; names it.
         """
         if group is None and comm is None:
             refuse("group", "is None; pass a torch.distributed group, or comm=")
@@ -245,11 +237,7 @@ class Buffer(LowLatency, Normal):
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
         """Returns a tensor of shape ``[0]``, which callers may clear; no part of a
-        region, for it holds flags that only kernels may write.
-
-        Raises:
-            NotImplementedError: If a size or an offset is asked for.
-        """
+        region, for it holds flags that only kernels may write."""
         if size is not None or offset != 0:
             raise NotImplementedError(
                 "max_ep: get_local_buffer_tensor(size, offset); combine takes rows "

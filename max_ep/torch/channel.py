@@ -177,7 +177,8 @@ class Channel:
         self.n_local = settings.experts // settings.ranks
         capacity = settings.ranks * settings.tokens
         self.rows_layout = dense(self.n_local, capacity, settings.hidden)
-        self.scales_layout = dense(self.n_local, settings.hidden // FP8_BLOCK, capacity)
+        n_scales = settings.hidden // (FP8_BLOCK * (4 if settings.packed_scales else 1))
+        self.scales_layout = dense(self.n_local, n_scales, capacity)
         self.rows_shape = self.rows_layout[0]
         sizes = (settings.ranks, settings.tokens)
         self.n_table_words = n_table_words(self.n_local, *sizes)

@@ -59,6 +59,7 @@ class Settings:
     ranks: int
     top_k: int
     tokens: int
+    packed_scales: bool = False
     wide_ids: bool = False
     masks: bool = False
 

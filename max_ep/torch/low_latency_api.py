@@ -133,14 +133,11 @@ class LowLatency:
         dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
         rows = empty(*channel.rows_layout, dtype)
         result: Any = rows
-        scales = packed = None
+        scales = None
         if use_fp8:
-            scales = empty(*channel.scales_layout, torch.float32)
-            packed = scales
-            if use_ue8m0:
-                shape = (n_local, scales.shape[1] // 4, capacity)
-                packed = scales.new_empty(shape, dtype=torch.int32)
-            result = (rows, scales_of_rows(packed))
+            dtype = torch.int32 if use_ue8m0 else torch.float32
+            scales = empty(*channel.scales_layout, dtype)
+            result = (rows, scales_of_rows(scales))
         arguments = (
             x.data_ptr(),
             topk_idx.data_ptr(),
@@ -151,24 +148,8 @@ class LowLatency:
             src_info + 8 * n_local * capacity,
             src_info,
         )
-        tensors = (x, topk_idx, tables, rows, scales, packed, stats)
-        after = None
-        if use_ue8m0 or stats is not None:
-
-            def after() -> None:
-                if use_ue8m0:
-                    # Exponents of four powers of two go into an int32, the first
-                    # lowest. In place: with `out=` of bytes, CUDA narrows before it
-                    # shifts.
-                    # Tensors of inference mode are changed in that mode only.
-                    with torch.inference_mode(scales.is_inference()):
-                        exponents = scales.view(torch.int32)
-                        exponents >>= 23
-                        bytes_ = packed.view(torch.uint8).unflatten(2, (-1, 4))
-                        bytes_.transpose(2, 3).copy_(exponents.unflatten(1, (-1, 4)))
-                if stats is not None:
-                    stats.add_(counts)
-
+        tensors = (x, topk_idx, tables, rows, scales, stats)
+        after = None if stats is None else lambda: stats.add_(counts)
         turn = channel.take(region)  # now that nothing is refused any more
         event, hook = self._phase(
             (region, region.dispatch, arguments),
@@ -384,6 +365,7 @@ class LowLatency:
             ranks=comm.n_ranks,
             top_k=top_k,
             tokens=cap,
+            packed_scales=use_ue8m0,
             wide_ids=True,
             masks=comm.masks is not None,
         )
@@ -422,6 +404,7 @@ class LowLatency:
                 settings.experts,
                 use_fp8=use_fp8,
                 round_scale=settings.format == FORMATS["fp8-round"],
+                use_ue8m0=settings.packed_scales,
             )
 
     @staticmethod

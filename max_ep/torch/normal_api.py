@@ -60,7 +60,7 @@ class Normal:
     Of all three calls: ``previous_event`` is what the work waits for; with
     ``async_finish`` it is done on a stream of its own, and the current one waits when
     the event is asked to; ``allocate_on_comm_stream``, with the other two: results are
-    allocated on that stream.
+    allocated on that stream. ``config`` is ignored.
     """
 
     _comm: Communicator
@@ -142,7 +142,6 @@ class Normal:
             handle: Of an earlier dispatch, to repeat its layout with other tokens, or
                 ``tuple(handle)``; also of another ``Buffer`` of these ranks.
             num_tokens_per_rank: From ``get_dispatch_layout``, as the next ones.
-            num_tokens_per_rdma_rank: None.
             is_token_in_rank: bool ``[n_tokens, n_ranks]``.
             num_tokens_per_expert: int32 ``[n_experts]``.
             topk_idx: int64 ``[n_tokens, top_k]``, to be sent with the tokens.
@@ -150,7 +149,6 @@ class Normal:
             expert_alignment: The counts returned are rounded up to multiples of it.
             num_worst_tokens: Rows to return; the host then waits for nothing, and the
                 counts are empty. At least ``n_ranks`` times the most tokens of a rank.
-            config: Ignored.
 
         Returns:
             Rows ``[n_rows, hidden]`` (or the pair), by source rank and token; their
@@ -275,7 +273,6 @@ class Normal:
             handle: As in dispatch.
             topk_weights: float32 ``[n_rows, top_k]``, to be added up as well.
             bias: One or two tensors of the result's shape, added to it.
-            config: Ignored.
 
         Returns:
             Sums ``[n_tokens, hidden]``, of the weights ``[n_tokens, top_k]`` or None,

@@ -12,6 +12,7 @@ error.
     COMBINE             bfloat16 or float32: elements of expert rows and results
     COMBINE_HIDDEN      how many of them
     EXPERTS, RANKS, TOP_K, TOKENS      of the group; TOKENS: the most of a rank
+    PACKED_SCALES       whether scales are exponents, four in an int32
     WIDE_IDS            whether ids are int64
     MASKS               whether a rank that is late is masked, and the others go on
 """
@@ -60,7 +61,8 @@ comptime N_RANKS = get_defined_int["RANKS"]()
 comptime HIDDEN = get_defined_int["HIDDEN"]()
 comptime TOP_K = get_defined_int["TOP_K"]()
 comptime WIDE_IDS = is_defined["WIDE_IDS"]()
-comptime Format = FormatOf[get_defined_string["FORMAT"](), HIDDEN, TOP_K]
+comptime SCALES = "packed" if is_defined["PACKED_SCALES"]() else "transposed"
+comptime Format = FormatOf[get_defined_string["FORMAT"](), HIDDEN, TOP_K, scales=SCALES]
 comptime INPUT_DTYPE = (
     DType.float32 if get_defined_string["FORMAT"]() == "float32" else DType.bfloat16
 )
