@@ -45,6 +45,7 @@ def plan(capsys, monkeypatch):
             "agree with the plain MoE",
         ),
         ("python graphs/moe_layer.py --allreduce", "agree with the plain MoE"),
+        ("python graphs/overlap.py", "generation 3: right on all 4 ranks"),
     ],
 )
 def test_graphs(command, says):
