@@ -204,7 +204,10 @@ def serving_tables(rows: list[dict]) -> list[str]:
             continue
         cells.append([name_of(row), str(row["clients"])])
         cells[-1].append(spread(row, "step_ms"))
-        cells[-1] += [f"{row['first_ms']:.1f}", f"{row['between_ms']:.2f}"]
+        for name, n_digits in (("first_ms", 1), ("between_ms", 2)):
+            theirs = row.get(f"foreign_{name}")
+            foreign = f"; {theirs:.{n_digits}f}" if theirs else ""
+            cells[-1].append(f"{row[name]:.{n_digits}f}{foreign}")
         cells[-1] += [f"{row['tokens_per_s']:.0f}", row["run"]]
     return [*of_prompts, *table(columns, cells)]
 
