@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MAX's EP and max_ep give the same: `changed_import.py` with either import.
 
-Both deliver to each expert the oracle's rows, whose order MAX leaves open, and return
-its sums where float32 is exact. What max_ep delivers is the oracle's, bit for bit, of
+Where numbers are exact, both deliver to each expert the oracle's rows, whose order MAX
+leaves open, and return its sums. What max_ep delivers is the oracle's, bit for bit, of
 random tokens too.
 """
 
@@ -75,16 +75,18 @@ def by_expert(of_rank: SimpleNamespace, n_of: np.ndarray) -> list[np.ndarray]:
 
 
 def check_theirs(results: Results, case: Case, kind: str) -> None:
+    """Of runs that are exact: elsewhere MAX may round otherwise, to FP8 too."""
     for (form, routing), ranks in results.items():
-        for rank, want in enumerate(wanted(case, kind, routing)):
+        for rank, want in enumerate(
+            wanted(case, kind, routing) if RUNS[routing] else ()
+        ):
             where = f"MAX, {form}, {routing}, rank {rank}"
             named = dict(scales=None) | dict(zip(names_of(case), ranks[rank]))
             n_of = np.diff(want.row_offsets.astype(int))
             of_both = (by_expert(x, n_of) for x in (SimpleNamespace(**named), want))
             for expert, (got, need) in enumerate(zip(*of_both)):
                 assert_same_bits(f"{where}, expert {expert}", got, need)
-            if RUNS[routing]:
-                assert_same_bits(f"{where}: sums", named["sums"], want.sums)
+            assert_same_bits(f"{where}: sums", named["sums"], want.sums)
 
 
 def check_ours(results: Results, case: Case, kind: str) -> None:
