@@ -255,12 +255,6 @@ def router_weights(
     return [of_rank(rank) for rank in range(n_ranks)]
 
 
-def scaled_bits(bits: np.ndarray, factor: float) -> np.ndarray:
-    """Multiplies bfloat16 bits by a power of two."""
-    values = reference.bfloat16_to_float32(bits) * np.float32(factor)
-    return reference.float32_to_bfloat16(values)
-
-
 LAYER_FACTORS = (2.0, 2.0, 0.25)
 """Layer ``l`` of a chain multiplies its tokens by ``LAYER_FACTORS[l % 3]``.
 

@@ -15,8 +15,8 @@ Without ``--from`` the GPU host compiles. The permutation of one rank::
     --ranks 1 --tokens 128 1024 4096 8192 --peers sums rows max_layer --forms fused
 
 Each configuration runs in a process of its own, which is killed after ``--limit-s``:
-a hang costs the rest of its rows only. ``bench/report.py`` says in ``METHOD`` what
-is measured, ``bench/cases.py`` what peers and forms are.
+a hang costs the rest of its rows only. docs/performance.md says what is measured,
+``bench/cases.py`` what peers and forms are.
 """
 
 from __future__ import annotations

@@ -206,6 +206,8 @@ class GraphPeer:
 
     def measure(self, case: Case, n_samples: int, n_replays: int) -> dict[str, float]:
         """Checks and times a case: median and p95 in µs a layer."""
+        import torch
+
         self._check(case, seed=1)
         inputs, check = self.start(case)
         model, layers = self._model(case.form), self.config.n_layers
@@ -219,7 +221,7 @@ class GraphPeer:
             self._finish()
             for rank in range(self.config.n_ranks):  # old results must not pass
                 self.tensor(outputs[rank], rank).zero_()
-            _synchronize_torch(self.config.n_ranks)
+                torch.cuda.synchronize(rank)
 
             def replay() -> None:
                 for _ in range(n_replays):
@@ -272,13 +274,6 @@ def token_types(config: Config, n_weights: int) -> list[TensorType]:
     inputs = types(config, DType.bfloat16, ["n_tokens", config.shape.hidden_size])
     inputs += types(config, DType.int32, choices)
     return inputs + n_weights * types(config, DType.float32, choices)
-
-
-def _synchronize_torch(n_ranks: int) -> None:
-    import torch
-
-    for rank in range(n_ranks):
-        torch.cuda.synchronize(rank)
 
 
 def summary(median: str, p95: str, seconds: list[float], per: int) -> dict[str, float]:

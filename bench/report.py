@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes docs/performance.md and its plots of docs/performance.json.
+"""Makes the tables of docs/performance.md, and its plots, of docs/performance.json.
 
-    python -m bench.report              # writes the page and the plots
+    python -m bench.report              # writes the tables and the plots
     python -m bench.report --add FILE   # first takes the runs of FILE into the JSON
 
 ``bench.gpu_round_trip``, ``bench.cpu_round_trip`` and ``bench.serving`` write such
@@ -57,55 +57,6 @@ SERVING_PEERS = {
 }
 NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
 
-INTRO = """\
-# Performance
-
-Medians in µs of one layer: one dispatch and one combine, without router and matmuls, \
-by tokens per rank. Each table has the newest value of each size. [Method](#method) \
-says how they are measured. [Performance notes](performance-notes.md) say what bounds \
-each size, and have other systems.
-
-| in a row | meaning |
-|---|---|
-| captured, eager | replay of a captured graph; ops launched one by one |
-| sums, rows; by_rank, by_expert | [modes of combine](concepts.md#rows-and-sums); \
-[protocols](concepts.md#by-rank-and-by-expert) |
-| async + wait | the [split form](concepts.md#dispatch-and-combine); all others are \
-fused |
-| async + work + wait | the split form with a kernel of other work between its halves |
-| work + fused | the same kernel before the fused form |
-| A / B, ratio | time of A over time of B, captured, in the same run |
-| wire GB/s | bytes that cross the busiest rank's link, in its busier direction, over \
-the time of a layer |
-| commit | names a [run](#runs): machine, date, command |
-"""
-
-METHOD = """\
-## Method
-
-- A chain of layers is one graph; a layer's result is the next layer's input. A chain \
-has 64 layers up to 128 tokens per rank, 24 up to 1024, and 12 above. Time runs from \
-all GPUs idle to all GPUs idle, divided by the layers. One process drives all GPUs.
-- A captured sample is eight replays without a pause, or one replay where the run \
-says so.
-- Experts return their input. With FP8 dispatch, each expert of a rank returns one \
-given bfloat16 row. Combine is bfloat16.
-- `max_tokens_per_rank` is 128, 512, 1024, 4096 or 8192: the least that holds the \
-tokens.
-- max_ep and MAX deliver rows sorted by expert and return weighted sums. NCCL does \
-less. Its all-gather does not filter, sort or weigh. Its all-to-all sends one row for \
-each (token, rank), does not sort, and knows all message sizes in advance.
-- Uniform routing draws a token's experts evenly. With Zipf routing, expert `e` is \
-`1 / (e + 1)` as likely as expert 0.
-- Bytes on the wire are those of dispatch and combine together, without headers and \
-flags.
-- Before and after timing, the results of the timed graph are compared bit for bit \
-with exact arithmetic. Dispatched rows are compared with the oracle: max_ep's bit for \
-bit and in order, MAX's as a set of tokens for each expert.
-- `python -m bench.report` makes this page from [performance.json](performance.json), \
-which also has the 95th percentiles.
-"""
-
 
 # -------------------------------------------------------------------------- tables
 
@@ -122,18 +73,6 @@ def table(columns: list[str], rows: Iterable[list[str]], n_text: int = 1) -> lis
     line = "|---" * n_text + "|---:" * (len(columns) - n_text) + "|"
     body = [f"| {' | '.join(row)} |" for row in rows]
     return [f"| {' | '.join(columns)} |", line, *body, ""]
-
-
-def newest(data: dict) -> list[dict]:
-    """Returns the rows of GPUs; of those that differ in their run only, the newest."""
-    runs, order = data["runs"], list(data["runs"])
-    what = ("ranks", "shape", "routing", "dtype", "peer", "form", "tokens")
-    found = {}
-    for row in sorted(
-        data["gpu"], key=lambda r: (runs[r["run"]]["date"], order.index(r["run"]))
-    ):
-        found[runs[row["run"]]["gpu"], tuple(row[name] for name in what)] = row
-    return list(found.values())
 
 
 def series(rows: list[dict]) -> dict[tuple[str, str, str], dict[int, dict]]:
@@ -190,7 +129,7 @@ def _group_lines(rows: list[dict]) -> list[list[str]]:
 
 def _gpu_sections(data: dict) -> list[str]:
     groups: dict[tuple, list[dict]] = {}
-    for row in newest(data):
+    for row in data["gpu"]:
         gpu = data["runs"][row["run"]]["gpu"]
         what = list(SHAPES).index(row["shape"]), row["routing"]
         key = row["ranks"], gpu, *what, row["dtype"] != "bfloat16"
@@ -279,18 +218,7 @@ def _serving_sections(data: dict) -> list[str]:
         run = data["runs"][row["run"]]
         key = run["gpu"], run["n_gpus"], run["layers"]
         groups.setdefault(key, []).append(row)
-    lines = [
-        "## Serving",
-        "",
-        "`max serve` of a model with Qwen3-30B-A3B's sizes (hidden 2048, top-8 of 128 "
-        "experts) and random weights, in bfloat16. Decode replays captured graphs. "
-        "Each client sends some 130 tokens and takes 64. A step decodes one token for "
-        "all clients. On several GPUs max_ep spreads experts and replicates attention. "
-        "On one GPU, tensor parallel is MAX's model undivided. MAX's own models run "
-        "with max_ep's matmuls, without which they do not compile on Hopper. Greedy "
-        "tokens of each server are compared with those of transformers.",
-        "",
-    ]
+    lines = []
     for (gpu, n, n_layers), rows in groups.items():
         lines += [f"### {machine(gpu, n)}, {n_layers} layers", ""]
         lines += serving_tables(rows)
@@ -311,32 +239,9 @@ def cpu_table(rows: list[dict]) -> list[str]:
     return table(columns, cells, 2)
 
 
-def _cpu_section(data: dict) -> list[str]:
-    return [
-        "## CPU",
-        "",
-        "ms of a round trip of four ranks in one process, median (p95): hidden 2048, "
-        "top-8 of 64 experts, uniform routing, all columns sampled in turn. MB: one "
-        "row for each choice, there and back. memcpy copies as many bytes.",
-        "",
-        *cpu_table(data["cpu"]),
-    ]
-
-
-def _runs_section(data: dict) -> list[str]:
-    lines = [
-        "## Runs",
-        "",
-        "Check out the commit to repeat a run. In commands up to a7c011e, "
-        "`ours_reduced` is by_rank with sums, `ours_by_rank` is by_rank with rows, and "
-        "`ours` is by_expert.",
-        "",
-    ]
-    shown = [*newest(data), *data["serving"], *data["cpu"]]
-    used = {row["run"] for row in shown}
+def _runs(data: dict) -> list[str]:
+    lines = []
     for name, run in data["runs"].items():
-        if name not in used:
-            continue
         where = run.get("cpu") or f"{run['n_gpus']} x {run['gpu']}, driver "
         where += "" if "cpu" in run else run["driver"]
         samples = f", {run['samples']} samples" if "samples" in run else ""
@@ -349,11 +254,23 @@ def _runs_section(data: dict) -> list[str]:
     return [*lines, ""]
 
 
-def page(data: dict) -> str:
-    """Makes the page of runs and rows."""
-    lines = [INTRO, *_shapes(data), *_gpu_sections(data), *_serving_sections(data)]
-    lines += [*_cpu_section(data), METHOD, *_runs_section(data)]
-    return "\n".join(lines).rstrip("\n") + "\n"
+def page(text: str, data: dict) -> str:
+    """Makes the tables of a page anew, each between two comments."""
+    made = {
+        "sizes": _shapes(data),
+        "gpus": _gpu_sections(data),
+        "serving": _serving_sections(data),
+        "cpu": cpu_table(data["cpu"]),
+        "runs": _runs(data),
+    }
+    for name, lines in made.items():
+        begin = f"<!-- made by bench.report: {name} -->\n\n"
+        before, _, rest = text.partition(begin)
+        _, end, after = rest.partition("<!-- end -->")
+        if not end:
+            raise ValueError(f"{PAGE.name} has no place for {name}")
+        text = before + begin + "\n".join(lines).rstrip("\n") + "\n\n" + end + after
+    return text
 
 
 # --------------------------------------------------------------------------- plots
@@ -384,7 +301,7 @@ def plots(data: dict) -> list[Path]:
     from matplotlib import pyplot
 
     groups: dict[tuple[str, int], list[dict]] = {}
-    for row in filter(_is_main, newest(data)):
+    for row in filter(_is_main, data["gpu"]):
         gpu = data["runs"][row["run"]]["gpu"]
         groups.setdefault((gpu, row["ranks"]), []).append(row)
     written = []
@@ -421,7 +338,7 @@ def plots(data: dict) -> list[Path]:
 
 
 def main() -> None:
-    """Writes the page and the plots."""
+    """Writes the tables and the plots."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--add", nargs="+", type=Path, default=[])
     options = parser.parse_args()
@@ -429,7 +346,7 @@ def main() -> None:
     for path in options.add:
         data = merge(data, load(path))
     DATA.write_text(dump(data))
-    PAGE.write_text(page(data))
+    PAGE.write_text(page(PAGE.read_text(), data))
     for path in (DATA, PAGE, *plots(data)):
         print(f"wrote {path.relative_to(ROOT)}")
 

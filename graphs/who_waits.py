@@ -97,17 +97,16 @@ def main() -> None:
     options = parser.parse_args()
     ranks = launch(run_rank, N_RANKS)
     print(f"{N_TOKENS} tokens on {N_RANKS} ranks: right in {N_RUNS + 1} runs")
-    kinds = (np.stack(x, axis=1) for x in _by_kind(ranks))
+    of_kinds = (
+        [np.stack([run[i] for run in runs]) for runs in ranks] for i in range(3)
+    )
+    kinds = (np.stack(of_ranks, axis=1) for of_ranks in of_kinds)
     statistics = Statistics(*kinds, N_EXPERTS)
     if options.save:
         statistics.save(options.save)
         print(f"saved: {options.save}")
     else:
         print(statistics.text())
-
-
-def _by_kind(ranks: list[list[list[np.ndarray]]]) -> list[list[np.ndarray]]:
-    return [[np.stack([run[i] for run in runs]) for runs in ranks] for i in range(3)]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import networkx
 from same_code import sections
 
 
@@ -69,10 +70,13 @@ class Kernel:
 
     def __init__(self, ops: list[Op]) -> None:
         self.ops = ops
+        self._graph = networkx.DiGraph()
+        self._graph.add_nodes_from(range(len(ops)))
         self._before: list[list[int]] = [[] for _ in ops]
         for i, op in enumerate(ops):
             for after in op.successors:
                 self._before[after].append(i)
+                self._graph.add_edge(i, after)
         # The predicates that each operation sets, and where registers are written.
         found = [_PTX_SET.match(op.text) for op in ops]
         self._sets = [set(filter(None, x.groups())) if x else set() for x in found]
@@ -246,43 +250,14 @@ class Kernel:
 
     def loops(self, within: Collection[int] | None = None) -> list[Loop]:
         """Finds the loops that are in no other loop."""
-        places = set(range(len(self.ops))) if within is None else set(within)
-        loops, done = [], set()
-        # What a search leaves last, it can reach the most from; whatever of that
-        # leads back is one loop (Kosaraju).
-        for i in reversed(self._by_leaving(places)):
-            if i in done:
-                continue
-            body, todo = {i}, [i]
-            while todo:
-                for before in self._before[todo.pop()]:
-                    if before in places and before not in body | done:
-                        body.add(before)
-                        todo.append(before)
-            done |= body
-            if len(body) > 1 or i in self.ops[i].successors:
+        graph = self._graph if within is None else self._graph.subgraph(within).copy()
+        loops = []
+        for body in networkx.strongly_connected_components(graph):
+            if len(body) > 1 or graph.has_edge(*body, *body):
                 entries = {j for j in body if not body.issuperset(self._before[j])}
                 assert len(entries) == 1, "a loop that is entered at several places"
                 loops.append(Loop(self, body, entries.pop()))
         return loops
-
-    def _by_leaving(self, places: set[int]) -> list[int]:
-        left: list[int] = []
-        seen: set[int] = set()
-        for start in sorted(places):
-            if start in seen:
-                continue
-            seen.add(start)
-            way = [(start, iter(self.ops[start].successors))]
-            while way:
-                for after in way[-1][1]:
-                    if after in places and after not in seen:
-                        seen.add(after)
-                        way.append((after, iter(self.ops[after].successors)))
-                        break
-                else:
-                    left.append(way.pop()[0])
-        return left
 
 
 @dataclass

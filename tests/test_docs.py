@@ -29,10 +29,6 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def without_code(text: str) -> str:
-    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
-
-
 def blocks(path: Path, language: str) -> list[str]:
     pattern = rf"^```(?:{language})\n(.*?)^```"
     return re.findall(pattern, path.read_text(), re.S | re.M)
@@ -51,7 +47,8 @@ def anchors_of(path: Path) -> set[str]:
 def test_links(path):
     """Each relative link finds a file, and each anchor a heading."""
     wrong = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", link):
             continue
         target, _, anchor = link.partition("#")
@@ -88,16 +85,11 @@ def test_readme_example_is_the_program():
     assert examples and all(example in program for example in examples)
 
 
-def make_recipes() -> str:
-    """What the Makefile runs, in the words of a reader."""
-    text = (ROOT / "Makefile").read_text()
-    return text.replace("$(PIP)", "pip install").replace("$(BIN)/", "")
-
-
 def test_readme_commands_are_run():
     """By CI, by a target that it makes, or by a test."""
     commands = "".join(blocks(ROOT / "README.md", "sh|console")).splitlines()
-    run = (ROOT / ".ci/run").read_text() + make_recipes()
+    run = (ROOT / ".ci/run").read_text() + (ROOT / "Makefile").read_text()
+    run = run.replace("$(PIP)", "pip install").replace("$(BIN)/", "")
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     commands = [" ".join(line.partition("#")[0].split()) for line in commands]
     commands = [command for command in commands if command]

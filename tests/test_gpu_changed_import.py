@@ -1,154 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``graphs/changed_import.py`` with MAX's EP and with max_ep: the same results.
+"""MAX's EP and max_ep give the same: `changed_import.py` with either import.
 
-Both run in processes of their own, with the same arguments but ``--package``. They
-print the same digests: of the rows of each expert, whose order MAX leaves open, and of
-sums for which float32 is exact. What max_ep delivers is the oracle's, bit for bit, of
+Where numbers are exact, both deliver to each expert the oracle's rows, whose order MAX
+leaves open, and return its sums. What max_ep delivers is the oracle's, bit for bit, of
 random tokens too.
 """
 
-import sys
-from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
+import changed_import
 import numpy as np
 import pytest
-from cases import BF16, F32, Case, Inputs
-from children import ALL_CASES, ROOT, WHERE_WE_IMPORT, printed
+from cases import BF16, Case, Inputs, narrow, widen
+from changed_import import RUNS, Results, case_of, factors_of, given_to, placement
+from children import ALL_CASES
 from harness import assert_same_bits
 from max.driver import accelerator_count
 from oracle import expected, expected_dispatch
 
-from graphs.changed_import import (
-    EXACT_RUNS,
-    MAX_REPLICAS,
-    N_EXPERTS,
-    OUTPUTS,
-    PHY2LOG,
-    RANDOM_RUN,
-    Kind,
-    make_inputs,
-    narrow,
-    widen,
-)
-from max_ep.balance import Placement
-from max_ep.formats import BY_NAME
-from max_ep.reference import balance_ids, float32_to_bfloat16
+from max_ep import launch
+from max_ep.reference import balance_ids, float8_e4m3fn_to_float32
 
-QUANTIZED = BY_NAME["fp8"]
 MAX, OURS = "max.nn.comm.ep", "max_ep"
 
 
-def run_script(package: str, arguments: str, folder: Path) -> tuple[str, dict]:
-    path = folder / f"{package}.npz"
-    command = [sys.executable, str(ROOT / "graphs/changed_import.py")]
-    command += ["--package", package, *arguments.split(), "--save", str(path)]
-    said = printed(*command, timeout=400, PYTHONPATH=WHERE_WE_IMPORT)
-    print(f"{package} {arguments}\n{said}")
-    with np.load(path) as saved:
-        return said, dict(saved)
+def results_of(package: str, *what: object) -> Results:
+    return launch(changed_import.run, 1, (package, *what), timeout_s=400)[0]
 
 
-def wanted(run: str, counts: list[int], kind: Kind) -> list[dict]:
-    tokens, ids, weights, factors = make_inputs(run, counts, kind)
-    n_experts = N_EXPERTS
-    if kind.is_balanced:
-        placement = Placement(np.array([PHY2LOG]), len(counts))
-        (log2phy,), (logcnt,) = placement.log2phy(MAX_REPLICAS), placement.logcnt
-        ids = [balance_ids(x, log2phy, logcnt) for x in ids]
-        n_experts = len(PHY2LOG)
-    sizes = len(counts), n_experts, ids[0].shape[1], tokens[0].shape[1], max(counts)
-    wire = ("fp8", F32) if kind.is_fp8 else ("bfloat16", BF16)
-    more = dict(fused_shared_expert=kind.has_shared, use_allreduce=kind.adds_up)
-    case = Case("changed_import", *sizes, *wire, **more)
-    sent = tokens if kind.is_fp8 else [narrow(x) for x in tokens]
-    given = Inputs(sent, ids, weights, None, None)
-    ask = expected_dispatch if kind.is_fp8 else lambda *asked: expected(*asked).dispatch
-    results, rows = ask(case, given), []
-    for result, of_rank in zip(results, factors):
-        x = widen(result.rows)
-        if kind.is_fp8:
-            x = QUANTIZED.dequantize(result.rows, result.scales.T)
-        factor = np.repeat(of_rank, np.diff(result.row_offsets.astype(int)))
-        rows.append(float32_to_bfloat16(x * factor[:, np.newaxis]))
-    sums = expected(case, replace(given, expert_rows=rows)).combine
-    return [vars(result) | {"sums": x} for result, x in zip(results, sums)]
+def names_of(case: Case) -> list[str]:
+    return [
+        "sums",
+        "rows",
+        *["scales"] * case.is_quantized,
+        "row_offsets",
+        "expert_ids",
+    ]
 
 
-def check(saved: dict, forms: list[str], kind: Kind) -> None:
-    """Compares all that one package has saved with the oracle."""
-    saved, counts = dict(saved), saved["counts"].tolist()
-    del saved["counts"]
-    for run in (*EXACT_RUNS, RANDOM_RUN):
-        for rank, want in enumerate(wanted(run, counts, kind)):
-            n = len(want["rows"])
-            for form in forms:
-                for name in (x for x in OUTPUTS if kind.is_fp8 or x != "scales"):
-                    got = saved.pop(where := f"{form}/{run}/{rank}/{name}")
-                    got = {"rows": got[:n], "scales": got[..., :n]}.get(name, got)
-                    assert_same_bits(where, got, want[name])
-    assert not saved, "more forms than were asked for"
+def wanted(case: Case, kind: str, routing: str) -> list[SimpleNamespace]:
+    given = given_to(case, kind, routing)
+    if "balanced" in kind:
+        (log2phy,), (logcnt,) = placement(case.n_ranks)
+        given.ids = [balance_ids(x, log2phy, logcnt) for x in given.ids]
+    if case.is_quantized:
+        dispatched = expected_dispatch(case, given)
+    else:
+        dispatched = expected(case, given).dispatch
+    rows = []
+    for result, factors in zip(dispatched, factors_of(case, kind)):
+        is_fp8 = case.is_quantized
+        x = float8_e4m3fn_to_float32(result.rows) if is_fp8 else widen(result.rows)
+        factor = np.repeat(factors, np.diff(result.row_offsets.astype(int)))
+        rows.append(narrow(x * factor[:, np.newaxis], BF16))
+    lists = given.tokens, given.ids, given.weights
+    sums = expected(case, Inputs(*lists, None, rows)).combine
+    return [SimpleNamespace(**vars(r), sums=y) for r, y in zip(dispatched, sums)]
 
 
-ARGUMENTS = {
-    "bfloat16": "--forms split fused all",
-    "fp8": "--fp8 --forms fused all",
-    "bfloat16_weights": "--bfloat16-weights --forms split",
-    "shared_expert": "--shared-expert --forms fused",
-    "balanced": "--balanced --forms fused all",
-    "allreduce": "--allreduce --forms fused",
-    "fused_send": "--fused-send --forms fused",
-    "silent_rank": "--tokens 17 0 --forms fused",
-    "four_bfloat16": "--forms split fused all",
-    "four_fp8": "--fp8 --forms fused",
+def by_expert(of_rank: SimpleNamespace, n_of: np.ndarray) -> list[np.ndarray]:
+    """Sorts the bytes of each expert's rows, of FP8 with their scales. MAX lets every
+    expert's FP8 rows begin at a multiple of four; what follows them is left out."""
+    columns = [of_rank.rows]
+    if of_rank.scales is not None:
+        columns.append(np.ascontiguousarray(of_rank.scales.T))
+    rows = np.concatenate([c.view(np.uint8) for c in columns], axis=1)
+    found = [rows[:0]] * len(n_of)
+    offsets = of_rank.row_offsets.astype(int)
+    for expert, begin, end in zip(of_rank.expert_ids, offsets, offsets[1:]):
+        if end > begin:
+            mine = rows[begin : min(end, begin + n_of[expert])]
+            found[expert] = mine[np.lexsort(mine.T[::-1])]
+    return found
+
+
+def check_theirs(results: Results, case: Case, kind: str) -> None:
+    """Of runs that are exact: elsewhere MAX may round otherwise, to FP8 too."""
+    for (form, routing), ranks in results.items():
+        for rank, want in enumerate(
+            wanted(case, kind, routing) if RUNS[routing] else ()
+        ):
+            where = f"MAX, {form}, {routing}, rank {rank}"
+            named = dict(scales=None) | dict(zip(names_of(case), ranks[rank]))
+            n_of = np.diff(want.row_offsets.astype(int))
+            of_both = (by_expert(x, n_of) for x in (SimpleNamespace(**named), want))
+            for expert, (got, need) in enumerate(zip(*of_both)):
+                assert_same_bits(f"{where}, expert {expert}", got, need)
+            assert_same_bits(f"{where}: sums", named["sums"], want.sums)
+
+
+def check_ours(results: Results, case: Case, kind: str) -> None:
+    for (form, routing), ranks in results.items():
+        for rank, want in enumerate(wanted(case, kind, routing)):
+            n = len(want.rows)
+            for name, got in zip(names_of(case), ranks[rank], strict=True):
+                where = f"{form}, {routing}, rank {rank}: {name}"
+                got = {"rows": got[:n], "scales": got[..., :n]}.get(name, got)
+                assert_same_bits(where, got, getattr(want, name))
+
+
+KINDS = {
+    "bfloat16": "split fused all",
+    "fp8": "fused all",
+    "bfloat16_weights": "split",
+    "shared": "fused",
+    "balanced": "fused all",
+    "allreduce": "fused",
+    "fused_send": "fused",
+    "silent": "fused",
 }
-
-
-def check_ours(saved: dict, arguments: str) -> None:
-    words = arguments.partition("--forms")[2].split()
-    forms = [word for word in words if not word.startswith("--")]
-    options = "--fp8", "--shared", "--balanced", "--allreduce", "--fused"
-    check(saved, forms, Kind(*(option in arguments for option in options)))
+ON_FOUR = {"bfloat16": "split fused all", "fp8": "fused"}
 
 
 @pytest.mark.parametrize(
-    "name",
+    "n_ranks, kind, forms",
     [
-        pytest.param(name, marks=pytest.mark.gpu(4 if "four" in name else 2))
-        for name in ARGUMENTS
+        pytest.param(n, kind, forms.split(), marks=pytest.mark.gpu(n), id=f"{n}-{kind}")
+        for n, kinds in ((2, KINDS), (4, ON_FOUR))
+        for kind, forms in kinds.items()
     ],
 )
-def test_only_the_import_changes(tmp_path, name):
-    arguments = f"--ranks {4 if 'four' in name else 2} {ARGUMENTS[name]}"
-    digests, theirs = run_script(MAX, arguments, tmp_path)
-    our_digests, ours = run_script(OURS, arguments, tmp_path)
-    assert our_digests == digests
-    check_ours(ours, arguments)
-    assert theirs.keys() == ours.keys()
-    for key, array in ours.items():
-        assert (theirs[key].dtype, theirs[key].shape) == (array.dtype, array.shape), key
+def test_only_the_import_changes(n_ranks, kind, forms):
+    case = case_of(n_ranks, kind)
+    theirs, ours = (results_of(x, n_ranks, kind, forms) for x in (MAX, OURS))
+    check_theirs(theirs, case, kind)
+    check_ours(ours, case, kind)
+    for where, ranks in ours.items():
+        for mine, other in zip(ranks, theirs[where], strict=True):
+            shapes = [[(x.dtype, x.shape) for x in of] for of in (mine, other)]
+            assert shapes[0] == shapes[1], where
 
 
 # On CPU ranks the round trips have the split forms, too, and it compiles as long.
 HAS_SPLIT = accelerator_count() > 0 or ALL_CASES
+EVERYTHING = "balanced bfloat16_weights shared fused_send"
+ALONE = [(EVERYTHING, "all")]
+ALONE += [("bfloat16", "split"), ("balanced allreduce", "fused")] * HAS_SPLIT
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--balanced --bfloat16-weights --shared-expert --fused-send --forms all",
-        *["--forms split", "--balanced --allreduce --forms fused"] * HAS_SPLIT,
-    ],
-)
-def test_max_ep_alone(arguments, tmp_path):
+@pytest.mark.parametrize("kind, form", ALONE)
+def test_max_ep_alone(kind, form):
     """Ours, on what there is: two ranks of the CPU where there is no GPU. One bit that
     is not the oracle's is noticed, wherever it is."""
-    # Each further rank's experts are compiled by themselves.
-    ranks = "" if accelerator_count() else "--ranks 2"
-    _, saved = run_script(OURS, f"{ranks} {arguments}", tmp_path)
-    check_ours(saved, arguments)
-    for key in saved.keys() - {"counts"}:
-        spoiled = saved[key].copy()
-        spoiled.view(np.uint8).flat[0] ^= 1
-        with pytest.raises(AssertionError, match=key):
-            check_ours(saved | {key: spoiled}, arguments)
+    n_ranks = min(accelerator_count() or 2, 2)
+    case, results = case_of(n_ranks, kind), results_of(OURS, n_ranks, kind, [form])
+    assert len(results) == len(RUNS)
+    check_ours(results, case, kind)
+    check_theirs(results, case, kind)
+    for of_rank in (of_rank for ranks in results.values() for of_rank in ranks):
+        for name, array in zip(names_of(case), of_rank):
+            if name == "rows" and not of_rank[-2][-1]:  # the rank got none
+                continue
+            array.view(np.uint8).flat[0] ^= 1
+            with pytest.raises(AssertionError):
+                check_ours(results, case, kind)
+            array.view(np.uint8).flat[0] ^= 1

@@ -258,23 +258,16 @@ RETIRED = {
 HISTORY = ("docs/decisions/", "docs/performance")
 """Documents that may name what was: why it went, and how it was measured."""
 
-WORDED_FILES = [p for p in [*SIZED_FILES, *PAGES] if p != Path(__file__).resolve()]
+WORDED_FILES = [
+    path
+    for path in [*SIZED_FILES, *PAGES]
+    if path != Path(__file__).resolve() and not name_of(path).startswith(HISTORY)
+]
 
 
-def retired_words(path: Path) -> list[str]:
-    found = []
+@pytest.mark.parametrize("path", WORDED_FILES, ids=name_of)
+def test_words_are_those_of_the_field(path):
     for i, line in enumerate(path.read_text().splitlines(), 1):
         for pattern, instead in RETIRED.items():
-            if word := re.search(pattern, line):
-                found.append(f"{name_of(path)}:{i}: {word[0]!r}; write: {instead}")
-    return found
-
-
-def test_words_are_those_of_the_field():
-    found = [
-        text
-        for path in WORDED_FILES
-        if not name_of(path).startswith(HISTORY)
-        for text in retired_words(path)
-    ]
-    assert not found
+            word = re.search(pattern, line)
+            assert not word, f"{name_of(path)}:{i}: {word[0]!r}; write: {instead}"

@@ -21,7 +21,7 @@ from model.launches import World
 from model.memory import UNPUBLISHED, Step
 from model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_of
 
-WORLDS = worlds.all_worlds()
+WORLDS = [world for some in worlds.BY_PROTOCOL.values() for world in some]
 # How far a mutated world is explored before the next one is tried.
 MUTATED_STATES = 300
 N_WALKS = int(os.environ.get("MAX_EP_WALKS", "24"))
@@ -64,13 +64,13 @@ def test_protocol_holds(world):
 
 
 @slow
-@pytest.mark.parametrize("world", worlds.large(), ids=id_of)
+@pytest.mark.parametrize("world", worlds.LARGE, ids=id_of)
 def test_protocol_holds_in_a_large_world(world):
     result = Machine(world).explore(max_states=100_000, gives_up=True)
     assert result.failure is None, result.short()
 
 
-@pytest.mark.parametrize("world", worlds.tiny(), ids=id_of)
+@pytest.mark.parametrize("world", worlds.TINY, ids=id_of)
 def test_protocol_holds_in_every_order(world):
     """Every step of every rank in every order, stale reads and all."""
     result = Machine(world).explore(every_order=True)
@@ -78,14 +78,14 @@ def test_protocol_holds_in_every_order(world):
     assert result.n_states > 1000
 
 
-@pytest.mark.parametrize("world", worlds.refused(), ids=id_of)
+@pytest.mark.parametrize("world", worlds.REFUSED, ids=id_of)
 def test_program_that_must_not_be_run(world):
     """The model finds what is wrong with the orders that `protocol.md` forbids."""
     result = Machine(world).explore(max_states=2000, gives_up=True)
     assert result.failure is not None
 
 
-@pytest.mark.parametrize("world", worlds.stopped(), ids=id_of)
+@pytest.mark.parametrize("world", worlds.STOPPED, ids=id_of)
 def test_program_that_a_launch_refuses(world):
     """It never ends and uses no wrong value; without the check, it does."""
     result = Machine(world).explore()
@@ -99,7 +99,7 @@ def test_program_that_a_launch_refuses(world):
 @pytest.mark.parametrize("mutation", NAMED, ids=id_of)
 def test_named_mutation_is_caught(mutation):
     caught = {}
-    for protocol, of_protocol in worlds.by_protocol().items():
+    for protocol, of_protocol in worlds.BY_PROTOCOL.items():
         if protocol in mutation.not_in:
             continue
         caught[protocol] = any(catches(mutation, world) for world in of_protocol)
@@ -110,7 +110,7 @@ def test_every_step_matters():
     """Each order made weaker, each wait and store left out, each generation fixed. What
     nothing notices is what `HARMLESS` lists, with reasons, and nothing else."""
     unnoticed = set()
-    for of_protocol in worlds.by_protocol().values():
+    for of_protocol in worlds.BY_PROTOCOL.values():
         steps: set[Step] = set()
         sites: dict[str, set[Site]] = {}
         for world in of_protocol:
@@ -125,7 +125,7 @@ def test_every_step_matters():
     assert unnoticed == HARMLESS
 
 
-@pytest.mark.parametrize("world", worlds.tiny(), ids=id_of)
+@pytest.mark.parametrize("world", worlds.TINY, ids=id_of)
 def test_choices_alone_find_what_every_order_finds(world):
     """The reduction is sound on worlds that are small enough for both."""
     machine = Machine(world)
@@ -147,7 +147,7 @@ def test_random_worlds(seed):
 def test_a_trace_can_be_read():
     """It names ranks, launches, steps with their lines of code, and what is wrong."""
     mutation = next(m for m in NAMED if m.name == "done word removed")
-    world = next(w for w in worlds.by_rank() if w.name == "fused")
+    world = next(w for w in WORLDS if w.name == "fused")
     result = catches(mutation, world)
     assert result is not None
     trace = result.short()

@@ -38,7 +38,6 @@ def sanitize(folder, check, test="pass", **variables):
 "memcheck" | --tool=memcheck; pool 0; nothing found; 1 passed
 "racecheck", SUMMARY=CLEAN_RACES | --tool=racecheck; pool on; nothing found; 1 passed
 "poison", test=SHOWS_MODE | poison-all
-"redzone", test=SHOWS_MODE | out-of-bounds
 "control", SKIP_TARGET="1", SUMMARY=CLEAN.replace("0", "1") | synccheck finds
 """)
 def test_what_passes(tmp_path, arguments, words):
@@ -55,7 +54,6 @@ def test_what_passes(tmp_path, arguments, words):
 "memcheck", test="assert False", STATUS="0" | did not pass: 1 failed
 "memcheck", test="import os; os._exit(0)" | come to their end
 "memcheck", SKIP_TARGET="1" | come to their end
-"redzone", test="print('MemoryManager detected a device buffer')" | a write outside
 "control", SKIP_TARGET="1" | memcheck did not find the overrun
 """)
 def test_what_fails(tmp_path, arguments, words):

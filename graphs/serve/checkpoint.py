@@ -53,63 +53,45 @@ _QWEN3_30B = dict(
 )
 """The layers of Qwen3-30B-A3B."""
 
+_TINY = dict(
+    hidden_size=128,
+    moe_intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=16,
+    num_experts_per_tok=4,
+)
+
 SIZES = {
     # Compiles in two minutes on two cores.
-    "tiny": dict(
-        hidden_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=16,
-        num_experts_per_tok=4,
-    ),
+    "tiny": _TINY,
     # The smallest whose experts stay in FP8, or gather their tokens; its graph can be
     # built.
-    "tiny_wide": dict(
-        hidden_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=16,
-        num_experts_per_tok=4,
-    ),
+    "tiny_wide": _TINY | dict(hidden_size=256, moe_intermediate_size=128, head_dim=64),
     # For GPUs, whose matmuls MAX does not compile for a model as small as that.
-    "small": {**_QWEN3_30B, "num_hidden_layers": 2},
+    "small": _QWEN3_30B | {"num_hidden_layers": 2},
     # 10 GB in bfloat16.
-    "large": {**_QWEN3_30B, "num_hidden_layers": 8},
+    "large": _QWEN3_30B | {"num_hidden_layers": 8},
     # 20 GB: what a layer takes shows beside what a step costs in any case.
-    "deep": {**_QWEN3_30B, "num_hidden_layers": 16},
+    "deep": _QWEN3_30B | {"num_hidden_layers": 16},
     # 60 GB: as deep as the real one.
-    "full": {**_QWEN3_30B, "num_hidden_layers": 48},
+    "full": _QWEN3_30B | {"num_hidden_layers": 48},
 }
 """Fields of ``Qwen3MoeConfig``, by name of a size."""
 
+_IN_MINIMAX = {
+    "moe_intermediate_size": "intermediate_size",
+    "num_experts": "num_local_experts",
+}
+"""How ``MiniMaxM2Config`` names these fields."""
+
 MINIMAX_SIZES = {
-    "minimax_tiny": dict(
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_local_experts=16,
-        num_experts_per_tok=4,
-    ),
-    # For GPUs, as "small".
-    "minimax_small": dict(
-        hidden_size=2048,
-        intermediate_size=768,
-        num_hidden_layers=2,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_local_experts=128,
-        num_experts_per_tok=8,
-    ),
+    f"minimax_{size}": {
+        _IN_MINIMAX.get(name, name): n for name, n in SIZES[size].items()
+    }
+    for size in ("tiny", "small")
 }
 """Fields of ``MiniMaxM2Config``, by name of a size."""
 
@@ -195,9 +177,7 @@ def make_tokenizer(*more_special: str) -> PreTrainedTokenizerFast:
     )
 
 
-def make_checkpoint(
-    folder: Path, size: str = "tiny", dtype: str = "float32", seed: int = 0
-) -> None:
+def make_checkpoint(folder: Path, size: str = "tiny", dtype: str = "float32") -> None:
     """Writes a checkpoint as Hugging Face's ``save_pretrained`` does.
 
     Args:
@@ -205,7 +185,6 @@ def make_checkpoint(
         size: A key of :data:`SIZES`, :data:`MINIMAX_SIZES` or
             :data:`DEEPSEEK_SIZES`.
         dtype: Dtype of the weights, as torch calls it, or float8: blockwise FP8.
-        seed: Of the weights.
     """
     tokenizer = make_tokenizer(*(_THINKING if size in MINIMAX_SIZES else ()))
     tokenizer.save_pretrained(folder)
@@ -246,7 +225,7 @@ def make_checkpoint(
             intermediate_size=4 * SIZES[size]["hidden_size"],
             norm_topk_prob=True,
         )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         stored = "bfloat16" if dtype == "float8" else dtype
         model = kind._from_config(config, dtype=getattr(torch, stored))
@@ -294,9 +273,8 @@ def main() -> None:
     sizes = [*SIZES, *MINIMAX_SIZES, *DEEPSEEK_SIZES]
     parser.add_argument("--size", choices=sizes, default="tiny")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    make_checkpoint(args.folder, args.size, args.dtype, args.seed)
+    make_checkpoint(args.folder, args.size, args.dtype)
     print(f"{args.size} model, {args.dtype}, random weights: {args.folder}")
 
 

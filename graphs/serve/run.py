@@ -10,7 +10,6 @@ question with the answer streamed, then several at once, and stops it.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,27 +28,21 @@ LIMITS = [
 """Of requests and batches; a server with others compiles the model anew."""
 
 _QUESTION = "What does an expert do with a token?"
+_N_TOKENS = 16
 _PROMPTS = ["A rank", "The router sends", "Each token has", "Dispatch and combine"]
 
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--gpus", type=int, default=accelerator_count())
-    parser.add_argument("--ranks", type=int, default=4, help="ranks, on CPU")
-    parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--log", type=Path, help="keep what the server prints here")
-    args = parser.parse_args()
-    where = f"{args.gpus} GPUs" if args.gpus else f"{args.ranks} ranks of the CPU"
+    n_gpus = accelerator_count()
+    where = f"{n_gpus} GPUs" if n_gpus else "four ranks of the CPU"
     with tempfile.TemporaryDirectory() as folder:
-        model, log = Path(folder) / "model", args.log or Path(folder) / "server.log"
+        model, log = Path(folder) / "model", Path(folder) / "server.log"
         begin = time.monotonic()
-        if args.gpus:
-            make_checkpoint(model, "small", "bfloat16")
-        else:
-            make_checkpoint(model, "tiny", "float32")
+        made = ("small", "bfloat16") if n_gpus else ("tiny", "float32")
+        make_checkpoint(model, *made)
         print(f"checkpoint with random weights: {time.monotonic() - begin:.1f} s")
-        flags = ["--gpus", str(args.gpus), "--ranks", str(args.ranks), *LIMITS]
+        flags = ["--gpus", str(n_gpus), "--ranks", "4", *LIMITS]
         command = ("max-ep", "serve")
         with Server(model, flags, log, command=command) as server:
             print(" ".join([*command, *server.command[2:]]).replace(folder, "..."))
@@ -58,11 +51,11 @@ def main() -> None:
             )
             print(f"ready on {where} after {ready_s:.0f} s\n")
             print(f"> {_QUESTION}\n")
-            for piece in server.chat(_QUESTION, args.max_new_tokens):
+            for piece in server.chat(_QUESTION, _N_TOKENS):
                 print(piece, end="", flush=True)
             print("\n")
             with ThreadPoolExecutor(len(_PROMPTS)) as pool:
-                tokens = [args.max_new_tokens] * len(_PROMPTS)
+                tokens = [_N_TOKENS] * len(_PROMPTS)
                 answers = pool.map(server.complete, _PROMPTS, tokens)
                 for prompt, answer in zip(_PROMPTS, answers):
                     print(f"> {prompt} ...{answer['text']!r}")

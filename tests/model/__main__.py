@@ -14,7 +14,8 @@ from .mutations import NAMED, made_of
 
 def main(world_name: str, mutation_name: str) -> int:
     """Runs the command line."""
-    world = next(w for w in worlds.all_worlds() if w.name == world_name)
+    of_all = (world for some in worlds.BY_PROTOCOL.values() for world in some)
+    world = next(world for world in of_all if world.name == world_name)
     machine = Machine(world)
     machine.explore(max_states=300, gives_up=True)
     known = {m.name: m for m in [*NAMED, *made_of(machine.used)]}

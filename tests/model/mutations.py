@@ -197,7 +197,7 @@ NOT_REFUSED = Mutation(
     "combine of an earlier dispatch is not refused",
     switches=frozenset(["combine of an earlier dispatch is not refused"]),
 )
-"""Seen only by programs that are refused otherwise: `worlds.stopped`."""
+"""Seen only by programs that are refused otherwise: `worlds.STOPPED`."""
 
 HARMLESS = {
     # A count is published after it by the same thread, and taken before it is read.

@@ -59,9 +59,18 @@ SLOTS = dict(protocol="by_expert")
 ON_CPU = dict(target="cpu", streams=True)
 
 
-def by_rank() -> list[World]:
-    """The by-rank protocol on GPUs, with sums, and the all-gather."""
-    return worlds_of(
+CPU_WORLDS = """
+ | TWO_TOKENS | replays(SPLIT, 2) | {}
+, overlap | TWO_RANKS | OVERLAP | {}
+, dispatch only | TWO_RANKS | replays(SPLIT[:2], 3) | {}
+, combine only | BOTH_WAYS | replays(SPLIT[2:], 3, SPLIT[:2]) | {}
+, a rank without experts | NO_EXPERTS | replays(SPLIT, 2) | dict(n_experts=1)
+, generations wrap | TWO_RANKS | WRAPS | replays(SPLIT, 4)
+, in turn | THREE_RANKS | replays(SPLIT, 3) | dict(in_turn=True)
+"""
+
+BY_PROTOCOL: dict[str, list[World]] = {
+    "by rank, sums": worlds_of(
         "",
         SUMS,
         """
@@ -81,7 +90,117 @@ drops | TWO_RANKS | replays(FUSED, 3) | DROPS
 drops, split | TWO_RANKS | replays(SPLIT, 2) | DROPS
 all-gather | EVERYBODY | TWICE | TWO_BLOCKS | GATHER
 """,
+    ),
+    "by rank, rows": worlds_of(
+        "rows, ",
+        dict(protocol="by_rank"),
+        """
+fused | TWO_RANKS | replays(FUSED, 3) | {}
+drops | TWO_RANKS | replays(FUSED, 3) | DROPS
+drops, overlap | TWO_RANKS | OVERLAP | DROPS
+split | TWO_TOKENS | replays(SPLIT, 2) | {}
+2 blocks | TWO_RANKS | TWICE | TWO_BLOCKS
+overlap | TWO_RANKS | OVERLAP | {}
+generations wrap | TWO_RANKS | WRAPS | {}
+3 ranks | THREE_RANKS | TWICE | {}
+""",
+    ),
+    "by expert": worlds_of(
+        "slots, ",
+        SLOTS,
+        """
+fused | TWO_RANKS | replays(FUSED, 3) | {}
+split | TWO_TOKENS | replays(SPLIT, 2) | dict(n_chunks=2, has_shared_expert=True)
+2 blocks | TWO_RANKS | TWICE | dict(n_blocks=2, has_shared_expert=True)
+overlap | TWO_RANKS | OVERLAP | {}
+dispatch only | TWO_RANKS | replays(FUSED[:1], 3) | {}
+one combine after another | BOTH_WAYS | replays(FUSED[1:], 3, FUSED[:1]) | {}
+nothing exchanged | NOTHING_EXCHANGED | TWICE | {}
+a rank without experts | NO_EXPERTS | replays(FUSED, 3) | dict(n_experts=1)
+in turn | TWO_RANKS | replays(SPLIT, 2) | dict(in_turn=True)
+generations wrap | TWO_RANKS | WRAPS | {}
+3 ranks | THREE_RANKS | TWICE | {}
+""",
+    ),
+    "CPU ranks": [
+        *worlds_of(
+            "",
+            ON_CPU | GATHER | dict(has_sums=True),
+            "CPU, all-gather | EVERYBODY | replays(SPLIT, 3) | {}",
+        ),
+        *worlds_of(
+            "CPU, by_expert", ON_CPU | SLOTS | dict(has_shared_expert=True), CPU_WORLDS
+        ),
+        *worlds_of("CPU, by_rank", ON_CPU | dict(protocol="by_rank"), CPU_WORLDS),
+        *worlds_of("CPU, by_rank sums", ON_CPU | SUMS, CPU_WORLDS),
+    ],
+}
+"""All worlds, by whose code they are a model of."""
+
+# A token each; a rank with nothing to send. And one that sends alone.
+ONE_TOKEN: tuple = ((((1,),), ((0,),)), (((1,),), ()))
+ONE_WAY: tuple = ((((1,),), ()),)
+
+TINY = worlds_of(
+    "tiny, ",
+    dict(is_one_agent=True, protocol="by_rank"),
+    """
+fused | ONE_WAY | ONCE | dict(has_sums=True)
+dispatch only | ONE_TOKEN | replays(FUSED[:1], 3) | {}
+slots | ONE_TOKEN | TWICE | SLOTS
+CPU | ONE_TOKEN | replays(SPLIT, 2) | SLOTS | ON_CPU
+CPU, dispatch only | ONE_TOKEN | replays(SPLIT[:2], 3) | SLOTS | ON_CPU
+""",
+)
+"""Worlds so small that all steps can be interleaved in every order."""
+
+LARGE = worlds_of(
+    "",
+    SUMS,
+    """
+3 ranks, fused | THREE_RANKS | TWICE | {}
+3 ranks, overlap | THREE_RANKS | OVERLAP | {}
+fused, 2 blocks, 3 replays | TWO_TOKENS | replays(FUSED, 3) | TWO_BLOCKS
+generations wrap | TWO_RANKS | WRAPS | {}
+""",
+)
+"""Worlds that take minutes."""
+
+SEND, WAIT, COMBINE, COMBINE_WAIT = SPLIT
+STOPPED = [
+    World(
+        f"{protocol}, combine awaited after the next dispatch",
+        protocol,
+        # What is saved of a dispatch's rows is that of the next one.
+        program=(SEND, WAIT, COMBINE, SEND, WAIT, COMBINE_WAIT),
+        routing=TWO_RANKS,
+        has_sums=True,
+        may_be_refused=True,
+        n_blocks=n_blocks,
     )
+    for protocol, n_blocks in (("by_rank", 1), ("by_rank", 2), ("all_gather", 1))
+]
+"""Programs that a launch refuses to go on with, before it uses anything wrong."""
+
+AFTER_TWO = SEND, WAIT, COMBINE, SEND, WAIT, SEND, COMBINE_WAIT, WAIT
+REFUSED = worlds_of(
+    "",
+    SUMS,
+    """
+fused, in turn | TWO_RANKS | dict(program=FUSED * 2) | dict(in_turn=True)
+dispatch only, published by the next launch | TWO_RANKS | replays(SPLIT[:2], 2) | \
+dict(in_turn=True, shares_gpu=False)
+combine awaited after two more dispatches | TWO_RANKS | dict(program=AFTER_TWO) | \
+dict(has_sums=False)
+sent twice, received never | TWO_RANKS | dict(program=(SEND, SEND, WAIT, WAIT)) | {}
+""",
+)
+"""Programs that must not be run: that the model says why is a test of it.
+
+Fused forms wait for what a rank sends that has not begun. Nobody has published, since
+no rank has begun a launch since. The choices are kept for two dispatches, by parity. No
+place is left, and nobody reads: the rank waits for itself.
+"""
 
 
 def random_program(chance: random.Random, has_sums: bool, n_ops: int) -> tuple:
@@ -151,158 +270,4 @@ def random_world(seed: int) -> World:
         has_metadata=protocol == "all_gather" and has_sums and chance.random() < 0.3,
         n_inline_tokens=chance.randint(0, 3),
         has_shared_expert=protocol != "by_expert" and chance.random() < 0.3,
-    )
-
-
-def by_expert() -> list[World]:
-    """The by-expert protocol on GPUs."""
-    return worlds_of(
-        "slots, ",
-        SLOTS,
-        """
-fused | TWO_RANKS | replays(FUSED, 3) | {}
-split | TWO_TOKENS | replays(SPLIT, 2) | dict(n_chunks=2, has_shared_expert=True)
-2 blocks | TWO_RANKS | TWICE | dict(n_blocks=2, has_shared_expert=True)
-overlap | TWO_RANKS | OVERLAP | {}
-dispatch only | TWO_RANKS | replays(FUSED[:1], 3) | {}
-one combine after another | BOTH_WAYS | replays(FUSED[1:], 3, FUSED[:1]) | {}
-nothing exchanged | NOTHING_EXCHANGED | TWICE | {}
-a rank without experts | NO_EXPERTS | replays(FUSED, 3) | dict(n_experts=1)
-in turn | TWO_RANKS | replays(SPLIT, 2) | dict(in_turn=True)
-generations wrap | TWO_RANKS | WRAPS | {}
-3 ranks | THREE_RANKS | TWICE | {}
-""",
-    )
-
-
-def by_rank_rows() -> list[World]:
-    """The same combine after the other dispatch."""
-    return worlds_of(
-        "rows, ",
-        dict(protocol="by_rank"),
-        """
-fused | TWO_RANKS | replays(FUSED, 3) | {}
-drops | TWO_RANKS | replays(FUSED, 3) | DROPS
-drops, overlap | TWO_RANKS | OVERLAP | DROPS
-split | TWO_TOKENS | replays(SPLIT, 2) | {}
-2 blocks | TWO_RANKS | TWICE | TWO_BLOCKS
-overlap | TWO_RANKS | OVERLAP | {}
-generations wrap | TWO_RANKS | WRAPS | {}
-3 ranks | THREE_RANKS | TWICE | {}
-""",
-    )
-
-
-CPU_WORLDS = """
- | TWO_TOKENS | replays(SPLIT, 2) | {}
-, overlap | TWO_RANKS | OVERLAP | {}
-, dispatch only | TWO_RANKS | replays(SPLIT[:2], 3) | {}
-, combine only | BOTH_WAYS | replays(SPLIT[2:], 3, SPLIT[:2]) | {}
-, a rank without experts | NO_EXPERTS | replays(SPLIT, 2) | dict(n_experts=1)
-, generations wrap | TWO_RANKS | WRAPS | replays(SPLIT, 4)
-, in turn | THREE_RANKS | replays(SPLIT, 3) | dict(in_turn=True)
-"""
-
-
-def cpu() -> list[World]:
-    """All protocols of CPU ranks."""
-    gather = ON_CPU | GATHER | dict(has_sums=True)
-    row = "CPU, all-gather | EVERYBODY | replays(SPLIT, 3) | {}"
-    worlds = worlds_of("", gather, row)
-    for name, axes in (
-        ("by_expert", SLOTS | dict(has_shared_expert=True)),
-        ("by_rank", dict(protocol="by_rank")),
-        ("by_rank sums", SUMS),
-    ):
-        worlds += worlds_of(f"CPU, {name}", ON_CPU | axes, CPU_WORLDS)
-    return worlds
-
-
-def by_protocol() -> dict[str, list[World]]:
-    """All worlds, by whose code they are a model of."""
-    return {
-        "by rank, sums": by_rank(),
-        "by rank, rows": by_rank_rows(),
-        "by expert": by_expert(),
-        "CPU ranks": cpu(),
-    }
-
-
-def all_worlds() -> list[World]:
-    return [world for some in by_protocol().values() for world in some]
-
-
-# A token each; a rank with nothing to send. And one that sends alone.
-ONE_TOKEN: tuple = ((((1,),), ((0,),)), (((1,),), ()))
-ONE_WAY: tuple = ((((1,),), ()),)
-
-
-def tiny() -> list[World]:
-    """Worlds so small that all steps can be interleaved in every order."""
-    return worlds_of(
-        "tiny, ",
-        dict(is_one_agent=True, protocol="by_rank"),
-        """
-fused | ONE_WAY | ONCE | dict(has_sums=True)
-dispatch only | ONE_TOKEN | replays(FUSED[:1], 3) | {}
-slots | ONE_TOKEN | TWICE | SLOTS
-CPU | ONE_TOKEN | replays(SPLIT, 2) | SLOTS | ON_CPU
-CPU, dispatch only | ONE_TOKEN | replays(SPLIT[:2], 3) | SLOTS | ON_CPU
-""",
-    )
-
-
-def large() -> list[World]:
-    """Worlds that take minutes."""
-    return worlds_of(
-        "",
-        SUMS,
-        """
-3 ranks, fused | THREE_RANKS | TWICE | {}
-3 ranks, overlap | THREE_RANKS | OVERLAP | {}
-fused, 2 blocks, 3 replays | TWO_TOKENS | replays(FUSED, 3) | TWO_BLOCKS
-generations wrap | TWO_RANKS | WRAPS | {}
-""",
-    )
-
-
-def stopped() -> list[World]:
-    """Programs that a launch refuses to go on with, before it uses anything wrong."""
-    send, wait, combine, combine_wait = SPLIT
-    # What is saved of a dispatch's rows is that of the next one.
-    given = dict(program=(send, wait, combine, send, wait, combine_wait))
-    given |= dict(routing=TWO_RANKS, has_sums=True, may_be_refused=True)
-    return [
-        World(
-            f"{protocol}, combine awaited after the next dispatch",
-            protocol,
-            n_blocks=n_blocks,
-            **given,
-        )
-        for protocol, n_blocks in (("by_rank", 1), ("by_rank", 2), ("all_gather", 1))
-    ]
-
-
-SEND, WAIT, COMBINE, COMBINE_WAIT = SPLIT
-AFTER_TWO = SEND, WAIT, COMBINE, SEND, WAIT, SEND, COMBINE_WAIT, WAIT
-
-
-def refused() -> list[World]:
-    """Programs that must not be run: that the model says why is a test of it.
-
-    Fused forms wait for what a rank sends that has not begun. Nobody has published,
-    since no rank has begun a launch since. The choices are kept for two dispatches, by
-    parity. No place is left, and nobody reads: the rank waits for itself.
-    """
-    return worlds_of(
-        "",
-        SUMS,
-        """
-fused, in turn | TWO_RANKS | dict(program=FUSED * 2) | dict(in_turn=True)
-dispatch only, published by the next launch | TWO_RANKS | replays(SPLIT[:2], 2) | \
-dict(in_turn=True, shares_gpu=False)
-combine awaited after two more dispatches | TWO_RANKS | dict(program=AFTER_TWO) | \
-dict(has_sums=False)
-sent twice, received never | TWO_RANKS | dict(program=(SEND, SEND, WAIT, WAIT)) | {}
-""",
     )
