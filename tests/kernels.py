@@ -63,12 +63,12 @@ class Compiled:
 
     def __post_init__(self) -> None:
         kernel, name, is_by_rank = self.kernel, self.name, self.is_by_rank
-        find, is_clear = kernel.find, name.startswith("clear")
+        find, is_set_up = kernel.find, name.startswith("set_up")
         self.is_dispatch = name.startswith("dispatch")
         self.phase = "dispatch" if self.is_dispatch else "combine"
         # Whether it has the send phase, and the receive phase.
-        self.sends = "_wait." not in name and not is_clear
-        self.receives = "_async." not in name and not is_clear
+        self.sends = "_wait." not in name and not is_set_up
+        self.receives = "_async." not in name and not is_set_up
         # Whether it publishes at its end what it has read. By rank only waits of ranks
         # that share a GPU, and those of dispatch that a combine of rows follows: it
         # would not publish for them.
