@@ -156,25 +156,25 @@ def test_a_trace_can_be_read():
     assert "on rank" in trace and "; combine to sums: " in trace
 
 
-@pytest.mark.parametrize("world", range(len(faults.worlds()) - (not ALL_CASES)))
+@pytest.mark.parametrize("world", range(len(faults.WORLDS) - (not ALL_CASES)))
 def test_masks_hold(world):
     """Every time-out, death and late store; no result is wrong without the flag."""
-    faults.worlds()[world].explore()
+    faults.WORLDS[world].explore()
 
 
 @pytest.mark.parametrize("mutation, world", faults.MUTATIONS.items())
 def test_mutations_of_masks_are_noticed(mutation, world):
     with pytest.raises(faults.Wrong):
-        replace(faults.worlds()[world], mutation=mutation).explore()
+        replace(faults.WORLDS[world], mutation=mutation).explore()
 
 
-@pytest.mark.parametrize("world", range(len(agreement.worlds()) if ALL_CASES else 1))
+@pytest.mark.parametrize("world", range(len(agreement.WORLDS) if ALL_CASES else 1))
 def test_processes_agree(world):
     """Killed, stopped for ever, or late: who goes on has taken the same decision."""
-    agreement.worlds()[world].explore()
+    agreement.WORLDS[world].explore()
 
 
 @pytest.mark.parametrize("mutation", agreement.MUTATIONS)
 def test_mutations_of_agreement_are_noticed(mutation):
     with pytest.raises(agreement.Wrong):
-        replace(agreement.worlds()[0], mutation=mutation).explore()
+        replace(agreement.WORLDS[0], mutation=mutation).explore()

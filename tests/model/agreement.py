@@ -193,11 +193,10 @@ class AgreementWorld:
         ]
 
 
-def worlds() -> list[AgreementWorld]:
-    """All that are explored."""
-    return [
-        AgreementWorld(members=2, joining=1),
-        AgreementWorld(members=3, n_faults=2),
-        AgreementWorld(members=3, n_timeouts=2, n_faults=0),
-        AgreementWorld(members=2, joining=2, n_epochs=1),
-    ]
+WORLDS = [
+    AgreementWorld(members=2, joining=1),
+    AgreementWorld(members=3, n_faults=2),
+    AgreementWorld(members=3, n_timeouts=2, n_faults=0),
+    AgreementWorld(members=2, joining=2, n_epochs=1),
+]
+"""All that are explored."""

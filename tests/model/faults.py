@@ -286,11 +286,10 @@ class FaultWorld:
                         memory[place] = (generation, 0)
 
 
-def worlds() -> list[FaultWorld]:
-    """All that are explored."""
-    return [
-        FaultWorld(n_kills=1, n_timeouts=0),
-        FaultWorld(n_kills=0, n_timeouts=2),
-        FaultWorld(n_kills=0, n_timeouts=3, n_steps=3, slow=(0,)),
-        FaultWorld(n_kills=1, n_timeouts=1),
-    ]
+WORLDS = [
+    FaultWorld(n_kills=1, n_timeouts=0),
+    FaultWorld(n_kills=0, n_timeouts=2),
+    FaultWorld(n_kills=0, n_timeouts=3, n_steps=3, slow=(0,)),
+    FaultWorld(n_kills=1, n_timeouts=1),
+]
+"""All that are explored."""
