@@ -10,7 +10,7 @@ from .arguments import mut_
 from .counters import local_sync_counters_words, masked_word, wanted_word, Word
 from .device.warp import SENTINEL
 from .flags import flag_at, flag_word, message_flag
-from .kernel_argument import MutPointer
+from .kernel_argument import KernelArgument, MutPointer
 from .layout import Group, N_GROUP_WORDS
 from .token_format import BytePointer
 
@@ -20,11 +20,22 @@ memory was used before (1) or is zero (0), then the seven fields of
 `Group` in order; a peer that is readmitted (-1: none, this rank begins), and the
 last generations of dispatch and of combine that the group has run."""
 
-comptime _Words = Array[Int64, N_SETUP_WORDS]
+
+@fieldwise_init
+struct SetUp(Copyable, KernelArgument):
+    """What `setup` says, as a kernel takes it."""
+
+    var region: BytePointer
+    var my_rank: Int32
+    var timeout_ms: Int32
+    var was_used: Bool
+    var group_words: Array[Int32, N_GROUP_WORDS]
+    var readmitted: Int32
+    var dispatched: UInt32
+    var combined: UInt32
 
 
 def _thread() -> Tuple[Int, Int]:
-    """Returns which thread of how many this is that do something together."""
     comptime if is_gpu():
         return (Int(global_idx.x), Int(grid_dim.x * block_dim.x))
     return (0, 1)
@@ -39,7 +50,6 @@ def _fill(buffer: BytePointer, begin: Int, end: Int, value: UInt32):
 
 
 def _clear_flags(messages: BytePointer, n: Int, msg_bytes: Int):
-    """Clears the flags of messages, on a GPU with the whole grid."""
     var first, n_threads = _thread()
     for i in range(first, n, n_threads):
         message_flag(messages.unsafe_offset(i * msg_bytes), msg_bytes)[] = 0
@@ -108,50 +118,41 @@ def _set_done(
     flag_at(counts, group.combine_done_offset(rank))[] = flag_word(combined, 0)
 
 
-def _group_of(words: _Words) -> Group:
-    var of_group = Array[Int32, N_GROUP_WORDS](fill=0)
-    for i in range(N_GROUP_WORDS):
-        of_group[i] = Int32(words[4 + i])
-    return Group.of(of_group)
-
-
-def _first_word(i: Int, words: _Words, group: Group) -> Int32:
+def _first_word(i: Int, setup: SetUp, group: Group) -> Int32:
     if i == Word.MY_RANK:
-        return Int32(words[1])
+        return setup.my_rank
     if i == Word.TIMEOUT_MS:
-        return Int32(words[2])
+        return setup.timeout_ms
     if i == Word.DISPATCH_SENT or i == Word.DISPATCH_RECEIVED:
-        return Int32(words[12])
+        return Int32(setup.dispatched)
     if i == Word.COMBINE_SENT or i == Word.COMBINE_RECEIVED:
-        return Int32(words[13])
+        return Int32(setup.combined)
     return wanted_word(i, 0, group)
 
 
 def set_up_kernel(
-    counters_0: MutPointer[Int32], counters_1: MutPointer[Int32], words: _Words
+    counters_0: MutPointer[Int32], counters_1: MutPointer[Int32], setup: SetUp
 ):
     """Has a rank begin, or readmits another one, of which nothing stays.
 
     MAX gives a rank two sets of counters. Nobody may use them or the region meanwhile.
     Launch: any grid, any block; a CPU rank calls it.
     """
-    var region = BytePointer(unsafe_from_address=Int(words[0]))
-    var group = _group_of(words)
-    var was_used = words[3] != 0
-    var readmitted = Int(words[11])
+    var group = Group.of(setup.group_words)
+    var readmitted = Int(setup.readmitted)
     if readmitted >= 0:
         counters_0[unsafe_offset=masked_word(group) + readmitted] = 0
         counters_1[unsafe_offset=masked_word(group) + readmitted] = 0
     else:
         var first, n_threads = _thread()
         for i in range(first, local_sync_counters_words(group), n_threads):
-            counters_0[unsafe_offset=i] = _first_word(i, words, group)
-            counters_1[unsafe_offset=i] = _first_word(i, words, group)
+            counters_0[unsafe_offset=i] = _first_word(i, setup, group)
+            counters_1[unsafe_offset=i] = _first_word(i, setup, group)
     for rank in range(group.n_ranks):
         if readmitted < 0 or rank == readmitted:
-            if is_gpu() or was_used or readmitted >= 0:
-                _clear_places_of(region, group, rank)
-            _set_done(region, group, rank, UInt32(words[12]), UInt32(words[13]))
+            if is_gpu() or setup.was_used or readmitted >= 0:
+                _clear_places_of(setup.region, group, rank)
+            _set_done(setup.region, group, rank, setup.dispatched, setup.combined)
 
 
 def init[
@@ -172,20 +173,32 @@ def init[
     """
     if Int(setup.dim[0]()) != N_SETUP_WORDS:
         raise Error("max_ep: init: setup must hold ", N_SETUP_WORDS, " words.")
-    var words = _Words(fill=0)
-    for i in range(N_SETUP_WORDS):
-        words[i] = setup.ptr[unsafe_offset=i]
-    var group = _group_of(words)
+    var words = setup.ptr
+    var group_words = Array[Int32, N_GROUP_WORDS](fill=0)
+    for i in range(N_GROUP_WORDS):
+        group_words[i] = Int32(words[unsafe_offset=4 + i])
+    var group = Group.of(group_words)
     var n_words = local_sync_counters_words(group)
     if Int(counters_0.dim[0]()) < n_words or Int(counters_1.dim[0]()) < n_words:
         raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
+    var region = Int(words[unsafe_offset=0])
+    var asked = SetUp(
+        {unsafe_from_address = region},
+        Int32(words[unsafe_offset=1]),
+        Int32(words[unsafe_offset=2]),
+        words[unsafe_offset=3] != 0,
+        group_words^,
+        Int32(words[unsafe_offset=11]),
+        UInt32(words[unsafe_offset=12]),
+        UInt32(words[unsafe_offset=13]),
+    )
     comptime if is_gpu_target[target]():
         context.enqueue_function[set_up_kernel](
-            mut_(counters_0), mut_(counters_1), words, grid_dim=128, block_dim=256
+            mut_(counters_0), mut_(counters_1), asked, grid_dim=128, block_dim=256
         )
     else:
-        set_up_kernel(mut_(counters_0), mut_(counters_1), words)
-    mut_(my_rank)[] = Int32(words[1])
+        set_up_kernel(mut_(counters_0), mut_(counters_1), asked)
+    mut_(my_rank)[] = asked.my_rank
     var offsets = [
         0,
         group.dispatch_recv_offset(),
@@ -195,4 +208,4 @@ def init[
         group.combine_counts_offset(),
     ]
     for i in range(len(offsets)):
-        mut_(device_ptrs)[unsafe_offset=i] = UInt64(Int(words[0]) + offsets[i])
+        mut_(device_ptrs)[unsafe_offset=i] = UInt64(region + offsets[i])
