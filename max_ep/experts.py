@@ -95,13 +95,20 @@ def grouped_gate_up(
 ) -> TensorValue | Quantized:
     """Computes ``silu(x @ gate.T) * (x @ up.T)``, on GPUs in one op.
 
-    The arguments are those of :func:`grouped_swiglu`. With ``token_of_row``, of
-    :func:`sort_choices`, ``rows`` are tokens, not in FP8. Returns ``[n_rows,
-    moe_dim]``, of FP8 quantized as dispatched rows are; rows from ``row_offsets[-1]``
-    on are undefined.
+    The arguments are those of :func:`grouped_swiglu`. With ``token_of_row``, int32
+    ``[n_rows]``, as :func:`sort_choices` gives it, ``rows`` are tokens, ``[n_tokens,
+    hidden_size]``, and ``token_of_row[r]`` is row ``r``; on GPUs where
+    :func:`gather_takes` says so. Returns ``[n_rows, moe_dim]``, of FP8 quantized as
+    dispatched rows are; rows from ``row_offsets[-1]`` on are undefined.
+
+    Raises:
+        TypeError: If the dtypes are not those.
+        ValueError: If the sizes do not fit, or rows in FP8 were to be gathered.
     """
     groups = row_offsets, expert_ids
     if isinstance(rows, tuple):
+        if token_of_row is not None:
+            raise ValueError("grouped_gate_up gathers no rows in FP8; dispatch them")
         values, moe_dim = rows[0], gate_up[0].shape[1] // 2
         n_rows, device = values.shape[0], values.device
         results = [
@@ -120,6 +127,14 @@ def grouped_gate_up(
     moe_dim = gate_up.shape[1] // 2
     if token_of_row is None:
         return _rows_of("grouped_gate_up", moe_dim, rows, gate_up, *groups)
+    if token_of_row.dtype != DType.int32:
+        raise TypeError(f"token_of_row is {token_of_row.dtype}; it must be int32")
+    if not gather_takes(*map(int, gate_up.shape)):
+        raise ValueError(
+            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
+            f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
+            f"and k of {GPU_K_STEP}"
+        )
     load_ops(Graph.current, PACKAGE)
     result = TensorType(rows.dtype, [token_of_row.shape[0], moe_dim], rows.device)
     values = [rows, gate_up, *groups, token_of_row]
@@ -147,12 +162,26 @@ def grouped_swiglu(
 def sort_choices(
     topk_ids: TensorValue, n_experts: int
 ) -> tuple[TensorValue, TensorValue, TensorValue, TensorValue]:
-    """Sorts int32 choices ``[n_tokens, top_k]`` by expert; drops ids of no expert.
+    """Sorts a router's choices by expert; those of one expert keep their order.
 
-    Returns ``row_offsets`` and ``expert_ids``, as dispatch does; the token of each row,
-    int32 ``[n_tokens * top_k]``, dropped ones behind all others; and the row of each
-    choice, int32 ``[n_tokens, top_k]``, -1 if it was dropped.
+    It stands in for dispatch if all experts are on one device: rows are not copied.
+
+    Args:
+        topk_ids: ``[n_tokens, top_k]`` int32. An id that no expert has is dropped.
+        n_experts: Experts.
+
+    Returns:
+        ``row_offsets`` and ``expert_ids``, as from dispatch; the token of each row,
+        int32 ``[n_tokens * top_k]``, dropped ones behind all others; and the row of
+        each choice, int32 ``[n_tokens, top_k]``, -1 if it was dropped.
+
+    Raises:
+        TypeError: If the ids are not int32.
     """
+    if topk_ids.dtype != DType.int32:
+        raise TypeError(
+            f"topk_ids are {topk_ids.dtype}; sort_choices takes int32: cast"
+        )
     n_tokens, top_k = topk_ids.shape
     device = topk_ids.device
     load_ops(Graph.current, PACKAGE)
@@ -174,8 +203,29 @@ def sort_choices(
 def add_rows(
     rows: TensorValue, row_of_choice: TensorValue, weights: TensorValue
 ) -> TensorValue:
-    """Adds up the weighted rows of each token, in float32, in order of its choices."""
+    """Adds up the weighted rows of each token, in float32, in order of its choices.
+
+    ``rows`` are ``[n_rows, hidden_size]``, a multiple of 16 bytes each,
+    ``row_of_choice`` is from :func:`sort_choices`, ``weights`` are the router's,
+    float32 ``[n_tokens, top_k]``. Returns ``[n_tokens, hidden_size]`` of the dtype of
+    ``rows``.
+
+    Raises:
+        TypeError: If rows of choices are not int32, or weights not float32.
+        ValueError: If the sizes do not fit.
+    """
+    if row_of_choice.dtype != DType.int32 or weights.dtype != DType.float32:
+        raise TypeError(
+            f"row_of_choice ({row_of_choice.dtype}) must be int32 and weights "
+            f"({weights.dtype}) float32"
+        )
     hidden_size, top_k = rows.shape[1], int(row_of_choice.shape[1])
+    if int(hidden_size) * rows.dtype.size_in_bytes % 16 or weights.shape[1] != top_k:
+        raise ValueError(
+            f"rows have {hidden_size} elements of {rows.dtype}, and weights "
+            f"{weights.shape[1]} columns; add_rows takes rows in multiples of 16 bytes "
+            f"and a weight for each of {top_k} choices"
+        )
     load_ops(Graph.current, PACKAGE)
     return ops.custom(
         "max_ep.add_rows",
@@ -195,22 +245,11 @@ def routed_swiglu(
 ) -> TensorValue:
     """Runs a routed layer of SwiGLU experts that are all on one device.
 
-    It stands in for dispatch, experts and combine: tokens are not copied. ``x`` is
-    ``[n_tokens, hidden_size]``, ``topk_ids`` int32 and ``weights`` float32 ``[n_tokens,
-    top_k]``, ``gate_up`` and ``down`` are those of :func:`grouped_swiglu`. Returns
+    ``x`` is ``[n_tokens, hidden_size]``; ``topk_ids`` and ``weights`` are those of
+    :func:`sort_choices` and :func:`add_rows`, ``gate_up`` and ``down`` those of
+    :func:`grouped_swiglu`; on GPUs where :func:`gather_takes` says so. Returns
     ``[n_tokens, hidden_size]``.
     """
-    if topk_ids.dtype != DType.int32 or weights.dtype != DType.float32:
-        raise TypeError(
-            f"topk_ids ({topk_ids.dtype}) must be int32 and weights ({weights.dtype}) "
-            "float32"
-        )
-    if not x.device.is_cpu() and not gather_takes(*map(int, gate_up.shape)):
-        raise ValueError(
-            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
-            f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
-            f"and k of {GPU_K_STEP}"
-        )
     *groups, token_of_row, row_of_choice = sort_choices(topk_ids, int(down.shape[0]))
     activated = grouped_gate_up(x, gate_up, *groups, token_of_row)
     return add_rows(grouped_matmul(activated, down, *groups), row_of_choice, weights)

@@ -16,7 +16,7 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
-from max_ep.experts import add_rows, routed_swiglu, sort_choices
+from max_ep.experts import add_rows, grouped_gate_up, routed_swiglu, sort_choices
 
 HIDDEN = 64
 LAYERS = {"few": (7, 3), "usual": (128, 8), "many": (300, 10)}
@@ -153,16 +153,31 @@ I32, I64, F32, BF16 = DType.int32, DType.int64, DType.float32, DType.bfloat16
 
 
 @refused("""
-I64, F32, [2, 256, 64] | topk_ids (DType.int64) must be int32
-I32, BF16, [2, 256, 64] | weights (DType.bfloat16) float32
-I32, F32, [2, 128, 64] | is [2, 128, 64]; n in multiples of 256
-I32, F32, [3000, 256, 64] | up to 2048 experts
+sort_choices, [(I64, [4, 2])], 8 | topk_ids are DType.int64
+add_rows, [(BF16, [8, 64]), (I64, [4, 2]), (F32, [4, 2])] | row_of_choice (DType.int64)
+add_rows, [(BF16, [8, 64]), (I32, [4, 2]), (BF16, [4, 2])] | weights (DType.bfloat16)
+add_rows, [(BF16, [8, 60]), (I32, [4, 2]), (F32, [4, 2])] | have 60 elements
+add_rows, [(BF16, [8, 64]), (I32, [4, 2]), (F32, [4, 3])] | for each of 2 choices
+gate_up, [8, 64], [2, 256, 64], I64 | token_of_row is DType.int64
+gate_up, [8, 64], [2, 128, 64], I32 | is [2, 128, 64]; n in multiples of 256
+gate_up, [8, 64], [3000, 256, 64], I32 | up to 2048 experts
 """)
 def test_refusals(arguments, words):
-    of_ids, of_weights, (n_experts, n, k) = eval(arguments, globals())
-    sizes = (BF16, [8, k]), (of_ids, [8, 2]), (of_weights, [8, 2])
-    sizes += (BF16, [n_experts, n, k]), (BF16, [n_experts, k, n // 2])
-    types = [TensorType(dtype, shape, DeviceRef.GPU(0)) for dtype, shape in sizes]
+    def gate_up(rows, weights, dtype):
+        n_experts = weights[0]
+        return grouped_gate_up, [
+            (BF16, rows),
+            (BF16, weights),
+            (DType.uint32, [n_experts + 1]),
+            (I32, [n_experts]),
+            (dtype, [16]),
+        ]
+
+    names = dict(globals(), gate_up=gate_up)
+    op, given, *more = eval(f"({arguments},)", names)
+    if op is gate_up:
+        op, given, *more = gate_up(given, *more)
+    types = [TensorType(dtype, shape, DeviceRef.GPU(0)) for dtype, shape in given]
     with Graph("refused", input_types=types) as graph:
         with raises((TypeError, ValueError), words):
-            routed_swiglu(*(value.tensor for value in graph.inputs))
+            op(*(value.tensor for value in graph.inputs), *more)

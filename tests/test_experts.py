@@ -190,3 +190,14 @@ def test_refusals(arguments, words):
             if scales:
                 given[:4] = tuple(given[:2]), tuple(given[2:4])
             getattr(experts, op)(*given)
+
+
+def test_rows_in_fp8_are_not_gathered():
+    gpu = DeviceRef.GPU(0)
+    sizes = (F8, [9, 128]), (F32, [1, 9]), (F8, [2, 256, 128]), (F32, [2, 2, 1])
+    sizes += (DType.uint32, [3]), (DType.int32, [2]), (DType.int32, [9])
+    types = [TensorType(dtype, shape, gpu) for dtype, shape in sizes]
+    with Graph("refused", input_types=types) as graph:
+        a, b, c, d, *groups = (value.tensor for value in graph.inputs)
+        with pytest.raises(ValueError, match="gathers no rows in FP8"):
+            experts.grouped_gate_up((a, b), (c, d), *groups)
