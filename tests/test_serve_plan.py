@@ -184,19 +184,23 @@ def test_what_makes_batches_large_is_named(monkeypatch):
 def test_variables(monkeypatch):
     """Empty is unset; what they cannot be is said with their names."""
 
-    def config(n_tokens: int = 64) -> Any:
+    def config() -> Any:
         shape = MoeShape.of(HUGGINGFACE)
-        return serving_config(_flags(n_tokens, True), shape, DType.float32)
+        return serving_config(_flags(64, True), shape, DType.float32)
 
-    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "")
-    assert (config().protocol, config().combine_mode) == ("by_rank", "sums")
-    many = config(4 << 16)  # more than by_rank takes
-    assert (many.protocol, many.combine_mode) == ("by_expert", "rows")
-    assert config().timeout_s == 30
+    for name in ("MAX_EP_PROTOCOL", "MAX_EP_TIMEOUT_S"):
+        monkeypatch.setenv(name, "")
+    assert (config().protocol, config().timeout_s) == ("by_rank", 30)
+    assert config().combine_mode == "sums"
+    monkeypatch.setenv("MAX_EP_PROTOCOL", "by_expert")
     monkeypatch.setenv("MAX_EP_TIMEOUT_S", "2.5")
-    assert config().timeout_s == 2.5
+    assert (config().protocol, config().timeout_s) == ("by_expert", 2.5)
+    assert config().combine_mode == "rows"
     for seconds in ("30s", "0", "-1", "nan", "inf", "86401"):
         monkeypatch.setenv("MAX_EP_TIMEOUT_S", seconds)
         said = rf"MAX_EP_TIMEOUT_S='?{seconds}(\.0)?'? must be seconds"
         with pytest.raises(ValueError, match=said):
             config()
+    monkeypatch.setenv("MAX_EP_PROTOCOL", "carrier_pigeon")
+    with pytest.raises(ValueError, match="'carrier_pigeon' is no protocol; set it to"):
+        config()

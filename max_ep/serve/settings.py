@@ -18,9 +18,12 @@ from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement
 from ..experts import gather_takes, gpu_takes
-from ..limits import FP8_BLOCK, timeout_s_of_environment
+from ..limits import FP8_BLOCK, PROTOCOLS, timeout_s_of_environment
 from ..moe_shape import MoeShape
 from .hopper import is_hopper
+
+PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
+"""Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
 
 PLACEMENT_VARIABLE = "MAX_EP_PLACEMENT"
 """Environment variable for a file of :meth:`Placement.save`; unset or empty: experts
@@ -112,6 +115,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         n_nodes=1,
         fused_shared_expert=shape.has_shared_expert,
         target="cpu" if on_cpu else "gpu",
+        protocol=_protocol(),
         timeout_s=timeout_s_of_environment(),
     )
     config = _placed(config)
@@ -171,6 +175,16 @@ def place_experts(state_dict: dict[str, Any], config: EPConfig) -> dict[str, Any
                 weight = state_dict[f"{before}{logical}{after}"]
                 placed[f"{before}{physical}{after}"] = weight
     return placed
+
+
+def _protocol() -> str:
+    name = os.environ.get(PROTOCOL_VARIABLE) or "auto"
+    if name not in ("auto", *PROTOCOLS):
+        raise ValueError(
+            f"{PROTOCOL_VARIABLE}={name!r} is no protocol; set it to one of "
+            f"{', '.join(['auto', *PROTOCOLS])}, or unset it"
+        )
+    return name
 
 
 def gathers(config: EPConfig, moe_dim: int) -> bool:
