@@ -118,7 +118,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     build.add_argument(
         "--dispatch",
-        choices=("bfloat16", "fp8", "fp8-round", "normal"),
+        choices=("bfloat16", "fp8", "fp8-round", "fp8-ue8m0", "normal"),
         default="bfloat16",
         help="low_latency_dispatch's format, or the normal calls in bfloat16 "
         "(default: %(default)s)",

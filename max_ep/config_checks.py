@@ -70,6 +70,7 @@ def check_sizes(config: EPConfig) -> None:
     ):
         _check_integer(config, field)
     _check_integer(config, "n_sms", 0)
+    _check_integer(config, "router_top_k", 0)
     if not isinstance(config.node_id, int) or not -1 <= config.node_id < config.n_nodes:
         raise ValueError(
             f"node_id={config.node_id!r} must be an integer in [0, n_nodes="

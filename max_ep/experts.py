@@ -312,12 +312,20 @@ def _rows_of(
 
 
 def _check_groups(row_offsets: TensorValue, expert_ids: TensorValue) -> None:
-    """Refuses other dtypes than dispatch gives."""
+    """Refuses other dtypes and sizes than dispatch gives."""
     if row_offsets.dtype != DType.uint32 or expert_ids.dtype != DType.int32:
         raise TypeError(
             f"row_offsets ({row_offsets.dtype}) must be uint32 and expert_ids "
             f"({expert_ids.dtype}) int32, as dispatch gives them"
         )
+    sizes = row_offsets.shape[0], expert_ids.shape[0]
+    if all(isinstance(size, StaticDim) for size in sizes):
+        n_offsets, n_groups = map(int, sizes)
+        if n_offsets != n_groups + 1:
+            raise ValueError(
+                f"row_offsets have {n_offsets} elements and expert_ids {n_groups}; "
+                "pass one offset more than experts, as dispatch gives them"
+            )
 
 
 def _check(op: str, rows: TensorValue, weights: TensorValue) -> None:

@@ -192,6 +192,19 @@ def test_refusals(arguments, words):
             getattr(experts, op)(*given)
 
 
+def test_each_group_has_an_offset():
+    sizes = (
+        (F32, [9, 128]),
+        (F32, [2, 256, 128]),
+        (DType.uint32, [4]),
+        (DType.int32, [2]),
+    )
+    types = [TensorType(dtype, shape, DeviceRef.CPU()) for dtype, shape in sizes]
+    with Graph("refused", input_types=types) as graph:
+        with pytest.raises(ValueError, match="have 4 elements and expert_ids 2"):
+            experts.grouped_matmul(*(value.tensor for value in graph.inputs))
+
+
 def test_rows_in_fp8_are_not_gathered():
     gpu = DeviceRef.GPU(0)
     sizes = (F8, [9, 128]), (F32, [1, 9]), (F8, [2, 256, 128]), (F32, [2, 2, 1])

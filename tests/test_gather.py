@@ -158,6 +158,7 @@ changed(protocol="by_expert", combine_mode="rows") | protocol='by_expert'; 'by_r
 changed(combine_mode="rows") | 'rows'; 'sums'
 changed(n_experts=4) | n_experts=4; pass 2
 changed(top_k=1) | top_k=1; pass 2
+changed(router_top_k=-1) | router_top_k=-1
 changed(fused_shared_expert=True) | fused_shared_expert=True; False
 changed(output_layout="padded") | 'padded'; 'packed'
 changed(**AS_FP8) | is_quantized=True; pass False

@@ -18,6 +18,7 @@ from children import ALL_CASES, ROOT, ran, slow
 from torch_member import PHASES
 
 from max_ep import LaunchError, cli, launch
+from max_ep.torch import library
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 
@@ -114,7 +115,9 @@ def test_torch_moe(place: str) -> None:
     assert "output and gradients are the plain layer's" in done.stdout, done.stderr
 
 
-def test_build_ahead(capsys: pytest.CaptureFixture) -> None:
+def test_build_ahead(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command of the documents, for a GPU that need not be there."""
     page = (ROOT / "docs/pytorch.md").read_text()
     (command,) = re.findall(r"^max-ep (build --torch .*)$", page, re.M)
@@ -127,6 +130,9 @@ def test_build_ahead(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(words) == 0
     paths = [Path(line) for line in capsys.readouterr().out.split()]
     assert len(set(paths)) == 3 and all(path.is_file() for path in paths)
+    monkeypatch.setattr(library, "build_all", list)
+    assert cli.main(f"build --torch cpu {sizes} --dispatch fp8-ue8m0".split()) == 0
+    assert "packed_scales=True" in capsys.readouterr().out
 
 
 def test_no_max_is_loaded() -> None:

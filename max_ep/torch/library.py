@@ -89,7 +89,8 @@ class Settings:
         return (
             f"low_latency_dispatch(hidden={self.hidden}, {self.format}, top_k="
             f"{self.top_k}, num_max_dispatch_tokens_per_rank={self.tokens}, num_experts"
-            f"={self.experts}, enable_shrink={self.masks})"
+            f"={self.experts}, use_ue8m0={self.packed_scales}, "
+            f"enable_shrink={self.masks})"
         )
 
     def name(self) -> str:
@@ -145,6 +146,7 @@ FORMATS = {
     "bfloat16": "bfloat16",
     "fp8": "fp8",
     "fp8-round": "fp8_power_of_two",
+    "fp8-ue8m0": "fp8_power_of_two",
 }
 """What ``low_latency_dispatch`` sends, by the command line's names."""
 
@@ -195,6 +197,7 @@ def run_build(options: Any) -> int:
         group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
         format = FORMATS[options.dispatch]
         sizes = dict(hidden=hidden, combine_hidden=hidden)
+        group |= dict(packed_scales=options.dispatch == "fp8-ue8m0")
         wanted = [Settings(format=format, combine="bfloat16", **sizes, **group)]
     for path in build_all(wanted):
         print(path)

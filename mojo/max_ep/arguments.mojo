@@ -84,6 +84,9 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         1 <= group.n_ranks and group.n_ranks <= MAX_RANKS
     ), "max_ep: n_ranks must be in [1, MAX_RANKS]"
     comptime assert (
+        group.n_mapped <= group.n_ranks
+    ), "max_ep: a node has more ranks than the group"
+    comptime assert (
         1 <= group.top_k and group.top_k <= MAX_TOP_K
     ), "max_ep: top_k must be in [1, MAX_TOP_K]"
     comptime assert (

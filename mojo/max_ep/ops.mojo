@@ -37,7 +37,7 @@ from .arguments import (
 from .device.kernel import InputScales
 from .for_each import for_each
 from .formats.forwarded import JoinWords, QuantizeTokens
-from .formats.table import NumbersOf
+from .formats.table import has_format, NumbersOf
 from .missing import CountDropped, FindDegraded
 from .op_config import CombineGroup, FormatOfOp, group_of
 from .kernel_argument import unused
@@ -171,6 +171,7 @@ struct Dispatch:
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
         comptime form = Form.of(op)
+        comptime assert has_format(format), "max_ep: no format has this name"
         comptime Format = FormatOfOp[format, config]
         comptime group = group_of(config, dispatch_msg_bytes=Format.msg_bytes)
         var call = Call[group].of[target](

@@ -342,7 +342,8 @@ struct DispatchArguments(TrivialRegisterPassable):
     var rows: Int
     """`[n_local_experts][capacity][HIDDEN]`."""
     var scales: Int
-    """Float32 `[n_local_experts][HIDDEN / 128][capacity]`."""
+    """Float32 `[n_local_experts][HIDDEN / 128][capacity]`; with `PACKED_SCALES` Int32,
+    `HIDDEN / 512`."""
     var recv_counts: Int
     """Int32 `[n_local_experts]`."""
     var recv_ranges: Int

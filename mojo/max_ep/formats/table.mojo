@@ -45,3 +45,11 @@ comptime FormatOf[
 )
 """The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
 where scales go: transposed, rows, tiles or packed."""
+
+
+def has_format(name: StaticString) -> Bool:
+    """Returns whether a format has a name; `FormatOf` takes any for blockwise FP8."""
+    for begin in ["fp8", "mxfp8", "mxfp4", "nvfp4"]:
+        if name.startswith(begin):
+            return True
+    return name == "bfloat16" or name == "float32"
