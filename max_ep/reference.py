@@ -10,7 +10,6 @@ are in one process and nothing is sent: a list with one entry per rank is the gr
 `combine_sums` is the combine of `EPConfig.combine_mode="sums"`. NumPy has no bfloat16:
 its bits are kept as `uint16`. This file needs NumPy only. Number formats are in
 `quantize.py`; padded and dropped rows, which tests compare, in `tests/row_layouts.py`.
-Shapes and ids are not checked.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ def n_local_experts(n_experts: int, n_ranks: int) -> int:
 
     Expert `e` is local expert `e % n_local_experts` of rank `e // n_local_experts`.
     """
+    if n_experts < 1 or n_ranks < 1:
+        raise ValueError(f"need n_experts={n_experts}, n_ranks={n_ranks} >= 1")
     return -(-n_experts // n_ranks)
 
 
@@ -88,6 +89,9 @@ def dispatch(
     """
     n_ranks, n_tokens = len(tokens), [len(t) for t in tokens]
     n_local = n_local_experts(n_experts, n_ranks)
+    _check_ids(topk_ids, n_tokens, n_experts)
+    if len({(t.shape[1:], t.dtype) for t in tokens}) > 1:
+        raise ValueError("hidden size or element type differs between ranks")
     scales = None
     if quantize is not None:
         quantized = [quantize(typed("tokens", t, np.float32)) for t in tokens]
@@ -147,6 +151,7 @@ def combine(
     combine dtype holds, as float32. Returns each rank's sums, float32 `[n_tokens,
     hidden]`, *before* their last rounding, the caller's (`float32_to_bfloat16`).
     """
+    _check_combine(expert_rows, results, topk_weights)
     all_rows, sums = np.concatenate(list(expert_rows)), []
     src_ranks = np.concatenate([r.src_ranks for r in results])
     src_info = np.concatenate([r.src_info for r in results])
@@ -175,6 +180,7 @@ def combine_sums(
     float32, and then `acc = fma(value, scale, acc)`. The other arguments and the result
     are those of `combine`.
     """
+    _check_combine(expert_rows, results, topk_weights)
     sums = []
     for rank, weights in enumerate(topk_weights):
         groups = zip(expert_rows, results)
@@ -267,6 +273,12 @@ def moe(
     tokens. The other arguments are one rank's of `combine`. Returns float32
     `[n_tokens, hidden]`, summed as `combine` does.
     """
+    _check_ids([topk_ids], [len(tokens)], np.iinfo(np.int64).max)
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights must have the shape of topk_ids, {list(topk_ids.shape)}, "
+            f"got {list(topk_weights.shape)}"
+        )
     row_of_choice = np.full(topk_ids.shape, -1)
     expert_rows = [typed("tokens", tokens, np.float32)[:0]]
     n_rows = 0
@@ -338,3 +350,45 @@ def _weighted_sum(
         row = rows[row_of_choice[has, k]]
         acc[has] = fma(weights[has, k, np.newaxis], row, acc[has])
     return acc
+
+
+def _check_combine(
+    expert_rows: Sequence[np.ndarray],
+    results: Sequence[DispatchResult],
+    topk_weights: Sequence[np.ndarray],
+) -> None:
+    """Raises a `ValueError` unless each rank has a row for each it was given, and each
+    choice that has a row has a weight."""
+    for rank, (rows, result) in enumerate(zip(expert_rows, results)):
+        n_rows = len(result.src_ranks)
+        if len(rows) != n_rows:
+            raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n_rows}")
+    for rank, weights in enumerate(topk_weights):
+        for result in results:
+            choices = result.src_info[result.src_ranks == rank]
+            for token_idx, k in choices[(choices >= weights.shape).any(axis=1)][:1]:
+                raise ValueError(
+                    f"rank {rank}: topk_weights is {list(weights.shape)}, and token"
+                    f" {token_idx}, choice {k} was dispatched; pass a weight for"
+                    " each choice, [n_tokens, top_k]"
+                )
+
+
+def _check_ids(
+    topk_ids: Sequence[np.ndarray], n_tokens: Sequence[int], n_experts: int
+) -> None:
+    """Raises a `ValueError` that says which rank's ids are wrong, if any."""
+    shapes = [ids.shape for ids in topk_ids]
+    if shapes != [(n, shapes[0][-1]) for n in n_tokens]:
+        raise ValueError(
+            f"topk_ids must be [n_tokens, top_k] on each rank, with n_tokens"
+            f" {list(n_tokens)} and one top_k, got {shapes}"
+        )
+    for rank, ids in enumerate(topk_ids):
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"rank {rank}: topk_ids must be integers, got {ids.dtype}")
+        for token_idx, k in np.argwhere((ids < -1) | (ids >= n_experts))[:1]:
+            raise ValueError(
+                f"rank {rank}, token {token_idx}, choice {k}: id"
+                f" {ids[token_idx, k]} is outside [-1, {n_experts})"
+            )

@@ -278,8 +278,24 @@ to_bfloat16(np.ones(2)) | got float64
 to_fp8(np.ones(2)) | got float64
 quantize_blockwise_fp8(np.ones((2, 128))) | got float64
 fma(f32(1), f32(1), np.ones(1)) | got float64
+n_local_experts(0, 1) | n_ranks=1
+n_local_experts(4, 0) | n_ranks=0
+dispatch([x, x], [IDS, IDS + 7], 7) | rank 1, token 0, choice 0: id 7 is outside [-1, 7)
+dispatch([x, x], [IDS - 2, IDS], 7) | rank 0, token 0, choice 0: id -2 is outside [-1
+dispatch([x, x[:2]], [IDS, IDS], 7) | n_tokens
+dispatch([x], [IDS, IDS], 7) | n_tokens
+dispatch([x, x], [IDS, IDS[:, :1]], 7) | top_k
+dispatch([x, half], [IDS, IDS], 7) | element type
 dispatch([half], [IDS], 7, quantize=quantize_blockwise_fp8) | must be float32
+combine([both, x], sent, [WEIGHTS, WEIGHTS]) | rank 1: 3 rows, needs 0
 combine([both, none], sent, [WEIGHTS, np.ones((3, 2))]) | topk_weights must be float32
+combine([both, none], sent, [WEIGHTS, WEIGHTS[:, :1]]) | rank 1: topk_weights
+combine_sums([both, none], sent, [WEIGHTS, WEIGHTS[:2]]) | rank 1: topk_weights
+combine_sums([both, x], sent, [WEIGHTS, WEIGHTS]) | rank 1: 3 rows, needs 0
+moe(x, IDS - 2, WEIGHTS, None) | id -2 is outside
+moe(x, IDS.astype(np.float32), WEIGHTS, None) | integers, got float32
+moe(x, IDS[:1], WEIGHTS, None) | n_tokens
+moe(x, IDS, WEIGHTS[:, :1], None) | shape of topk_ids
 """
 
 
