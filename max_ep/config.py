@@ -36,6 +36,9 @@ class EPConfig:
     ``n_gpus_per_node`` of them; ``n_nodes=1`` puts all ranks into one process. With
     ``target="cpu"`` a "node" is a process, so ``n_gpus_per_node=1, n_nodes=4`` is one
     process for each of four ranks.
+
+    Raises:
+        ValueError: On construction, if a field is out of range.
     """
 
     dispatch_dtype: DType

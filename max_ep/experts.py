@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of experts and layers for the CPU, and for bfloat16 and FP8 on Hopper.
 
-Rows and weights in blockwise FP8 are pairs of values and scales. A ``TypeError`` says
-which dtypes, a ``ValueError`` which sizes a kernel does not take. On Hopper MAX's
+Rows and weights in blockwise FP8 are pairs of values and scales. On Hopper MAX's
 grouped matmul does not compile, and its ``linear`` writes past the end of its result
 (docs/decisions/0016-matmuls-on-hopper.md). Elsewhere use MAX's.
 """
@@ -53,6 +52,10 @@ def grouped_matmul(
     Returns:
         ``[n_rows, n]``, of FP8 in bfloat16; rows from ``row_offsets[-1]`` on are
         undefined.
+
+    Raises:
+        TypeError: If the dtypes are not those.
+        ValueError: If the inner sizes differ, or do not fit the kernel.
     """
     groups = row_offsets, expert_ids
     if isinstance(rows, tuple):

@@ -74,6 +74,9 @@ def launch(
         LaunchError: If a process raised, was killed, or took too long. The
             others are given time to notice, then killed; nothing of the group stays
             in shared memory.
+        TypeError: If ``args`` is not a sequence of arguments.
+        ValueError: If ``function`` or ``args`` cannot be handed to other processes,
+            or there is no process to run.
     """
     if n_nodes < 1:
         raise ValueError(f"launch n_nodes={n_nodes!r}: pass how many processes, >= 1")

@@ -33,6 +33,11 @@ def dequantize(
 
     Returns:
         float32 ``[..., hidden]``; rows after the last received one are undefined.
+
+    Raises:
+        TypeError: If the dtypes are not those.
+        ValueError: If the config has no scales, or in tiles; if there is not one for
+            each block, or the graph does not know how many elements a row has.
     """
     if config.scale_layout not in ("rows", "transposed"):
         raise ValueError(

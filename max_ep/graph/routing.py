@@ -113,6 +113,11 @@ def softmax_top_k(
         falling logit, of equal ones the lower id first. NaN counts as the largest. A
         token with NaN, with an infinite logit or with nothing but ``-inf`` has ids of
         experts that there are, and weights of NaN.
+
+    Raises:
+        TypeError: If the dtype is not one of those.
+        ValueError: If the number of experts is not known, less than ``top_k``, or
+            more than a GPU's kernel takes, or ``top_k`` is out of range.
     """
     if logits.dtype not in PLAIN_DTYPES:
         raise TypeError(

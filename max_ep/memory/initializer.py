@@ -88,8 +88,10 @@ class EPCommInitializer(MaskedRanks):
                 (``memory.setup_graph.setup_graph``).
 
         Raises:
+            MemoryError: If the memory cannot be allocated.
             TimeoutError: If a process of the group does not come in time.
             ValueError: If a process has another configuration, or GPUs are missing.
+            RuntimeError: If called twice.
         """
         if self._memory is not None:
             raise RuntimeError(
@@ -187,6 +189,9 @@ class EPCommInitializer(MaskedRanks):
 
         For another thread; ``max-ep who`` does the same from another process.
         ``print`` it. CPU ranks of one process run in turn and never wait.
+
+        Raises:
+            RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
         """
         self._check_open("who_waits")
         if isinstance(self._memory, SharedMemory):
@@ -300,7 +305,12 @@ class EPCommInitializer(MaskedRanks):
             raise RuntimeError("\n".join(texts))
 
     def model_inputs(self) -> list[Buffer]:
-        """Returns the graph's EP inputs, in the order of ``input_types()``."""
+        """Returns the graph's EP inputs, in the order of ``input_types()``.
+
+        Raises:
+            RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
+            ValueError: If experts are balanced and there is no placement.
+        """
         self._check_open("model_inputs")
         if self.config.eplb_enabled and not self._placement:
             raise ValueError(
@@ -316,6 +326,10 @@ class EPCommInitializer(MaskedRanks):
         An error in one op ends a run early: some ranks have sent, others have not.
         This makes the memory usable again, if all ranks are in this process. No run may
         be going on.
+
+        Raises:
+            RuntimeError: If the ranks are in several processes: what the
+                others have done cannot be undone from here.
         """
         if self.config.n_nodes > 1:
             raise RuntimeError(

@@ -74,6 +74,10 @@ class Buffer(LowLatency, Normal):
                 or the CPU if there is none.
             memory: ``"vmm"`` (the driver's, the default) or ``"symm"`` (torch's
                 symmetric memory), on GPUs; None: ``MAX_EP_TORCH_MEMORY``.
+
+        Raises:
+            NotImplementedError: For ranks on several hosts.
+            TimeoutError: If a rank does not come; names it.
         """
         if group is None and comm is None:
             refuse("group", "is None; pass a torch.distributed group, or comm=")
@@ -237,7 +241,11 @@ class Buffer(LowLatency, Normal):
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
         """Returns a tensor of shape ``[0]``, which callers may clear; no part of a
-        region, for it holds flags that only kernels may write."""
+        region, for it holds flags that only kernels may write.
+
+        Raises:
+            NotImplementedError: If a size or an offset is asked for.
+        """
         if size is not None or offset != 0:
             raise NotImplementedError(
                 "max_ep: get_local_buffer_tensor(size, offset); combine takes rows "

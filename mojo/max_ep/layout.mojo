@@ -153,16 +153,21 @@ struct Group(TrivialRegisterPassable):
     """
 
     var n_experts: Int
+    """Experts of the group."""
     var n_ranks: Int
+    """Ranks of the group."""
     var max_tokens_per_rank: Int
     """Tokens one rank may send in one generation."""
     var top_k: Int
+    """Experts of one token."""
     var hidden_size: Int
+    """Elements of a token."""
     var dispatch_msg_bytes: Int
     """Bytes of one dispatch message; 0: this op does not use them."""
     var combine_msg_bytes: Int
     """Bytes of one combine message; 0: this op does not use them."""
     var addressing: Addressing
+    """How dispatch addresses a token."""
     var has_sums: Bool
     """Whether combine returns a partial sum for each token and rank, not a row for each
     choice."""
@@ -177,7 +182,7 @@ struct Group(TrivialRegisterPassable):
     var wide_ids: Bool
     """Whether expert ids are int64: by rank, and on CPU."""
     var num_threads: Int
-    """Of a GPU block."""
+    """Threads of a GPU block."""
     var n_sms: Int
     """Most multiprocessors of a GPU that a launch may use; 0: all."""
     var masks: Bool

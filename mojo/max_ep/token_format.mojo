@@ -54,23 +54,44 @@ trait OutputRows(KernelArgument, TrivialRegisterPassable):
 
     @staticmethod
     def of(outputs: OutputTensors) -> Self:
-        """Takes those of the op's tensors that the format writes."""
+        """Takes those of the op's tensors that the format writes.
+
+        Args:
+            outputs: All of them.
+
+        Returns:
+            Its own.
+        """
         ...
 
     def values(self) -> BytePointer:
-        """Points to the values, `[n_rows_max]` of the format's `row_bytes`."""
+        """Points to the values.
+
+        Returns:
+            `[n_rows_max]` of the format's `row_bytes`.
+        """
         ...
 
     @always_inline
     def of_expert(self, local_expert: Int, first_row: Int) -> Self:
-        """Finds where the rows of an expert go, the first of which is `first_row`."""
+        """Finds where the rows of an expert go.
+
+        Args:
+            local_expert: The expert.
+            first_row: The first of its rows.
+
+        Returns:
+            The pointers to use for them.
+        """
         return self
 
 
 trait TokenFormat:
-    """The wire format of one token; docs/adding_a_format.md describes it.
+    """The wire format of one token.
 
-    On CPU a thread encodes a whole token, on GPU a warp, 16 bytes a lane and step.
+    On CPU a thread encodes a whole token. On GPU a warp does, lane
+    by lane: in step `s` of a warp of `n` lanes, lane `l` moves the 16 bytes of
+    values at `(s * n + l) * 16`.
     """
 
     comptime hidden_size: Int
@@ -115,9 +136,17 @@ trait TokenFormat:
         token: ImmPointer[Scalar[input_type]],
         input_scale: Float32,
     ):
-        """Writes a token, `[hidden_size]`, in wire format, `[token_bytes]`, aligned to
-        `MESSAGE_ALIGN`. If it `is_scaled`, each element is multiplied by `input_scale`
-        first, in float32."""
+        """Writes a token in wire format.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            message: `[token_bytes]`, aligned to `MESSAGE_ALIGN`.
+            token: `[hidden_size]` elements.
+            input_scale: Factor of every element; read if `is_scaled`.
+        """
         ...
 
     @staticmethod
@@ -126,25 +155,58 @@ trait TokenFormat:
     ](
         elements: SIMD[input_type, Self.lane_elements], input_scale: Float32, lane: Int
     ) -> LaneWire:
-        """Encodes what one GPU lane holds, zeros behind the token's end; all lanes of the
-        warp call it. Input scales are as in `encode`."""
+        """Encodes what one GPU lane holds; all lanes of the warp call it.
+
+        Parameters:
+            input_type: Element type of the token.
+            is_scaled: Whether to multiply by `input_scale` (in float32) first.
+
+        Args:
+            elements: The lane's elements; zeros behind the token's end.
+            input_scale: Factor of every element; read if `is_scaled`.
+            lane: This lane.
+
+        Returns:
+            The lane's part of the wire format.
+        """
         ...
 
     @staticmethod
     def is_identity[input_type: DType]() -> Bool:
-        """Returns whether tokens travel as they are given."""
+        """Returns whether tokens travel as they are given.
+
+        Parameters:
+            input_type: Element type of the token.
+
+        Returns:
+            Whether an encoded token is the token.
+        """
         return False
 
     @staticmethod
     @always_inline
     def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        """Points to where the values of a row go, `[row_bytes]`."""
+        """Points to where the values of a row go.
+
+        Args:
+            rows: The output tensors.
+            row: The row.
+
+        Returns:
+            `[row_bytes]`.
+        """
         return rows.values().unsafe_offset(row * Self.row_bytes)
 
     @staticmethod
     def place_scales(rows: Self.Rows, row: Int, vector: Int, scales: LaneBytes):
-        """Puts 16 bytes of a token's scales into the output; `vector` says which ones of
-        the message behind the first `row_bytes`."""
+        """Puts 16 bytes of a token's scales into the output.
+
+        Args:
+            rows: The output tensors.
+            row: The row that the token takes there.
+            vector: Which 16 bytes of the message behind the first `row_bytes`.
+            scales: The bytes.
+        """
         pass
 
     @staticmethod
@@ -152,8 +214,15 @@ trait TokenFormat:
     def place_metadata(
         rows: Self.Rows, row: Int, k: Int, expert_id: Int32, prob: Float32
     ):
-        """Puts a choice of the routing metadata into the output: `k` is in
-        `[0, router_top_k)`, an `expert_id` of -1 is none."""
+        """Puts a choice of the routing metadata into the output.
+
+        Args:
+            rows: The output tensors.
+            row: The row that the token takes there.
+            k: Which of its choices, in `[0, router_top_k)`.
+            expert_id: What the router chose; -1: nothing.
+            prob: With which probability.
+        """
         pass
 
     @staticmethod
@@ -161,8 +230,15 @@ trait TokenFormat:
     def end_metadata(
         rows: Self.Rows, n_rows: Int, n_rows_max: Int, worker: Int, n_workers: Int
     ):
-        """Writes the number of rows, with one of some threads; rows after the last one get
-        no choices."""
+        """Writes the number of rows; rows after the last one get no choices.
+
+        Args:
+            rows: The output tensors.
+            n_rows: Number of rows.
+            n_rows_max: Rows that the output tensors hold.
+            worker: Index of this thread among those that share the work.
+            n_workers: Number of these threads.
+        """
         pass
 
 
@@ -170,7 +246,18 @@ trait TokenFormat:
 def place_all_scales[
     Format: TokenFormat
 ](message: BytePointer, rows: Format.Rows, row: Int, worker: Int, n_workers: Int):
-    """Puts the scales of a message into the output, with one of some threads."""
+    """Puts the scales of a message into the output, with one of some threads.
+
+    Parameters:
+        Format: The format.
+
+    Args:
+        message: `[msg_bytes]`.
+        rows: The output tensors.
+        row: The row that the token takes there.
+        worker: Index of this thread among those that share the work.
+        n_workers: Number of these threads.
+    """
     comptime n_vectors = (Format.token_bytes - Format.row_bytes) // MESSAGE_ALIGN
     var words = message.unsafe_offset(Format.row_bytes).unsafe_bitcast[UInt32]()
     for vector in range(worker, n_vectors, n_workers):
