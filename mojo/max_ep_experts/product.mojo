@@ -93,8 +93,13 @@ def product_of[
     weights: InputTensor[dtype=x.dtype, rank=3, ...],
     row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
     expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
-) -> GroupedProduct[dtype]:
+) raises -> GroupedProduct[dtype]:
     """Describes the product of an op's tensors, whose bytes are seen as of a dtype."""
+    if row_offsets.dim_size(0) != expert_ids.dim_size(0) + 1:
+        raise Error(
+            t"max_ep: row_offsets have {row_offsets.dim_size(0)} elements and"
+            t" expert_ids {expert_ids.dim_size(0)}; pass one offset more than experts"
+        )
     comptime per_element = size_of[Scalar[dtype]]() // size_of[Scalar[x.dtype]]()
     return GroupedProduct[dtype](
         y={unsafe_from_address = Int(y.unsafe_ptr())},
