@@ -147,11 +147,16 @@ def test_max_ep_alone(kind, form):
     assert len(results) == len(RUNS)
     check_ours(results, case, kind)
     check_theirs(results, case, kind)
-    for of_rank in (of_rank for ranks in results.values() for of_rank in ranks):
+    of_ranks = [
+        (f"{form}, {routing}, rank {rank}", of_rank)
+        for (form, routing), ranks in results.items()
+        for rank, of_rank in enumerate(ranks)
+    ]
+    for where, of_rank in of_ranks:
         for name, array in zip(names_of(case), of_rank):
             if name == "rows" and not of_rank[-2][-1]:  # the rank got none
                 continue
             array.view(np.uint8).flat[0] ^= 1
-            with pytest.raises(AssertionError):
+            with pytest.raises(AssertionError, match=f"{where}: {name}"):
                 check_ours(results, case, kind)
             array.view(np.uint8).flat[0] ^= 1

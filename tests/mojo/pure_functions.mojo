@@ -16,6 +16,7 @@ from max_ep.dispatch_by_rank.entries import (
     value_of_word,
     value_word,
 )
+from max_ep.formats.table import has_format
 from max_ep.dispatch_by_rank.index_large import run_of_block
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
@@ -34,7 +35,7 @@ from max_ep.flags import (
 from max_ep.formats.quantized_sums import QuantizedSums
 from max_ep.layout import Addressing, Group, N_CHUNKS
 from max_ep.token_format import BytePointer, LaneBytes
-from std.testing import assert_equal, assert_true
+from std.testing import assert_equal, assert_false, assert_true
 
 comptime NUM_THREADS = 512
 
@@ -241,6 +242,13 @@ def check_scales_of_lanes[block: Int]() raises:
     _ = message^
 
 
+def check_names_of_formats() raises:
+    for name in ["bfloat16", "float32", "fp8_power_of_two", "mxfp8", "mxfp4_forwarded"]:
+        assert_true(has_format(name), name)
+    for name in ["mxfp6", "float8", "bfloat16_forwarded", ""]:
+        assert_false(has_format(name), name)
+
+
 def main() raises:
     """Runs all."""
     check_bundles[28]()
@@ -259,4 +267,5 @@ def main() raises:
     check_what_was_measured()
     check_scales_of_lanes[128]()
     check_scales_of_lanes[32]()
+    check_names_of_formats()
     print("OK")

@@ -47,7 +47,7 @@ comptime FormatOf[
 where scales go: transposed, rows, tiles or packed."""
 
 
-def has_format(name: StaticString) -> Bool:
+def has_format(name: StringSlice) -> Bool:
     """Returns whether a format has a name; `FormatOf` takes any for blockwise FP8."""
     for begin in ["fp8", "mxfp8", "mxfp4", "nvfp4"]:
         if name.startswith(begin):
