@@ -127,7 +127,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     serve = command("serve", "serve_command", about)
     serve.add_argument("model", help="a folder, or a repository of Hugging Face")
     serve.add_argument("--gpus", type=int, help="default: all; 0: the CPU")
-    serve.add_argument("--ranks", type=int, help="ranks on the CPU (default: 4)")
+    about = "ranks on the CPU (default: the most, up to 4, that divide the experts)"
+    serve.add_argument("--ranks", type=int, help=about)
     serve.add_argument("--dry-run", action="store_true", help="only print the command")
     who = command("who", "who", "show which rank waits for which, in a hang")
     who.add_argument(

@@ -101,7 +101,8 @@ def call_ep_dispatch_wait(
     """Adds "complete receiving" to the current graph.
 
     Args:
-        num_tokens: For MAX's all-reduce mode; must be None.
+        num_tokens: For MAX's all-reduce mode; must be None, also with
+            ``config.use_allreduce``.
 
     Returns:
         ``output_tokens`` ``[n_output_rows, hidden_size]``, where dispatch quantizes
@@ -127,7 +128,10 @@ def call_ep_dispatch_wait(
         (after the last token -1 and 0), and the tokens of all ranks, ``[1]`` int32.
     """
     if num_tokens is not None:
-        raise ValueError("num_tokens is for all-reduce mode, which max_ep lacks")
+        raise ValueError(
+            f"num_tokens={num_tokens}: EPConfig.use_allreduce, max_ep's all-reduce "
+            "mode, needs none; pass None"
+        )
     pointers = recv_buf_ptrs, recv_count_ptrs
     return _dispatch("dispatch_wait", config, atomic_counter, pointers)
 
