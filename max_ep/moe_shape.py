@@ -81,6 +81,13 @@ class MoeShape:
         )
 
 
+def dense_layers(config: Any) -> list[int]:
+    """Returns the layers of a Qwen3-MoE that have an MLP in place of experts."""
+    step = getattr(config, "decoder_sparse_step", 1)
+    named = getattr(config, "mlp_only_layers", None) or ()
+    return [i for i in range(config.num_hidden_layers) if (i + 1) % step or i in named]
+
+
 def fp8_block(huggingface_config: Any) -> list[int] | None:
     """Returns the sizes of the blocks that have a scale; None: it is not in FP8."""
     config = getattr(huggingface_config, "quantization_config", None) or {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .moe_shape import SUPPORTED, MoeShape, check_place
+from .moe_shape import SUPPORTED, MoeShape, check_place, dense_layers
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
@@ -151,11 +151,12 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) 
                 f"the matmuls need an H100 or H200, this GPU is {gpu.name}"
             )
     try:
-        shape, loaded = MoeShape.of(SimpleNamespace(**config)), n_bytes
+        sizes = SimpleNamespace(**config)
+        shape, loaded = MoeShape.of(sizes), n_bytes
         if quantization:
             keeps_fp8 = shape.keeps_fp8(len(gpus))
-            loaded += _attention_bytes(config) if keeps_fp8 else n_bytes
-    except (AttributeError, KeyError) as error:
+            loaded += _widened_bytes(sizes) if keeps_fp8 else n_bytes
+    except AttributeError as error:
         raise ValueError(f"config.json of {name} is not complete: {error}") from error
     most = sum(gpu.n_bytes for gpu in gpus)
     if gpus and loaded > most:
@@ -166,12 +167,14 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) 
     return shape.n_experts
 
 
-def _attention_bytes(config: dict[str, Any]) -> int:
-    """Counts the bytes of attention in FP8, which is widened, as are dense MLPs."""
-    n_heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
-    heads = 2 * (n_heads + config["num_key_value_heads"]) * head_dim
-    return heads * config["hidden_size"] * config["num_hidden_layers"]
+def _widened_bytes(config: Any) -> int:
+    """Counts the bytes of attention and dense MLPs in FP8: widened, they double."""
+    n_heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // n_heads
+    heads = 2 * (n_heads + config.num_key_value_heads) * head_dim
+    n_dense = len(dense_layers(config))
+    dense = 3 * config.intermediate_size * n_dense if n_dense else 0
+    return (heads * config.num_hidden_layers + dense) * hidden
 
 
 def _gigabytes(n_bytes: int) -> str:

@@ -4,7 +4,7 @@
 Arguments: rank, time-out in ms, the words of the record. Prints the error.
 """
 from max_ep.counters import N_FAILURE_WORDS
-from max_ep.failures import raise_failure
+from max_ep.failures import GRAPH, raise_failure
 from std.sys import argv
 
 
@@ -15,6 +15,6 @@ def main() raises:
     for i in range(N_FAILURE_WORDS):
         record[i] = Int32(Int(args[3 + i]))
     try:
-        raise_failure(record, Int(args[1]), Int(args[2]))
+        raise_failure(record, Int(args[1]), Int(args[2]), GRAPH)
     except error:
         print(error)

@@ -207,6 +207,19 @@ def test_scales_of_sums_are_put_back_when_all_lanes_have_read(it):
     assert of_scales and len(of_scales) == len(of_values)
 
 
+@kernels("_packed")
+def test_scales_are_packed_as_exponents(it):
+    """UE8M0: of each float32 its exponent, a byte; a lane has those of one word."""
+    text = "\n".join(op.text for op in it.kernel.ops)
+    places = it.kernel.find(lambda op: op.kind == "store" and op.n_bytes == 1)
+    stored = [it.kernel.ops[i] for i in sorted(places)]
+    assert [op.address.partition("+")[2] for op in stored] == ["", "1", "2", "3"]
+    for op in stored:
+        byte = op.text.rpartition(", ")[2]
+        (exponent,) = re.findall(rf"cvt\.u16\.u32\s+{byte}, (%r\d+)\n", text)
+        assert re.search(rf"shr\.u32\s+{exponent}, %r\d+, 23\n", text)
+
+
 @kernels("by_rank.*dispatch(_wait)?\\..*_chunks")
 def test_chunk_is_read_after_its_flag(it):
     """I2, in a round of the receive loop: no byte of a chunk before its acquire."""

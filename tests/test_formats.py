@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from errors import raises, refused
+from harness import to_numpy
+from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
 from row_layouts import scales_of_tiles
 from test_reference import assert_same_bits
 
 from max_ep import EPConfig, dequantize
-from max_ep.formats import FORMATS, TokenFormat
+from max_ep.formats import FORMATS, TokenFormat, on_target
 from max_ep.quantize import (
     float4_e2m1fn_to_float32,
     float8_e8m0fnu_to_float32,
@@ -234,6 +236,22 @@ CONFIGS = {
 FP8 = CONFIGS["fp8", "transposed"]
 
 
+def graph_of_all(device: DeviceRef, **where: Module) -> Graph:
+    target, types = "cpu" if device.is_cpu() else "gpu", []
+    for (name, layout), config in CONFIGS.items():
+        n, n_scales, of = f"{name}_{layout}", config.n_scales, config.token_format
+        shape = [n, n_scales] if layout == "rows" else [n_scales, n]
+        types += [
+            TensorType(on_target(of.dtype, target), [n, config.row_columns], device),
+            TensorType(on_target(of.scale_dtype, target), shape, device),
+        ]
+    with Graph("dequantize_all", input_types=types, **where) as graph:
+        values = iter(value.tensor for value in graph.inputs)
+        given = zip(values, values, CONFIGS.values())
+        graph.output(*(dequantize(*of_one) for of_one in given))
+    return graph
+
+
 def add_graphs(module: Module) -> None:
     padded = [
         TensorType(DType.uint8, [3, 5, HIDDEN], CPU_DEVICE),
@@ -241,23 +259,11 @@ def add_graphs(module: Module) -> None:
     ]
     with Graph("dequantize_padded", input_types=padded, module=module) as graph:
         graph.output(dequantize(*(x.tensor for x in graph.inputs), FP8))
-    of_all = []
-    for (name, layout), config in CONFIGS.items():
-        n, n_scales = f"{name}_{layout}", config.n_scales
-        shape = [n, n_scales] if layout == "rows" else [n_scales, n]
-        of_all += [
-            TensorType(DType.uint8, [n, config.row_columns], CPU_DEVICE),
-            TensorType(config.scales_dtype, shape, CPU_DEVICE),
-        ]
-    with Graph("dequantize_all", input_types=of_all, module=module) as graph:
-        values = iter(value.tensor for value in graph.inputs)
-        given = zip(values, values, CONFIGS.values())
-        graph.output(*(dequantize(*of_one) for of_one in given))
+    graph_of_all(CPU_DEVICE, module=module)
 
 
-@pytest.mark.parametrize("n_rows", [0, 1, 7])
-def test_dequantize_is_the_oracles(one_module, n_rows):
-    """Every format and layout, of any bits."""
+def rows_of_all(n_rows: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Draws rows and scales of any bits; returns them, and what the oracle makes."""
     rng = np.random.default_rng(n_rows)
     given, want = [], []
     for (name, layout), config in CONFIGS.items():
@@ -269,8 +275,27 @@ def test_dequantize_is_the_oracles(one_module, n_rows):
         with np.errstate(all="ignore"):
             want.append(QUANTIZED[name].dequantize(rows, scales))
         given += [rows, np.ascontiguousarray(scales if layout == "rows" else scales.T)]
+    return given, want
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 7])
+def test_dequantize_is_the_oracles(one_module, n_rows):
+    """Every format and layout."""
+    given, want = rows_of_all(n_rows)
     for got, y in zip(one_module.models["dequantize_all"].execute(*given), want):
         np.testing.assert_array_equal(got.to_numpy(), y)
+
+
+@pytest.mark.gpu(1)
+def test_dequantize_on_a_gpu(gpu_session):
+    """There values and scales are float8, and MAX casts them."""
+    graph = graph_of_all(DeviceRef.GPU(0))
+    given, want = rows_of_all(7)
+    types = [value.tensor.dtype for value in graph.inputs]
+    gpu = gpu_session.devices[1]
+    buffers = [Buffer.from_numpy(x).view(t).to(gpu) for x, t in zip(given, types)]
+    for got, y in zip(gpu_session.load(graph).execute(*buffers), want, strict=True):
+        np.testing.assert_array_equal(to_numpy(got), y)
 
 
 def test_padded_rows_are_the_oracles(one_module):

@@ -32,6 +32,21 @@ def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
     assert b".entry" in (ptx := Path(target).read_bytes()) and b"nvshmem" not in ptx
 
 
+def test_a_node_has_no_more_ranks_than_the_group(tmp_path: Path) -> None:
+    """Else a kernel would read addresses behind the table. All ranks on one node are
+    what most other tests have."""
+    program = tmp_path / "more.mojo"
+    sizes = "n_experts=2, n_ranks=2, max_tokens_per_rank=1, top_k=1, hidden_size=8"
+    program.write_text(
+        "from max_ep.arguments import check_group\n"
+        "from max_ep.layout import Addressing, Group\n"
+        f"comptime GROUP = Group({sizes}, addressing=Addressing.BY_RANK, n_mapped=3)\n"
+        "def main():\n    check_group[GROUP, 'cpu', 1]()\n"
+    )
+    with pytest.raises(RuntimeError, match="failed: max_ep: a node has more ranks"):
+        run_mojo("run", "-I", ".", str(program))
+
+
 @pytest.mark.gpu(1)
 def test_kernels_of_two_ranks_on_one_gpu():
     assert run("seeds_gpu.mojo") == "OK"

@@ -25,6 +25,9 @@ QWEN = {
     "head_dim": 128,
 }
 FP8_QWEN = QWEN | {"quantization_config": {"weight_block_size": [128, 128]}}
+# 24 and 6 of the 48 layers have an MLP.
+FP8_DENSE = dict(FP8_QWEN, intermediate_size=8192, decoder_sparse_step=2)
+FP8_DENSE["mlp_only_layers"] = [1, 3, 5, 7, 9, 11]
 H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0"
 SMALL_H100 = "NVIDIA H100, 4000, 9.0"
 
@@ -111,6 +114,7 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
          "4.3 GB of weights do not fit into 4.2 GB"),
         (["NVIDIA H100, 2900, 9.0"], FP8_QWEN, (),
          "3.1 GB of weights do not fit into 3.0 GB"),
+        ([SMALL_H100], FP8_DENSE, (), "4.6 GB of weights do not fit into 4.2 GB"),
         ([SMALL_H100], dict(FP8_QWEN, moe_intermediate_size=704), (),
          "4.3 GB of weights do not fit into 4.2 GB"),
         ([SMALL_H100],

@@ -202,7 +202,8 @@ def arguments(buffer: Buffer) -> None:
         for expert in (-2, E):
             with raises(ValueError, "topk_idx must be in"):
                 buffer.get_dispatch_layout(torch.full((2, 3), expert), E)
-    with raises(RuntimeError, "topk_idx; expert 8; in [-1, num_experts)"):
+    said = "topk_idx were dropped; expert 8; in [-1, num_experts); Call Buffer.reset()"
+    with raises(RuntimeError, said):
         wrong = torch.full_like(ids, E)
         buffer.low_latency_dispatch(x, wrong, CAP, E, use_fp8=False)
         buffer.check()
@@ -282,7 +283,7 @@ def late(buffer: Buffer) -> None:
     low_latency = lambda: (dispatch(buffer), buffer.check())  # noqa: E731
     usual = lambda: buffer.dispatch(given_to(buffer)[0], **layout)  # noqa: E731
     for miss, words in (
-        (low_latency, "timed out after 3000 ms; from rank 1; Buffer.reset() in every"),
+        (low_latency, "timed out after 3000 ms; from rank 1; than Buffer's timeout_s"),
         (usual, "rank 1; Buffer.reset() in every process"),
     ):
         if buffer.rank != 1:

@@ -23,6 +23,7 @@ from max.pipelines.lib.graph_specs import GraphSpec
 
 from ..experts import PACKAGE
 from ..extension import load_ops
+from ..moe_shape import dense_layers
 from .fp8 import widening
 from .model import ExpertParallelModel
 from .one_device import OneDeviceDecoder
@@ -129,11 +130,7 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
             ),
             gate_cls=Qwen3MoEGate,
             moe_dim=config.moe_intermediate_size,
-            dense_layers=[
-                i
-                for i in range(config.num_hidden_layers)
-                if (i + 1) % config.decoder_sparse_step or i in config.mlp_only_layers
-            ],
+            dense_layers=dense_layers(config),
         )
         return ours.graph_specs(self, "qwen3_moe")
 

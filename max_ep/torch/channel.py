@@ -33,16 +33,6 @@ _REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS, _MASKED_WORD = range(5
 _FACTS = 5  # the first of them
 _TEXT_BYTES = 4000
 _EIGHT, _FIVE = struct.Struct("8q"), struct.Struct("5q")
-_IN_WORDS_OF_TORCH = (
-    (" Restart the group, or call EPCommInitializer.reset() if all its ranks are in "
-     "one process.", " Call Buffer.reset() in every process, or restart the group."),
-    ("EPCommInitializer.reset()", "Buffer.reset() in every process"),
-    (" (or restart the group, where each rank is a process of its own)", ""),
-    ("EPConfig.timeout_s", "Buffer's timeout_s"),
-    ("EPConfig.max_tokens_per_rank", "num_max_dispatch_tokens_per_rank"),
-    ("topk_ids", "topk_idx"),
-    ("n_experts", "num_experts"),
-)  # fmt: skip
 
 
 class Region:
@@ -149,14 +139,10 @@ class Region:
         return cpu_wait(facts, comm.rank, words, time.monotonic_ns())
 
     def _raise(self, ask: Callable[..., int], *arguments: int) -> None:
-        """Raises what the library says, in the words of who calls from torch."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         ask(self.handle, *arguments, addressof(buffer), _TEXT_BYTES)
-        text = buffer.value.decode()
-        for theirs, ours in _IN_WORDS_OF_TORCH:
-            text = text.replace(theirs, ours)
-        self.comm.failure = text
-        raise RuntimeError(text)
+        self.comm.failure = buffer.value.decode()
+        self.comm.raise_failure()
 
     def clear(self) -> None:
         """Puts this rank before the first launch; no rank may be in one."""

@@ -10,7 +10,7 @@ from .counters import (
     wanted_word,
     Word,
 )
-from .failures import Failure, NEXT, what_failed
+from .failures import Caller, Failure, GRAPH, NEXT, what_failed
 from .flags import FlagPointer
 from .kernel_argument import ImmPointer, KernelArgument, MutPointer, unused
 from .layout import Group, MAX_RANKS, MAX_TOP_K, N_GROUP_WORDS
@@ -154,6 +154,7 @@ struct Call[group: Group](TrivialRegisterPassable):
     """Every rank's send buffer; an op that only receives does not use them."""
     var recv_bufs: PeerBuffers
     var counts: PeerBuffers
+    var caller: Caller
 
     @staticmethod
     def of[
@@ -212,7 +213,7 @@ struct Call[group: Group](TrivialRegisterPassable):
                         ),
                     )
         var none = unused[PeerBuffers]()
-        return Self(op, counters, none, none, none)
+        return Self(op, counters, none, none, none, GRAPH)
 
     def buffers(self) -> Buffers[Self.group]:
         return {

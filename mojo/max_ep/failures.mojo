@@ -100,13 +100,29 @@ comptime NEXT = (
 )
 
 
-def what_failed(code: Int32, rank: Int, expert_or_row: Int, a: Int, b: Int) -> String:
+@fieldwise_init
+struct Caller(TrivialRegisterPassable):
+    """The words of who calls, in errors: names of arguments, and what to do."""
+
+    var topk_ids: StaticString
+    var n_experts: StaticString
+    var timeout_s: StaticString
+    var next: StaticString
+    """A sentence, after a space: how later calls work again."""
+
+
+comptime GRAPH = Caller("topk_ids", "n_experts", "EPConfig.timeout_s", NEXT)
+
+
+def what_failed(
+    code: Int32, rank: Int, expert_or_row: Int, a: Int, b: Int, caller: Caller = GRAPH
+) -> String:
     """Says what a rank was given, or got from `rank`, and cannot take."""
     if code == Failure.DROPPED:
         return String(
-            t"topk_ids were dropped; one of them is token {a}, k {b}: expert"
-            t" {expert_or_row}. Ids must be in [-1, n_experts) and those of one"
-            t" token distinct. Fix the router's output."
+            t"{caller.topk_ids} were dropped; one of them is token {a}, k {b}: expert"
+            t" {expert_or_row}. Ids must be in [-1, {caller.n_experts}) and those of"
+            t" one token distinct. Fix the router's output."
         )
     if code == Failure.BAD_SOURCE:
         return String(
@@ -168,7 +184,7 @@ def place_of(phase: Int, rank: Int) -> String:
 
 
 def raise_failure(
-    record: Array[Int32, N_FAILURE_WORDS], my_rank: Int, timeout_ms: Int
+    record: Array[Int32, N_FAILURE_WORDS], my_rank: Int, timeout_ms: Int, caller: Caller
 ) raises:
     """Raises the error of a failure record, if it holds a failure."""
     var code = record[0]
@@ -179,8 +195,8 @@ def raise_failure(
     var expert_or_row = Int(record[3])
     if not is_missing(code):
         var a, b = Int(record[6]), Int(record[7])
-        var text = what_failed(code, rank, expert_or_row, a, b)
-        raise Error(place, ": ", text, NEXT)
+        var text = what_failed(code, rank, expert_or_row, a, b, caller)
+        raise Error(place, ": ", text, caller.next)
     var what: StaticString = "count"
     if code == Failure.NO_MESSAGE:
         what = "message"
@@ -200,12 +216,10 @@ def raise_failure(
             t"{place}: no {missing}. The ranks of one process run one after"
             t" another, so waiting cannot help: put the async op of every rank"
             t" before the first wait, and wait on every rank before sending"
-            t" again. After a run that failed half-way, call"
-            t" EPCommInitializer.reset()."
+            t" again.{caller.next}"
         )
     raise Error(
         t"{place}: timed out after {timeout_ms} ms waiting for {missing}. Rank"
-        t" {rank} has died, is later than EPConfig.timeout_s, or"
-        t" runs other EP ops than this rank. Restart the group, or call"
-        t" EPCommInitializer.reset() if all its ranks are in one process."
+        t" {rank} has died, is later than {caller.timeout_s}, or"
+        t" runs other EP ops than this rank.{caller.next}"
     )

@@ -43,8 +43,7 @@ def _begin[group: Group, //](call: Call[group], phase: Int) raises -> CpuRank[gr
     if phase % 2 == 0 and not is_read:
         raise Error(
             t"{place} again, before its {phases[phase + 1]} has read generation {sent}."
-            t" Wait on every rank before sending again; after a run that raised,"
-            t" call EPCommInitializer.reset() (or restart the group)."
+            t" Wait on every rank before sending again.{call.caller.next}"
         )
     if phase % 2 == 1 and is_read:
         raise Error(

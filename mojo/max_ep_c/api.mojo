@@ -38,7 +38,7 @@ from max_ep.counters import (
 )
 from max_ep.device.kernel import Kernel, kernel_entry, Queue
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
-from max_ep.failures import raise_failure
+from max_ep.failures import Caller, raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch import launch_combine, launch_dispatch
@@ -93,6 +93,8 @@ comptime DISPATCH = _group(HIDDEN, Format.msg_bytes, 0)
 comptime COMBINE = _group(COMBINE_HIDDEN, 0, COMBINE_BYTES)
 comptime REGION = _group(HIDDEN, Format.msg_bytes, COMBINE_BYTES)
 comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
+comptime NEXT = " Call Buffer.reset() in every process, or restart the group."
+comptime TORCH = Caller("topk_idx", "num_experts", "Buffer's timeout_s", NEXT)
 
 
 def _at[T: AnyType](address: Int) -> MutPointer[T]:
@@ -211,6 +213,7 @@ struct Rank(Movable):
             self.buffers(3 * direction),
             self.buffers(3 * direction + 1),
             self.buffers(3 * direction + 2),
+            TORCH,
         }
 
 
@@ -321,7 +324,7 @@ def max_ep_failure(handle: Int, record: Int, text: Int, size: Int32) abi("C") ->
     for i in range(N_FAILURE_WORDS):
         words[i] = _at[Int32](record)[unsafe_offset=i]
     try:
-        raise_failure(words, rank.my_rank, rank.timeout_ms)
+        raise_failure(words, rank.my_rank, rank.timeout_ms, TORCH)
         return 0
     except error:
         return _write(String(error), text, Int(size))

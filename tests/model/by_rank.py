@@ -109,12 +109,12 @@ def send_by_number(a: Agent, has_input: bool) -> None:
     tokens = a.world.tokens(a.next("dispatch_sent")[0], a.rank)
     mine = a.of_block(len(tokens))
     if mine and len(tokens) <= a.world.n_inline_tokens:
-        _send_inline_flag_tokens(a, mine, has_input)
+        _send_inline(a, mine, has_input)
     elif mine:
         _send_chunks(a, mine, has_input)
 
 
-def _send_inline_flag_tokens(a: Agent, mine: range, has_input: bool) -> None:
+def _send_inline(a: Agent, mine: range, has_input: bool) -> None:
     n, _ = a.next("dispatch_sent")
     await_readers(a, "dispatch")
     if not a.world.indexes_in_lanes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All protocols of CPU ranks: counts announce what was sent before them.
 
-Functions have the names of those in `mojo/max_ep/cpu/`. A launch is its caller,
-workers (`for_each_chunk`), and the caller again.
+Functions have the names of those in `mojo/max_ep/cpu/`, where one there has the step. A
+launch is its caller, workers (`for_each_chunk`), and the caller again.
 """
 
 from collections.abc import Callable

@@ -211,9 +211,8 @@ HARMLESS = {
     # Entries go before tokens only to be fast: receivers need them all. Tokens are
     # their own flags.
     "relaxed instead of more: block_load_acquire(INDEXED) in dispatch by rank: "
-    "_send_inline_flag_tokens",
-    "left out: block_load_acquire(INDEXED) in dispatch by rank: "
-    "_send_inline_flag_tokens",
+    "_send_inline",
+    "left out: block_load_acquire(INDEXED) in dispatch by rank: _send_inline",
     # A kept count announces no other data: rows and sums have flags of their own.
     "relaxed instead of more: load_acquire(combine_count) in steps: await_kept_count",
 }

@@ -9,6 +9,7 @@ from groups import (
     BF16,
     ByRank,
     FP8,
+    FP8_PACKED,
     MANY,
     MXFP4_ROWS,
     MXFP8_ROWS,
@@ -41,6 +42,7 @@ def main() raises:
     emit_phase[ByRank[FP8, SUMS, padded=True], "dispatch"]("fp8_sums_padded")
     emit_phase[ByRank[BF16, SUMS, MANY], "dispatch"]("bf16_sums_chunks")
     emit_phase[ByRank[FP8, ROWS, MANY, shared=True], "dispatch"]("fp8_shared_chunks")
+    emit_phase[ByRank[FP8_PACKED, padded=True], "dispatch_wait"]("fp8_packed_padded")
     emit_phase[ByRank[MXFP8_ROWS], "dispatch_async"]("mxfp8")
     emit_phase[ByRank[MXFP8_ROWS], "dispatch_wait"]("mxfp8")
     emit_phase[ByRank[MXFP8_TILES, ROWS, MANY], "dispatch"]("mxfp8_tiles_chunks")

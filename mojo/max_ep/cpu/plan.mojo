@@ -71,8 +71,8 @@ struct SendPlan[group: Group](Movable):
         if self.n_dropped == 0:
             return
         var token_idx, k = divmod(self.first_dropped, Self.group.top_k)
-        var expert_id = self.expert_of(self.first_dropped)
-        var what = what_failed(Failure.DROPPED, rank.my_rank, expert_id, token_idx, k)
+        var id = self.expert_of(self.first_dropped)
+        var what = what_failed(Failure.DROPPED, -1, id, token_idx, k, rank.caller)
         raise rank.error(String(t"{self.n_dropped} of {len(self.positions)} {what}"))
 
 

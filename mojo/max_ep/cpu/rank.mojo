@@ -5,7 +5,7 @@ docs/fault_tolerance.md says when a peer is late for ranks that mask it.
 """
 from ..arguments import Call
 from ..counters import Counters, N_FAILURE_WORDS, Word
-from ..failures import Failure, NEXT, place_of, raise_failure, what_failed
+from ..failures import Caller, Failure, place_of, raise_failure, what_failed
 from ..flags import (
     count_of,
     Deadline,
@@ -49,6 +49,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     """How long it may wait in all; 0: it must not wait, because the ranks of this
     process run one after another."""
     var deadline: Deadline
+    var caller: Caller
 
     comptime _heartbeats = Self.group.heartbeat_offset(0) + (
         0 if Self.group.dispatch_msg_bytes
@@ -67,6 +68,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         self.recv_counts = call.counts
         self.timeout_ms = call.counters.timeout_ms()
         self.deadline = Deadline.after(self.timeout_ms)
+        self.caller = call.caller
         comptime if Self.group.masks:
             var now = ms_of(now_ns())
             if phase == 0:
@@ -153,7 +155,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
                         0,
                         0,
                     ]
-                    raise_failure(record, self.my_rank, self.timeout_ms)
+                    raise_failure(record, self.my_rank, self.timeout_ms, self.caller)
                 self.counters.masked(missing_rank)[] = 1
                 return
             if masks and n_polls % _POLLS_PER_HEARTBEAT == 0:
@@ -185,12 +187,13 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         )
 
     def error(self, what: String) -> Error:
-        return Error(place_of(self.phase, self.my_rank), ": ", what, NEXT)
+        return Error(place_of(self.phase, self.my_rank), ": ", what, self.caller.next)
 
     def refusal(
         self, code: Int32, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
     ) -> Error:
-        return self.error(what_failed(code, self.my_rank, expert_or_row, a, b))
+        var what = what_failed(code, self.my_rank, expert_or_row, a, b, self.caller)
+        return self.error(what)
 
     def await_readers(self, done_offset: Int, *, only_owners: Bool) raises:
         """Waits until every peer has read what this rank sent last."""
