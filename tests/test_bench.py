@@ -13,9 +13,9 @@ from max.driver import Buffer
 from bench import (
     cases,
     checks,
-    gpu_round_trip,
     peer_graphs,
     peer_torch,
+    processes,
     report,
     runs,
 )
@@ -75,7 +75,7 @@ def test_rows_are_those_of_their_cases():
     ids=["ends", "hangs", "dies"],
 )
 def test_a_child_that_does_not_end_is_killed(function, argument, limit_s, reason):
-    assert gpu_round_trip.in_child(function, (argument,), limit_s) == reason
+    assert processes.in_child(function, (argument,), limit_s) == reason
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_child_that_does_not_end_is_killed(function, argument, limit_s, reason
 )
 def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
     """As where they are compiled ahead: without a GPU."""
-    if peer in gpu_round_trip._FROM_TORCH:  # no graphs of MAX's
+    if peer in processes.FROM_TORCH:  # no graphs of MAX's
         assert (peer, form) in peer_torch.LAYERS
         return
     monkeypatch.setitem(cases._LAYERS, 128, 3)
