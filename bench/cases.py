@@ -29,6 +29,8 @@ class Shape:
     top_k: int
     model: str
     """A model with these sizes."""
+    moe_dim: int = 0
+    """Elements between an expert's two products, where experts are timed."""
 
 
 SHAPES = {
@@ -38,6 +40,7 @@ SHAPES = {
         Shape("h4096_e128_k8", 4096, 128, 8, "Qwen3-235B-A22B"),
         Shape("h4096_e8_k2", 4096, 8, 2, "Mixtral 8x7B"),
         Shape("h2048_e64_k8", 2048, 64, 8, "OLMoE-1B-7B"),
+        Shape("h2048_e128_k8", 2048, 128, 8, "Qwen3-30B-A3B", moe_dim=768),
     )
 }
 
@@ -86,6 +89,19 @@ MAX's MoE layer does on one GPU, without expert parallelism; ``nccl`` and ``buff
 see ``bench.peer_torch``.
 """
 
+EXPERTS = {
+    "experts": ("gathered", "dispatched", "products", "gathered_products"),
+    "grouped_mm": ("products",),
+}
+"""Peers of ``bench.experts``, and what a layer of each is made of.
+
+``gathered``: choices sorted, a first product that gathers its rows, the second product,
+weighted rows added up; what one GPU serves. ``dispatched``: dispatch, both products,
+combine of sums. ``products``: both products of rows that lie sorted by expert, with
+SwiGLU between them; ``gathered_products``: of rows that the first product gathers.
+``grouped_mm`` is ``torch._grouped_mm``.
+"""
+
 _SCHEMES = {
     "sums": ("dedup", "dedup"),
     "rows": ("dedup", "slots"),
@@ -99,6 +115,7 @@ _SCHEMES |= dict.fromkeys(("sums_mxfp8", "given", "packed"), _SCHEMES["sums"])
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.
 _LAYERS = {128: 64, 512: 24, 1024: 24, 4096: 12, 8192: 12}
+_EXPERT_LAYERS = 6
 
 
 @dataclass(frozen=True)
@@ -106,7 +123,7 @@ class Config:
     """What one set of compiled graphs is for."""
 
     peer: str
-    """One of :data:`FORMS`."""
+    """One of :data:`FORMS` or :data:`EXPERTS`."""
     n_ranks: int
     shape_name: str
     dtype: str
@@ -137,6 +154,8 @@ class Config:
     @property
     def n_layers(self) -> int:
         """Layers of the timed graph."""
+        if self.peer in EXPERTS:
+            return _EXPERT_LAYERS
         return 1 if self.target == "cpu" else _LAYERS[self.max_tokens]
 
     @property

@@ -189,6 +189,13 @@ def check_chain(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
     _require(same.all(), f"{where}: {int((~same).sum())} elements of the chain differ")
 
 
+def check_near(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Compares rows that were rounded to bfloat16 three times, each as a whole: a wrong
+    element of one makes more of a difference than the roundings of all."""
+    off = (got.double() - want).norm(dim=1) / want.norm(dim=1)
+    _require((off < 2.0**-7).all(), f"{where}: a row is off by {float(off.max()):.2g}")
+
+
 def check_same(where: str, got: torch.Tensor, want: torch.Tensor | np.ndarray) -> None:
     """Compares values, element by element."""
     if isinstance(want, np.ndarray):

@@ -90,11 +90,19 @@ class GraphPeer:
     def compile_set_up(self, session: InferenceSession) -> None:
         """Compiles what :meth:`set_up` runs, where no memory can be had."""
 
-    def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
+    def make_data(self, case: Case, seed: int) -> Any:
+        """Makes the inputs of a case."""
+        return make_data(case, seed)
+
+    def make_inputs(self, form: str, data: Any) -> list[list[Any]]:
         """Returns the graph's inputs, lists of one host array or buffer a rank."""
         raise NotImplementedError
 
-    def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
+    def group_inputs(self, form: str) -> list[Buffer]:
+        """Returns what the graph takes of the library's memory."""
+        return list(self._comm.model_inputs()) if self._comm else []
+
+    def check_layer(self, case: Case, data: Any, outputs: list[Buffer]) -> None:
         """Compares what the short graph returns with the oracle."""
         raise NotImplementedError
 
@@ -170,7 +178,7 @@ class GraphPeer:
             self._models[key] = self._session.load(graph)
         return self._models[key]
 
-    def _inputs(self, form: str, data: Data) -> list[Buffer]:
+    def _inputs(self, form: str, data: Any) -> list[Buffer]:
         # Kept until the copies are done: a freed source may be overwritten.
         sources, inputs = [], []
         for values in self.make_inputs(form, data):
@@ -180,13 +188,13 @@ class GraphPeer:
             sources += here
             inputs += [b.to(device) for b, device in zip(here, self.devices)]
         self._synchronize()
-        return [*inputs, *(self._comm.model_inputs() if self._comm else ())]
+        return [*inputs, *self.group_inputs(form)]
 
     def _check(self, case: Case, seed: int) -> None:
         """Runs the short graph eagerly on other inputs and compares its first layer."""
         import torch
 
-        data = make_data(case, seed)
+        data = self.make_data(case, seed)
         outputs = self._model(case.form, is_check=True).execute(
             *self._inputs(case.form, data)
         )
@@ -196,7 +204,7 @@ class GraphPeer:
 
     def start(self, case: Case) -> tuple[list[Buffer], Callable[[list[Buffer]], None]]:
         """Returns the inputs of the timed graph, and what compares its outputs."""
-        data = make_data(case, 0)
+        data = self.make_data(case, 0)
 
         def check(outputs: list[Buffer]) -> None:
             self._finish()
@@ -285,7 +293,7 @@ def summary(median: str, p95: str, seconds: list[float], per: int) -> dict[str, 
 
 def peer_of(config: Config) -> GraphPeer:
     """Makes the peer of a configuration."""
-    own_file = config.peer in ("all_gather", "max_layer")
+    own_file = config.peer in ("all_gather", "max_layer", *_cases.EXPERTS)
     name = f"peer_{config.peer if own_file else 'ep'}"
     return importlib.import_module(f".{name}", __package__).Peer(config)
 

@@ -4,8 +4,8 @@
     python -m bench.report              # writes the tables and the plots
     python -m bench.report --add FILE   # first takes the runs of FILE into the JSON
 
-``bench.gpu_round_trip``, ``bench.cpu_round_trip`` and ``bench.serving`` write such
-files, see ``bench/runs.py``.
+``bench.gpu_round_trip``, ``bench.experts``, ``bench.cpu_round_trip`` and
+``bench.serving`` write such files, see ``bench/runs.py``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ PEERS = {
     "max_layer": "MAX, no expert parallelism",
     "nccl": "NCCL through torch",
     "buffer": "max_ep Buffer, from torch",
+    "experts": "max_ep",
+    "grouped_mm": "torch._grouped_mm",
 }
 FORMS = {
     "fused": "",
@@ -43,10 +45,15 @@ FORMS = {
     "dispatch": ", dispatch alone",
     "all_gather": ", all-gather + reduce-scatter",
     "all_to_all": ", all-to-all",
+    "gathered": ", a layer that gathers",
+    "dispatched": ", a layer that dispatches",
+    "products": ", both products",
+    "gathered_products": ", both products, rows gathered",
 }
 RIVALS = {
     **dict.fromkeys(("sums", "rows", "by_expert"), ("max", "max_layer")),
     "all_gather": ("nccl",),
+    "experts": ("grouped_mm",),
 }
 """Whose times are divided by whose, within a run and a form."""
 SERVING_PEERS = {
@@ -115,7 +122,8 @@ def _group_lines(rows: list[dict]) -> list[list[str]]:
                 values["wire GB/s"] = speeds
         for mode, of_mode in values.items():
             lines += _line([*before, name, mode], at, [*map(number, of_mode)])
-        for rival in RIVALS.get(peer, ()) if form in ("fused", "all_gather") else ():
+        has_rivals = form in ("fused", "all_gather", "products")
+        for rival in RIVALS.get(peer, ()) if has_rivals else ():
             theirs = found.get((dtype, rival, form), {})
             both = [(theirs.get(n), of_size.get(n)) for n in sizes]
             ratios = [
@@ -148,6 +156,37 @@ def _gpu_sections(data: dict) -> list[str]:
         columns = ["tokens per rank", "", *map(str, sizes), "commit"]
         columns = [*["dispatch"] * is_other, *columns]
         lines += table(columns, _group_lines(rows), 2 + is_other)
+    return lines
+
+
+EXPERTS = """\
+µs of a layer of experts behind its router, captured: top-{top_k} of {n_experts} \
+random experts, hidden {hidden_size}, `moe_dim` {moe_dim} ({model}), bfloat16.
+
+- A chain of layers is one graph. All have the same weights, and each has its own \
+choices, so weights come from memory.
+- A layer that gathers sorts choices, gathers rows in the first product, and adds up \
+weighted rows: so one GPU serves. A layer that dispatches has dispatch, the same \
+products, and combine of sums.
+- Both products alone have SwiGLU between them, which takes two more kernels in torch.
+- Some rows of a layer are compared with float64. A chain is compared with its layers \
+run one by one, and layers that gather with those that dispatch, bit for bit.
+"""
+
+
+def experts_sections(data: dict) -> list[str]:
+    """Lays out rows of ``bench.experts``; nothing if there are none."""
+    of_gpu: dict[str, list[dict]] = {}
+    for row in data["experts"]:
+        of_gpu.setdefault(data["runs"][row["run"]]["gpu"], []).append(row)
+    lines: list[str] = []
+    for gpu, rows in sorted(of_gpu.items()):
+        about = EXPERTS.format(**vars(SHAPES[rows[0]["shape"]]))
+        lines = lines or ["## Experts", "", about]
+        sizes = sorted({row["tokens"] for row in rows})
+        columns = ["tokens", "", *map(str, sizes), "commit"]
+        lines += [f"### {machine(gpu, 1)}, experts", ""]
+        lines += table(columns, _group_lines(rows), 2)
     return lines
 
 
@@ -259,6 +298,7 @@ def page(text: str, data: dict) -> str:
     made = {
         "sizes": _shapes(data),
         "gpus": _gpu_sections(data),
+        "experts": experts_sections(data),
         "serving": _serving_sections(data),
         "cpu": cpu_table(data["cpu"]),
         "runs": _runs(data),
@@ -269,7 +309,8 @@ def page(text: str, data: dict) -> str:
         _, end, after = rest.partition("<!-- end -->")
         if not end:
             raise ValueError(f"{PAGE.name} has no place for {name}")
-        text = before + begin + "\n".join(lines).rstrip("\n") + "\n\n" + end + after
+        made_anew = "\n".join(lines).rstrip("\n") + "\n\n"
+        text = before + begin + made_anew.lstrip("\n") + end + after
     return text
 
 

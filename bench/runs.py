@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = ("gpu", "cpu", "serving")
+KINDS = ("gpu", "experts", "cpu", "serving")
 
 
 def load(path: Path) -> dict:

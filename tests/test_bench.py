@@ -4,6 +4,7 @@
 import re
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from max.driver import Buffer
 from bench import (
     cases,
     checks,
-    gpu_round_trip,
+    experts,
     peer_graphs,
     peer_torch,
+    processes,
     report,
     runs,
 )
@@ -54,14 +56,16 @@ def test_times_of_different_runs_have_no_ratio():
 def test_rows_are_those_of_their_cases():
     """Each is there once, names are known to the benchmark, and bytes are computed
     again."""
-    keys = [runs._key(DATA, "gpu", row) for row in DATA["gpu"]]
+    of_kind = [(kind, row) for kind in ("gpu", "experts") for row in DATA[kind]]
+    keys = [runs._key(DATA, *of_row) for of_row in of_kind]
     assert len(set(keys)) == len(keys)
     times = ("run", "us", "p95", "eager_us", "eager_p95")
-    for row in DATA["gpu"]:
+    forms = cases.FORMS | cases.EXPERTS
+    for _, row in of_kind:
         max_tokens = cases.max_tokens_for(row["tokens"])
         what = row["peer"], row["ranks"], row["shape"], row["dtype"], max_tokens
         case = Case(Config(*what), row["form"], row["tokens"], row["routing"])
-        assert row["form"] in cases.FORMS[row["peer"]]
+        assert row["form"] in forms[row["peer"]]
         assert case.row() == {k: v for k, v in row.items() if k not in times}
 
 
@@ -75,29 +79,33 @@ def test_rows_are_those_of_their_cases():
     ids=["ends", "hangs", "dies"],
 )
 def test_a_child_that_does_not_end_is_killed(function, argument, limit_s, reason):
-    assert gpu_round_trip.in_child(function, (argument,), limit_s) == reason
+    assert processes.in_child(function, (argument,), limit_s) == reason
 
 
 @pytest.mark.parametrize(
-    "peer, form", [(p, f) for p, forms in cases.FORMS.items() for f in forms]
+    "peer, form",
+    [(p, f) for p, forms in cases.FORMS.items() for f in forms]
+    + [("experts", form) for form in cases.EXPERTS["experts"]],
 )
 def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
     """As where they are compiled ahead: without a GPU."""
-    if peer in gpu_round_trip._FROM_TORCH:  # no graphs of MAX's
+    if peer in processes.FROM_TORCH:  # no graphs of MAX's
         assert (peer, form) in peer_torch.LAYERS
         return
     monkeypatch.setitem(cases._LAYERS, 128, 3)
     dtypes = {"by_expert": "fp8", "sums": "nvfp4", "given": "mxfp8", "packed": "fp8"}
     dtype = dtypes.get(peer, "bfloat16")
-    n_ranks = 1 if peer == "max_layer" else 2
-    built = peer_graphs.peer_of(Config(peer, n_ranks, "h4096_e8_k2", dtype, 128))
+    n_ranks = 1 if peer in ("max_layer", "experts") else 2
+    shape = experts.SHAPE if peer == "experts" else "h4096_e8_k2"
+    built = peer_graphs.peer_of(Config(peer, n_ranks, shape, dtype, 128))
     timed = built.graph(form, is_check=False)
     n_work = n_ranks if "work" in form else 0
     if built.has_check_graph:
         checked = built.graph(form, is_check=True)
         assert len(checked.inputs) == len(timed.inputs)
         assert len(timed.output_types) == n_ranks + n_work
-        assert len(checked.output_types) >= 2 * n_ranks
+        n_checked = 1 if peer == "experts" else 2 * n_ranks
+        assert len(checked.output_types) >= n_checked
 
 
 @pytest.mark.parametrize("dtype", [*cases.DTYPES, "fp8 packed"])
@@ -178,3 +186,94 @@ def test_a_chain_tells_tokens_apart(wire):
     for wrong in (sums[::-1], [sums[0], sums[1].roll(1, 0)]):
         with pytest.raises(checks.CheckError, match="elements of the chain differ"):
             check(wrong)
+
+
+def test_experts_are_timed_at_each_size(capsys):
+    """And those of torch, which are not compiled ahead."""
+    asked = ["--tokens", "16", "1"]
+    found = experts.cases_of(experts._options(asked))
+    wanted = [("experts", f, n) for n in (1, 16) for f in cases.EXPERTS["experts"]]
+    n_ours = len(wanted)
+    wanted += [("grouped_mm", "products", n) for n in (1, 16)]
+    assert [(c.config.peer, c.form, c.n_tokens) for c in found] == wanted
+    asked += ["--compile-for", "sm_90a"]
+    ahead = experts._options([*asked, "--out", "graphs"])
+    assert experts.cases_of(ahead) == found[:n_ours]
+    for wrong, says in ((asked, "needs --out"), (["--tokens", "5000"], "1 to 4096")):
+        with pytest.raises(SystemExit):
+            experts._options(wrong)
+        assert says in capsys.readouterr().err
+
+
+EXPERTS = cases.Shape("experts", 128, 8, 2, "none", moe_dim=64)
+
+
+@pytest.fixture
+def torch_layers(monkeypatch) -> tuple[peer_graphs.GraphPeer, Case]:
+    """The peer whose layers the CPU runs without compiling them."""
+    monkeypatch.setitem(cases.SHAPES, EXPERTS.name, EXPERTS)
+    config = Config("grouped_mm", 1, EXPERTS.name, "bfloat16", 128, "cpu")
+    peer = peer_graphs.peer_of(config)
+    peer.open(None)
+    return peer, Case(config, "products", 16, "uniform")
+
+
+@pytest.mark.parametrize("form", cases.EXPERTS["experts"])
+def test_layers_of_experts_are_compared(torch_layers, form):
+    """Those made of torch's products pass; one element of the wrong sign does not."""
+    peer, case = torch_layers
+    case = replace(case, form=form)
+    data = peer.make_data(case, 1)
+    x, (offsets, *_) = checks.from_bits(data.x), data.choices[0]
+    is_routed = form in ("gathered", "dispatched")
+    if form == "gathered_products":
+        x = x[data.choices[0][2]]
+    if is_routed:
+        ids, weights = map(torch.from_numpy, data.choices[0])
+        order = ids.flatten().argsort(stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=EXPERTS.n_experts)
+        offsets = np.append(0, counts.cumsum(0)).astype(np.uint32)
+        x = x[order // EXPERTS.top_k]
+    given = x, *peer.weights, torch.from_numpy(offsets)
+    layer = peer._model("products", is_check=True)
+    rows = torch.from_dlpack(layer.execute(*map(Buffer.from_dlpack, given))[0])
+    if is_routed:
+        of_choice = torch.empty_like(rows)
+        of_choice[order] = rows
+        of_choice = of_choice.unflatten(0, ids.shape) * weights.unsqueeze(2)
+        rows = of_choice.sum(1).bfloat16()
+    peer.check_layer(case, data, [Buffer.from_dlpack(rows)])
+    rows[-1, rows[-1].abs().argsort()[EXPERTS.hidden_size // 2]] *= -1
+    with pytest.raises(checks.CheckError, match=f"{form}.*a row is off by 0"):
+        peer.check_layer(case, data, [Buffer.from_dlpack(rows)])
+
+
+def test_a_chain_of_experts_is_its_layers(torch_layers):
+    """To the bit, and each has its own choices."""
+    peer, case = torch_layers
+    inputs, check = peer.start(case)
+    (made,) = peer._model(case.form).execute(*inputs)
+    check([made])
+    assert torch.from_dlpack(made).isfinite().all()
+    inputs[-2:], inputs[-4:-2] = inputs[-4:-2], inputs[-2:]
+    with pytest.raises(checks.CheckError, match="the chain and its layers differ"):
+        check(peer._model(case.form).execute(*inputs))
+
+
+def test_experts_have_a_section_if_they_were_timed():
+    text = report.PAGE.read_text()
+    row = dict(run="new", ranks=1, shape=experts.SHAPE, dtype="bfloat16")
+    row |= dict(routing="uniform", wire_bytes=0, tokens=16)
+    times = [("grouped_mm", "products", 300.0), ("experts", "products", 240.0)]
+    rows = [row | dict(peer=p, form=f, us=us) for p, f, us in times]
+    run = runs.about("bench.experts", gpu="NVIDIA H200", n_gpus=1, driver="1")
+    none = runs.merge(DATA | {"experts": []}, {"runs": {}})
+    made = report.page(text, runs.merge(none, {"runs": {"new": run}, "experts": rows}))
+    section = made.partition("## Experts\n")[2].partition("<!-- end -->")[0]
+    assert "top-8 of 128 random experts, hidden 2048" in section
+    assert section.splitlines()[-4:-1] == [
+        "| max_ep, both products | captured | 240 | new |",
+        "| torch._grouped_mm / max_ep, both products | ratio | 1.25 | new |",
+        "| torch._grouped_mm, both products | captured | 300 | new |",
+    ]
+    assert "## Experts" not in report.page(made, none)
