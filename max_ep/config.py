@@ -47,7 +47,7 @@ class EPConfig:
     combine_dtype: DType
     """Dtype of expert rows and results: bfloat16 or float32."""
     hidden_size: int
-    """Elements of a token; a multiple of 16 bytes, of 128 for FP8."""
+    """Elements of a token; a multiple of 16 bytes, and of the blocks of scales."""
     top_k: int
     """Experts of a token, ``[1, min(32, n_experts)]``."""
     n_experts: int
@@ -334,14 +334,10 @@ class EPConfig:
 
     def sizes(self) -> SimpleNamespace:
         """Returns the sizes of one rank's memory; ``layout_query.mojo`` lists them."""
-        token = self.token_format
-        value_bits = 8 * self.dispatch_dtype.size_in_bytes // token.values_per_byte
         return region_sizes(
             *self.group_words(),
-            f"value_bits={value_bits}",
-            f"scale_block={token.scale_block}",
-            f"scale_bytes={token.scale_dtype.size_in_bytes}",
-            f"row_scale_bytes={token.row_scale_bytes}",
+            *self.token_format.words(),
+            f"row_scale_bytes={self.token_format.row_scale_bytes}",
             f"combine_bytes={self.combine_wire_dtype.size_in_bytes}",
         )
 

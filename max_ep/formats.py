@@ -34,11 +34,14 @@ _WIDEN = {
     DType.float8_e8m0fnu: quantize.float8_e8m0fnu_to_float32,
     DType.uint8: quantize.float4_e2m1fn_to_float32,  # two in a byte
 }
+"""Of dtypes that NumPy lacks."""
 
 
 def widen_bits(dtype: DType, bits: np.ndarray) -> np.ndarray:
     """Makes float32 of the bits of values or scales; those of float32 are returned."""
-    return bits if dtype == DType.float32 else _WIDEN[dtype](bits)
+    if dtype in _WIDEN:
+        return _WIDEN[dtype](bits)
+    return bits.view(dtype.to_numpy()).astype(np.float32, copy=False)
 
 
 _NO_LAYERS: dict[str, Any] = dict(mlp_quantized_layers=(), attn_quantized_layers=())
@@ -71,7 +74,7 @@ class TokenFormat:
     """How a token travels to its experts."""
 
     name: str
-    """As ops (``formats/table.mojo``) and the command line take it."""
+    """As its Mojo struct and the command line have it."""
     dtype: DType
     """``EPConfig.dispatch_dtype``: of the elements on the wire."""
     scale_block: int = 0
@@ -82,8 +85,11 @@ class TokenFormat:
     """Makes the ``dispatch_quant_config`` that it needs; None: it takes none."""
     quantize: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
     """Oracle: maps float32 ``[n, hidden]`` to values ``[n, hidden]`` and scales ``[n,
-    n_scales]``. None: elements travel as they are. With float32 scales it also takes
-    ``power_of_two_scales``."""
+    n_scales]``. None: elements travel as they are."""
+    rounds_scales: bool = False
+    """Whether ``fp8_power_of_two_scales`` rounds its scales, which are float32: then
+    ``quantize`` takes ``power_of_two_scales``, and in Mojo the format also has its name
+    with ``_power_of_two``."""
     row_scale_bytes: int = 0
     """16: a scale of the whole token follows those of the blocks."""
 
@@ -108,20 +114,29 @@ class TokenFormat:
     def scale_layouts(self) -> tuple[str, ...]:
         """Each ``EPConfig.scale_layout`` that it can have, the default first."""
         if self.has_float_scales:
-            return ("transposed", "rows", "packed")
+            return ("transposed", "rows", "packed")[: 2 + self.rounds_scales]
         return ("rows", "transposed", "tiles") if self.is_quantized else ()
 
     @property
     def has_float_scales(self) -> bool:
-        """Whether scales are float32, so that they can be rounded."""
+        """Whether scales are float32."""
         return self.is_quantized and self.scale_dtype == DType.float32
 
     def op_name(self, power_of_two_scales: bool, is_forwarded: bool = False) -> str:
         """Returns the format's name in ops, with the rounding of scales."""
         if is_forwarded:
             return f"{self.name}_forwarded"
-        is_rounded = self.has_float_scales and power_of_two_scales
+        is_rounded = self.rounds_scales and power_of_two_scales
         return self.name + ("_power_of_two" if is_rounded else "")
+
+    def words(self) -> list[str]:
+        """Describes a token on the wire, in the words of ``op_config.mojo``."""
+        value_bits = 8 * self.dtype.size_in_bytes // self.values_per_byte
+        return [
+            f"value_bits={value_bits}",
+            f"scale_block={self.scale_block}",
+            f"scale_bytes={self.scale_dtype.size_in_bytes}",
+        ]
 
     def dequantize(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Multiplies values ``[..., hidden]`` by their scales ``[..., n_scales]``, as
@@ -161,12 +176,13 @@ class TokenFormat:
                 f"nvfp4_dyn_global_scales=True with {self.name} dispatch; it "
                 "needs dispatch_quant_config=max_ep.nvfp4_quant_config()"
             )
-        if config.scale_layout == "packed" and self.has_float_scales:
-            if not config.fp8_power_of_two_scales or config.hidden_size % 512 != 0:
+        if config.scale_layout == "packed" and self.rounds_scales:
+            of_word = 4 * self.scale_block
+            if not config.fp8_power_of_two_scales or config.hidden_size % of_word != 0:
                 raise ValueError(
                     "scale_layout='packed' has four exponents in a word: pass "
-                    "fp8_power_of_two_scales=True and a hidden_size that 512 divides, "
-                    f"not {config.hidden_size}"
+                    "fp8_power_of_two_scales=True and a hidden_size that "
+                    f"{of_word} divides, not {config.hidden_size}"
                 )
         if config.tokens_are_quantized and (
             not self.is_quantized or self.row_scale_bytes
@@ -218,6 +234,7 @@ FORMATS = (
         scale_block=FP8_BLOCK,
         make_quant_config=blockwise_fp8_quant_config,
         quantize=quantize.quantize_blockwise_fp8,
+        rounds_scales=True,
     ),
     TokenFormat(
         "mxfp8",

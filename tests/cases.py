@@ -284,9 +284,9 @@ def features(case: Case) -> set[tuple]:
         partial=case.partial,
         cap=case.max_output_rows,
     )
-    # The numbers of a block-scaled format do not depend on the protocol.
-    is_block_scaled = case.wire in ("mxfp8", "nvfp4", "mxfp4")
-    wire_of = "all" if is_block_scaled else case.protocol
+    # The numbers of a block-scaled format do not depend on the protocol: one shows it.
+    is_shown = not case.is_quantized or case.wire.startswith("fp8")
+    wire_of = case.protocol if is_shown else "all"
     return {
         (wire_of, "wire", case.wire, case.tokens, case.forwards, case.row_scales),
         *((case.protocol, *of) for of in of_dispatch.items()),

@@ -136,13 +136,16 @@ def one_module(request, session, tmp_path_factory) -> Iterator[SimpleNamespace]:
     A compilation costs much in any case, and an op that is in several graphs is
     compiled once. What `add_graphs` returns is `added`; its groups are set up.
     """
-    from harness import Groups
+    from harness import Groups, selected
     from max.graph import Module
 
     from max_ep import extension_path
 
     module = Module()
     files = dict.fromkeys(item.module for item in request.session.items)
+    for item in request.session.items:
+        params = getattr(item, "callspec", SimpleNamespace(params={})).params
+        selected.update((item.originalname, *item.fixturenames, params.get("name")))
     added = {
         file.__name__: file.add_graphs(module)
         for file in files

@@ -33,6 +33,10 @@ def to_buffer(array: np.ndarray, device: Device | None = None) -> Buffer:
     return buffer.to(device) if device is not None else buffer
 
 
+selected: set[str | None] = set()
+"""Names of the tests of this run, of their fixtures, and of their cases: all that a
+file has to compile."""
+
 _BYTES = (DType.float8_e4m3fn, DType.float8_e8m0fnu)
 _BITS = {BF16: DType.uint16} | dict.fromkeys(_BYTES, DType.uint8)
 

@@ -12,6 +12,7 @@ from children import ROOT, printed
 
 import max_ep
 from max_ep.config import EPConfig
+from max_ep.formats import TokenFormat
 
 DOCS = ROOT / "docs"
 MOJO_FILES = sorted((ROOT / "mojo").rglob("*.mojo"))
@@ -200,7 +201,15 @@ def test_memory_in_the_readme_is_what_a_rank_takes():
     assert said + f"{theirs / 2**20:.0f} MiB" in readme
 
 
-def test_recipe_of_a_format_names_what_the_trait_wants():
+def recipe(heading: str) -> set[str]:
+    """What a table of the recipe names in its first column."""
+    text = (DOCS / "adding_a_format.md").read_text()
+    table = text[text.index(f"| {heading} |") :].partition("\n\n")[0]
+    cells = "".join(line.split("|")[1] for line in table.splitlines()[2:])
+    return set(re.findall(r"`(\w+)`", cells))
+
+
+def test_recipe_of_a_format_names_what_the_traits_want():
     source = (ROOT / "mojo/max_ep/token_format.mojo").read_text()
     trait = source[source.index("\ntrait TokenFormat") :]
     trait = trait[: trait.index("\n\n\n")]
@@ -208,10 +217,13 @@ def test_recipe_of_a_format_names_what_the_trait_wants():
     for member in re.split(r"^    (?=@staticmethod)", trait, flags=re.M)[1:]:
         if member.rstrip().endswith("..."):  # no body: each format has its own
             wanted.add(re.search(r"def (\w+)", member)[1])
-    text = (DOCS / "adding_a_format.md").read_text()
-    table = text[text.index("| member |") :].partition("\n\n")[0]
-    cells = "".join(line.split("|")[1] for line in table.splitlines())
-    assert set(re.findall(r"`(\w+)`", cells)) == wanted
+    assert recipe("member") == wanted
+    source = (ROOT / "mojo/max_ep/formats/block_numbers.mojo").read_text()
+    trait = source[source.index("\ntrait BlockNumbers") :]
+    trait = trait[: trait.index("\n\n\n")]
+    members = set(re.findall(r"^    (?:comptime|def) (\w+)", trait, re.M))
+    assert recipe("member of `BlockNumbers`") == members - {"value_bits"}
+    assert recipe("field") == {field.name for field in fields(TokenFormat)}
 
 
 def test_tests_that_pages_name_exist():

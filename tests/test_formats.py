@@ -4,6 +4,8 @@
 What dispatch delivers goes through it in ``graphs/moe_layer.py --format``.
 """
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from row_layouts import scales_of_tiles
 from test_reference import assert_same_bits
 
 from max_ep import EPConfig, dequantize
-from max_ep.formats import FORMATS, TokenFormat, on_target
+from max_ep.formats import FORMATS, TokenFormat, format_of, on_target, widen_bits
 from max_ep.quantize import (
     float4_e2m1fn_to_float32,
     float8_e8m0fnu_to_float32,
@@ -200,6 +202,25 @@ def test_shapes_of_formats(name):
         assert token_format.dequantize(values, scales).shape == (n, 2 * block)
     with pytest.raises(ValueError, match=f"block={block}"):
         token_format.quantize(np.ones((1, block + 1), np.float32))
+
+
+def test_entries_of_formats():
+    """A config selects each, and each that has scales has a definition."""
+    for f in FORMATS:
+        assert format_of(f.dtype, f.make_quant_config and f.make_quant_config()) == f
+        assert f.is_quantized == (f.quantize is not None)
+
+
+def test_only_some_float32_scales_are_rounded():
+    unrounded = replace(QUANTIZED["fp8"], rounds_scales=False)
+    assert unrounded.op_name(power_of_two_scales=True) == "fp8"
+    assert "packed" in QUANTIZED["fp8"].scale_layouts
+    assert "packed" not in unrounded.scale_layouts
+
+
+def test_bits_of_what_numpy_has():
+    bits = np.uint8([1, 127, 128, 255])
+    assert_same_bits(widen_bits(DType.int8, bits), np.float32([1, 127, -128, -1]))
 
 
 def test_tiles_are_those_of_the_picture():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from children import compiled_mojo
+from errors import raises, refused
 
 from max_ep import extension
 from max_ep.extension import extension_path, run_mojo
@@ -44,6 +45,44 @@ def test_a_node_has_no_more_ranks_than_the_group(tmp_path: Path) -> None:
         "def main():\n    check_group[GROUP, 'cpu', 1]()\n"
     )
     with pytest.raises(RuntimeError, match="failed: max_ep: a node has more ranks"):
+        run_mojo("run", "-I", ".", str(program))
+
+
+NUMBERS = """
+from max_ep.formats.block_numbers import BlockNumbers, BlockScale, checked_block
+from max_ep.formats.unused_words import unused_scales, unused_values
+from max_ep.op_config import check_entry
+
+struct Numbers[n: Int, s: DType](BlockNumbers):
+    comptime name = "some"
+    comptime block = Self.n
+    comptime value_type = DType.int8
+    comptime scale_type = Self.s
+
+    @staticmethod
+    def known_scales(bits: UInt32) -> UInt32:
+        return bits
+
+    @staticmethod
+    def scale_of(amax: UInt32) -> BlockScale:
+        return {0, 0}
+"""
+
+
+@refused("""
+check_entry["mxfp8_e5m2", "scale_block=32"] | no format mxfp8_e5m2
+check_entry["mxfp8_dynamic", "scale_block=32"] | no format mxfp8_dynamic
+check_entry["mxfp8", "value_bits=8 scale_block=64 scale_bytes=1"] | mxfp8; 64; Mojo 32
+check_entry["mxfp4", "hidden_size=128 top_k=1"] | mxfp4 has scales; scale_block
+checked_block[Numbers[48, DType.uint8]] | block of 48; in [16, 32]
+unused_values[Numbers[32, DType.uint8]] | int8; `known_values` of their own
+unused_scales[Numbers[32, DType.uint8]] | known_scales must replace some byte
+""")
+def test_formats_that_do_not_compile(arguments, words, tmp_path):
+    """They would deliver other bytes, or wait on a GPU for what has arrived."""
+    program = tmp_path / "format.mojo"
+    program.write_text(f"{NUMBERS}\ndef main():\n    _ = {arguments}()\n")
+    with raises(RuntimeError, words):
         run_mojo("run", "-I", ".", str(program))
 
 

@@ -32,6 +32,7 @@ from harness import (
     flatten,
     fused_round_trip,
     round_trip,
+    selected,
     to_numpy,
 )
 from kernels import counter_word
@@ -75,23 +76,30 @@ def add_alone(module: Module) -> None:
 
 
 def add_graphs(module: Module) -> dict[str, Groups]:
-    add_alone(module)
-    forms = FORM_CASES | LAYERS
-    return dict(
-        small=Groups(None, "small_cases", SWEPT, module=module),
-        large=Groups(None, "large_cases", LARGE_CASES, module=module),
-        forms=Groups(None, "forms", forms, build_all=build_forms, module=module),
-    )
+    groups = {}
+    if "test_one_rank_has_nobody_to_mask" in selected:
+        add_alone(module)
+    if "run_small" in selected:
+        cases = {n: c for n, c in SWEPT.items() if n in selected}
+        groups["small"] = Groups(None, "small_cases", cases, module=module)
+    if "test_large_launches" in selected:
+        groups["large"] = Groups(None, "large_cases", LARGE_CASES, module=module)
+    if "forms" in selected:
+        groups["forms"] = Groups(
+            None, "forms", FORM_CASES | LAYERS, build_all=build_forms, module=module
+        )
+    return groups
 
 
 @pytest.fixture(scope="module")
 def run_small(added):
-    """Runs all cases with a routing and data, once for all tests."""
+    """Runs all selected cases with a routing and data, once for all tests."""
 
     @functools.cache
     def run(routing: str, data: str) -> SimpleNamespace:
-        given = {n: make_inputs(c, routing, data) for n, c in SWEPT.items()}
-        got = added["small"].run(given)
+        groups = added["small"]
+        given = {n: make_inputs(c, routing, data) for n, c in groups.cases.items()}
+        got = groups.run(given)
         # Computed after the run: what the run damaged cannot look right.
         return SimpleNamespace(given=given, got=got)
 

@@ -58,7 +58,9 @@ def call_op(
 ) -> list[TensorValue]:
     """Adds an EP op to the current graph, after the earlier ones."""
     load_ops(Graph.current, with_shmem=config.uses_shmem)
+    words = _group(config)
     if name.startswith("dispatch"):
+        words += config.token_format.words()
         parameters["format"] = config.token_format.op_name(
             config.fp8_power_of_two_scales, config.tokens_are_quantized
         )
@@ -70,12 +72,12 @@ def call_op(
         device=counter.device,
         values=[counter, order_buffer(counter.device), *values],
         out_types=out_types,
-        parameters={**parameters, "config": _group(config)},
+        parameters={**parameters, "config": " ".join(words)},
     )
     return [result.tensor for result in results]
 
 
-def _group(config: EPConfig) -> str:
+def _group(config: EPConfig) -> list[str]:
     """Describes the group to an op, in the words that ``op_config.mojo`` reads."""
     n_mapped = config.n_gpus_per_node if config.uses_shmem else config.exchange_ranks
     numbers = f"n_mapped={n_mapped}", f"n_sms={config.n_sms}"
@@ -89,7 +91,7 @@ def _group(config: EPConfig) -> str:
         "scales_packed": config.scale_layout == "packed",
     }
     set_flags = (name for name, is_set in flags.items() if is_set)
-    return " ".join([*config.group_words(), *numbers, *set_flags])
+    return [*config.group_words(), *numbers, *set_flags]
 
 
 def check_buffers(

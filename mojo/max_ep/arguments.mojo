@@ -89,9 +89,9 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
     comptime assert (
         1 <= group.top_k and group.top_k <= MAX_TOP_K
     ), "max_ep: top_k must be in [1, MAX_TOP_K]"
-    comptime assert (
-        group.hidden_size % hidden_multiple == 0
-    ), "max_ep: hidden_size must be a multiple of 16 bytes, of 128 for FP8"
+    comptime assert group.hidden_size % hidden_multiple == 0, String(
+        "max_ep: hidden_size must be a multiple of ", hidden_multiple
+    )
     comptime assert not (
         group.is_by_rank() and group.uses_shmem()
     ), "max_ep: by rank is for one host"

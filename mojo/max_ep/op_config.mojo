@@ -3,7 +3,9 @@
 its `Group` and token format. `max_ep/graph/ops.py` writes it; `layout_query.mojo` asks in
 the same words.
 """
-from .formats.table import FormatOf
+from std.sys import size_of
+
+from .formats.table import FormatOf, NumbersOf
 from .layout import Addressing, combine_msg_bytes, Group
 
 
@@ -63,6 +65,30 @@ comptime FormatOfOp[format: StaticString, config: StaticString] = FormatOf[
         )
     ),
 ]
+
+
+def check_entry[format: StaticString, config: StaticString]():
+    """Refuses a format that its entry in `max_ep/formats.py` describes otherwise."""
+    comptime block = number_in(config, "scale_block")
+    comptime if block == 0:
+        comptime assert FormatOfOp[format, config].scale_vectors == 0, String(
+            t"max_ep: format {format} has scales; max_ep/formats.py has no scale_block"
+        )
+    else:
+        comptime Numbers = NumbersOf[format]
+        comptime bits = number_in(config, "value_bits")
+        comptime n_bytes = number_in(config, "scale_bytes")
+        comptime own_bytes = size_of[Scalar[Numbers.scale_type]]()
+        comptime assert (
+            block == Numbers.block
+            and bits == Numbers.value_bits
+            and n_bytes == own_bytes
+        ), String(
+            t"max_ep: in max_ep/formats.py format {format} has blocks of {block},"
+            t" values of {bits} bits, scales of {n_bytes} bytes; in Mojo"
+            t" {Numbers.block}, {Numbers.value_bits}, {own_bytes}"
+        )
+
 
 comptime CombineGroup[
     dtype: DType, partial_dtype: DType, config: StaticString

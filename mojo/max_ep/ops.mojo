@@ -37,9 +37,9 @@ from .arguments import (
 from .device.kernel import InputScales
 from .for_each import for_each
 from .formats.forwarded import JoinWords, QuantizeTokens
-from .formats.table import has_format, NumbersOf
+from .formats.table import NumbersOf
 from .missing import CountDropped, FindDegraded
-from .op_config import CombineGroup, FormatOfOp, group_of
+from .op_config import check_entry, CombineGroup, FormatOfOp, group_of
 from .kernel_argument import unused
 from .launch import launch_combine, launch_dispatch
 from .setup import init
@@ -171,7 +171,7 @@ struct Dispatch:
             return input_scales.unsafe_ptr()[unsafe_offset=idx].cast[dtype]()
 
         comptime form = Form.of(op)
-        comptime assert has_format(format), "max_ep: no format has this name"
+        check_entry[format, config]()
         comptime Format = FormatOfOp[format, config]
         comptime group = group_of(config, dispatch_msg_bytes=Format.msg_bytes)
         var call = Call[group].of[target](

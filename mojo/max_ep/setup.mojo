@@ -8,11 +8,10 @@ from std.sys import is_gpu
 
 from .arguments import mut_
 from .counters import local_sync_counters_words, masked_word, wanted_word, Word
-from .device.warp import SENTINEL
 from .flags import flag_at, flag_word, message_flag
 from .kernel_argument import KernelArgument, MutPointer
 from .layout import Group, N_GROUP_WORDS
-from .token_format import BytePointer
+from .token_format import BytePointer, SENTINEL
 
 comptime N_SETUP_WORDS = 14
 """Int64 words of `setup`: region address, rank, time-out in ms, whether the

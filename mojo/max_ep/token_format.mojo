@@ -15,6 +15,11 @@ comptime BytePointer = MutPointer[UInt8]
 """Bytes of a region or of a tensor."""
 comptime LaneBytes = SIMD[DType.uint32, 4]
 """16 bytes in the registers of one GPU lane: what one access moves."""
+comptime SENTINEL = UInt32(0xFFFF_FFFF)
+"""Last word of 16 bytes that have not arrived yet, where data is its own flag.
+
+The reader restores it. Data does not have it there (`avoid_sentinel`).
+"""
 
 
 @fieldwise_init
@@ -112,7 +117,7 @@ trait TokenFormat:
     """Elements whose values fill 16 bytes."""
     comptime scale_vectors: Int
     """Scales follow the values. This many times 16 bytes belong to the values of 32
-    lanes. 0: there are none."""
+    lanes, 4 at most. 0: there are none."""
     comptime n_scale_vectors: Int = (
         Self.token_bytes - Self.value_bytes
     ) // MESSAGE_ALIGN

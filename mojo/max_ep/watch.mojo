@@ -23,7 +23,7 @@ from .arguments import Buffers, Call, check_size, mut_
 from .counters import Counters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
 from .device.kernel import Queue
 from .device.shared import own_of, shared
-from .device.warp import bytes_at, SENTINEL
+from .device.warp import bytes_at
 from .flags import (
     Deadline,
     flag_at,
@@ -39,7 +39,7 @@ from .flags import (
 )
 from .kernel_argument import MutPointer
 from .layout import Group
-from .token_format import BytePointer
+from .token_format import BytePointer, SENTINEL
 
 comptime NEVER = Int64(-1)
 

@@ -4,17 +4,7 @@
 Run by tests/test_codegen.py.
 """
 from emitting import emit, emit_amd, emit_phase
-from groups import (
-    BF16,
-    ByExpert,
-    FP8,
-    MXFP8_ROWS,
-    MXFP8_TILES,
-    NVFP4_ROWS,
-    NVFP4_TILES,
-    ROWS,
-    RowsBack,
-)
+from groups import BF16, ByExpert, FP8, Named, ROWS, RowsBack
 from max_ep.device.kernel import InputScales, Kernel
 from max_ep.layout import MAX_TOP_K
 from max_ep.setup import set_up_kernel
@@ -43,10 +33,10 @@ def main() raises:
     emit_both[ByExpert[BF16, shared=True], "dispatch_async"]("bf16_shared")
     emit_both[ByExpert[FP8], "dispatch_async"]("fp8")
     emit_both[ByExpert[FP8], "dispatch_async", InputScales(scale_of)]("fp8_scaled")
-    emit_both[ByExpert[MXFP8_ROWS], "dispatch_async"]("mxfp8")
-    emit_both[ByExpert[MXFP8_TILES], "dispatch_wait"]("mxfp8_tiles")
-    emit_both[ByExpert[NVFP4_ROWS], "dispatch_async"]("nvfp4")
-    emit_both[ByExpert[NVFP4_TILES], "dispatch_wait"]("nvfp4_tiles")
+    emit_both[ByExpert[Named["mxfp8", "rows"]], "dispatch_async"]("mxfp8")
+    emit_both[ByExpert[Named["mxfp8", "tiles"]], "dispatch_wait"]("mxfp8_tiles")
+    emit_both[ByExpert[Named["nvfp4", "rows"]], "dispatch_async"]("nvfp4")
+    emit_both[ByExpert[Named["nvfp4", "tiles"]], "dispatch_wait"]("nvfp4_tiles")
     emit_both[ByExpert[BF16], "dispatch_wait"]("bf16")
     emit_both[ByExpert[BF16, padded=True], "dispatch_wait"]("bf16_padded")
     emit_both[ByExpert[BF16, shared=True], "dispatch_wait"]("bf16_shared")

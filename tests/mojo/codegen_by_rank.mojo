@@ -9,14 +9,10 @@ from groups import (
     BF16,
     ByRank,
     FP8,
-    FP8_PACKED,
     MANY,
-    MXFP4_ROWS,
-    MXFP8_ROWS,
-    MXFP8_TILES,
-    NVFP4_TILES,
     N_EXPERTS,
     N_RANKS,
+    Named,
     ROWS,
     SUMS,
     SumsBack,
@@ -42,12 +38,18 @@ def main() raises:
     emit_phase[ByRank[FP8, SUMS, padded=True], "dispatch"]("fp8_sums_padded")
     emit_phase[ByRank[BF16, SUMS, MANY], "dispatch"]("bf16_sums_chunks")
     emit_phase[ByRank[FP8, ROWS, MANY, shared=True], "dispatch"]("fp8_shared_chunks")
-    emit_phase[ByRank[FP8_PACKED, padded=True], "dispatch_wait"]("fp8_packed_padded")
-    emit_phase[ByRank[MXFP8_ROWS], "dispatch_async"]("mxfp8")
-    emit_phase[ByRank[MXFP8_ROWS], "dispatch_wait"]("mxfp8")
-    emit_phase[ByRank[MXFP8_TILES, ROWS, MANY], "dispatch"]("mxfp8_tiles_chunks")
-    emit_phase[ByRank[MXFP4_ROWS], "dispatch_async"]("mxfp4")
-    emit_phase[ByRank[NVFP4_TILES, ROWS, MANY], "dispatch"]("nvfp4_tiles_chunks")
+    emit_phase[
+        ByRank[Named["fp8_power_of_two", "packed"], padded=True], "dispatch_wait"
+    ]("fp8_packed_padded")
+    emit_phase[ByRank[Named["mxfp8", "rows"]], "dispatch_async"]("mxfp8")
+    emit_phase[ByRank[Named["mxfp8", "rows"]], "dispatch_wait"]("mxfp8")
+    emit_phase[ByRank[Named["mxfp8", "tiles"], ROWS, MANY], "dispatch"](
+        "mxfp8_tiles_chunks"
+    )
+    emit_phase[ByRank[Named["mxfp4", "rows"]], "dispatch_async"]("mxfp4")
+    emit_phase[ByRank[Named["nvfp4", "tiles"], ROWS, MANY], "dispatch"](
+        "nvfp4_tiles_chunks"
+    )
     emit_phase[AllGather[N_RANKS, MANY], "dispatch"]("bf16_sums_metadata_chunks")
     emit_phase[ByRank[BF16, SUMS, n_experts=2 * N_EXPERTS], "dispatch"](
         "bf16_sums_many"

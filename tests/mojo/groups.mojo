@@ -6,17 +6,8 @@ from max_ep.combine_rows.kernel import CombineRows
 from max_ep.combine_sums.kernel import CombineSums
 from max_ep.dispatch_by_expert.kernel import DispatchByExpert
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
-from max_ep.formats.block_scaled import BlockScaledTokenFormat
-from max_ep.formats.blockwise_fp8 import BlockwiseFP8, BlockwiseFP8TokenFormat
-from max_ep.formats.mxfp4 import MXFP4
-from max_ep.formats.mxfp8 import MXFP8
-from max_ep.formats.nvfp4 import NVFP4
-from max_ep.formats.plain import (
-    BF16TokenFormat,
-    Float32TokenFormat,
-    WithMetadataTokenFormat,
-)
-from max_ep.formats.scale_layouts import InTiles, RowByRow, TransposedRows
+from max_ep.formats.plain import WithMetadataTokenFormat
+from max_ep.formats.table import FormatOf
 from max_ep.layout import Addressing, combine_msg_bytes, Group
 from max_ep.token_format import TokenFormat
 
@@ -28,17 +19,12 @@ comptime FEW = 128
 """A rank sends so few tokens that all are inline-flag tokens."""
 comptime MANY = 4096
 """A rank may send more than that, in chunks that have flags."""
-comptime BF16 = BF16TokenFormat[HIDDEN, TOP_K]
-comptime F32 = Float32TokenFormat[HIDDEN, TOP_K]
-comptime FP8 = BlockwiseFP8TokenFormat[HIDDEN, TOP_K]
-comptime FP8_PACKED = BlockScaledTokenFormat[
-    BlockwiseFP8[True], TransposedRows[True], HIDDEN, TOP_K
+comptime Named[name: StaticString, scales: StaticString = "transposed"] = FormatOf[
+    name, HIDDEN, TOP_K, scales=scales
 ]
-comptime MXFP8_ROWS = BlockScaledTokenFormat[MXFP8, RowByRow, HIDDEN, TOP_K]
-comptime MXFP8_TILES = BlockScaledTokenFormat[MXFP8, InTiles, HIDDEN, TOP_K]
-comptime MXFP4_ROWS = BlockScaledTokenFormat[MXFP4, RowByRow, HIDDEN, TOP_K]
-comptime NVFP4_ROWS = BlockScaledTokenFormat[NVFP4, RowByRow, HIDDEN, TOP_K]
-comptime NVFP4_TILES = BlockScaledTokenFormat[NVFP4, InTiles, HIDDEN, TOP_K]
+comptime BF16 = Named["bfloat16"]
+comptime F32 = Named["float32"]
+comptime FP8 = Named["fp8"]
 comptime ANY = 0
 """Rows, of any addressing."""
 comptime ROWS = 1

@@ -16,7 +16,6 @@ from max_ep.dispatch_by_rank.entries import (
     value_of_word,
     value_word,
 )
-from max_ep.formats.table import has_format
 from max_ep.dispatch_by_rank.index_large import run_of_block
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
@@ -33,9 +32,11 @@ from max_ep.flags import (
     next_generation,
 )
 from max_ep.formats.quantized_sums import QuantizedSums
+from max_ep.formats.table import NumbersOf
+from max_ep.formats.unused_words import unused_bytes, unused_scales, unused_values
 from max_ep.layout import Addressing, Group, N_CHUNKS
-from max_ep.token_format import BytePointer, LaneBytes
-from std.testing import assert_equal, assert_false, assert_true
+from max_ep.token_format import BytePointer, LaneBytes, SENTINEL
+from std.testing import assert_equal, assert_not_equal, assert_true
 
 comptime NUM_THREADS = 512
 
@@ -242,11 +243,18 @@ def check_scales_of_lanes[block: Int]() raises:
     _ = message^
 
 
-def check_names_of_formats() raises:
-    for name in ["bfloat16", "float32", "fp8_power_of_two", "mxfp8", "mxfp4_forwarded"]:
-        assert_true(has_format(name), name)
-    for name in ["mxfp6", "float8", "bfloat16_forwarded", ""]:
-        assert_false(has_format(name), name)
+def check_unused_words[name: StaticString]() raises:
+    """No values, scales or bytes look as if they had not arrived: what is unused is
+    replaced by what is used."""
+    comptime Numbers = NumbersOf[name]
+    for word in [unused_values[Numbers](), unused_bytes[Numbers]()]:
+        var known = Numbers.known_values(word)
+        assert_not_equal(known, word)
+        assert_equal(Numbers.known_values(known), known)
+    for word in [unused_scales[Numbers](), unused_bytes[Numbers]()]:
+        var known = Numbers.known_scales(word)
+        assert_not_equal(known, word)
+        assert_equal(Numbers.known_scales(known), known)
 
 
 def main() raises:
@@ -267,5 +275,12 @@ def main() raises:
     check_what_was_measured()
     check_scales_of_lanes[128]()
     check_scales_of_lanes[32]()
-    check_names_of_formats()
+    check_unused_words["fp8_power_of_two"]()
+    check_unused_words["mxfp8"]()
+    check_unused_words["nvfp4_dynamic"]()
+    check_unused_words["mxfp4_forwarded"]()
+    # docs/decisions/0026-what-no-token-has.md
+    assert_equal(unused_values[NumbersOf["nvfp4"]](), 0x8888_8888)
+    assert_equal(unused_scales[NumbersOf["mxfp8"]](), 0xFEFE_FEFE)
+    assert_equal(unused_scales[NumbersOf["nvfp4"]](), SENTINEL)
     print("OK")

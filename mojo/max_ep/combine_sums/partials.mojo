@@ -9,19 +9,12 @@ from std.sys import size_of
 
 from ..device.block import Block
 from ..device.schedule import Split
-from ..device.warp import (
-    any_of_lanes,
-    avoid_sentinel,
-    load16,
-    load16_if,
-    SENTINEL,
-    store16,
-)
+from ..device.warp import any_of_lanes, avoid_sentinel, load16, load16_if, store16
 from ..failures import Failure
 from ..flags import load_relaxed_sys_16, store_relaxed_sys_16
 from ..formats.quantized_sums import QuantizedSums
 from ..layout import Group, MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes
+from ..token_format import BytePointer, LaneBytes, SENTINEL
 
 
 struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
@@ -117,7 +110,7 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
             if share % WARP_SIZE == 0:
                 store_relaxed_sys_16(
                     Self.partial_vector(partial_sum, share, 1),
-                    avoid_sentinel[Self.Quantized.Numbers.scales_flip](wire.scales),
+                    avoid_sentinel[Self.Quantized.Format.scales_flip](wire.scales),
                 )
         else:
             if not is_there:
@@ -300,7 +293,7 @@ struct PartialFormat[group: Group, combine_dtype: DType, partial_dtype: DType]:
                     are_there = are_there and has_come
             if are_there:
                 store16(Self.partial_vector(partial_sum, share, 0), SENTINEL)
-                bytes[1][3] ^= Self.Quantized.Numbers.scales_flip
+                bytes[1][3] ^= Self.Quantized.Format.scales_flip
                 sum = Self.Quantized.add_values(
                     sum,
                     bitcast[DType.uint8, Self.width](bytes[0]),

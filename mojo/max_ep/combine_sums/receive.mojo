@@ -8,9 +8,9 @@ from ..counters import NO_ROW, rank_elsewhere, Word
 from ..device.block import Block
 from ..device.kept import await_dropped, record_rows_found
 from ..device.schedule import Schedule
-from ..device.warp import any_lane, any_of_lanes, SENTINEL
+from ..device.warp import any_lane, any_of_lanes
 from ..layout import Group
-from ..token_format import BytePointer, LaneBytes
+from ..token_format import BytePointer, LaneBytes, SENTINEL
 from .partials import n_rows_at_once, PartialFormat, sum_split
 from .roles import NEXT_SUM, receive_schedule, SavedRoutes
 

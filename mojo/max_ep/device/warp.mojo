@@ -8,7 +8,7 @@ from max.gpu import WARP_SIZE
 from std.sys import _RegisterPackType, inlined_assembly, is_nvidia_gpu, llvm_intrinsic
 
 from ..layout import MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes
+from ..token_format import BytePointer, LaneBytes, SENTINEL
 
 
 @always_inline
@@ -107,17 +107,9 @@ def any_lane(condition: Bool) -> Bool:
         return warp.vote[DType.uint64](condition) != 0
 
 
-comptime SENTINEL = UInt32(0xFFFF_FFFF)
-"""Last word of 16 bytes that have not arrived yet, where data is its own flag.
-
-The reader restores it. Data that happens to have this word there is sent with
-`_SENTINEL_STAND_IN` instead.
-"""
-
-
 comptime _SENTINEL_STAND_IN = UInt32(0x7FFF_FFFF)
-"""NaN in bfloat16, float32 and float8_e4m3fn, as `SENTINEL` is. Other types flip bits
-on the way, so that `SENTINEL` is what they do not have."""
+"""Sent in place of `SENTINEL`: as that, NaN in bfloat16, float32 and float8_e4m3fn.
+Other types flip bits on the way, so that `SENTINEL` is what they do not have."""
 
 
 @always_inline

@@ -10,11 +10,11 @@ from std.memory import bitcast
 
 from ..device.block import Block
 from ..device.schedule import InlineSplit, n_steps_of, vector_of_lane
-from ..device.warp import ACCESSES_IN_FLIGHT, load16, SENTINEL, store16
+from ..device.warp import ACCESSES_IN_FLIGHT, load16, store16
 from ..failures import Failure
 from ..flags import flag_at, flag_word, load_relaxed_sys, load_relaxed_sys_16
 from ..layout import MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes, TokenFormat
+from ..token_format import BytePointer, LaneBytes, SENTINEL, TokenFormat
 
 
 @always_inline
@@ -197,6 +197,9 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
             if is_of_row:
                 store16(to.unsafe_offset(vector * MESSAGE_ALIGN), self.values[i])
         comptime n = Self.Format.scale_vectors
+        comptime assert (
+            Self.in_flight * n <= WARP_SIZE
+        ), "a lane has one vector of scales"
         comptime if n > 0:
             if lane < Self.in_flight * n and first * n + lane < end * n:
                 Self.Format.place_scales(rows, row, first * n + lane, self.scales[0])

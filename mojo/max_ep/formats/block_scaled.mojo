@@ -10,83 +10,11 @@ from std.sys import size_of
 
 from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN, scaled_token_bytes
-from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
-from .casts import one_nan_e4m3fn, one_zero_e2m1fn, to_e2m1fn, to_e4m3fn, WIDTH
+from ..token_format import BytePointer, LaneBytes, LaneWire, SENTINEL, TokenFormat
+from .block_numbers import BlockNumbers, checked_block
+from .casts import WIDTH
 from .scale_layouts import ScaledRows
-
-
-@fieldwise_init
-struct BlockScale(TrivialRegisterPassable):
-    """The scale of a block."""
-
-    var bits: UInt32
-    """On the wire."""
-    var factor: Float32
-    """Of the elements, before they are rounded."""
-
-
-trait BlockNumbers:
-    """The numbers of a block-scaled format.
-
-    amax   = largest magnitude of the block, at least `least`
-    scale  = scale_of(amax)
-    values = values_of(x * scale.factor)
-    """
-
-    comptime block: Int
-    """Elements that share a scale."""
-    comptime value_bits: Int
-    """Bits of a value: 8 (float8_e4m3fn), or 4 (float4_e2m1fn) with the first of two in
-    the lower half of a byte."""
-    comptime scale_type: DType
-    """An unsigned integer of the scale's size: uint32 or uint8."""
-    comptime magnitude_type: DType = DType.uint32
-    comptime least: Scalar[Self.magnitude_type] = 0
-    comptime values_flip: UInt32 = 0 if Self.value_bits == 8 else 0x7777_7777
-    """See `TokenFormat.values_flip`. Of 4 bits: eight -0, which no token has."""
-    comptime scales_flip: UInt32 = 0
-    """See `TokenFormat.scales_flip`."""
-    comptime forwarded_flip: UInt32 = 0
-    """`TokenFormat.values_flip` of what is neither four bytes of values nor of scales,
-    after `known_values` and `known_scales`."""
-
-    @staticmethod
-    @always_inline
-    def known_values(bits: UInt32) -> UInt32:
-        """Replaces, in four bytes of values, those that `values_of` does not make: NaN
-        has one form, and 0 of 4 bits no sign."""
-        comptime if Self.value_bits == 8:
-            return one_nan_e4m3fn(bits)
-        return one_zero_e2m1fn(bits)
-
-    @staticmethod
-    def known_scales(bits: UInt32) -> UInt32:
-        """Replaces, in four bytes of scales, those that `scale_of` does not make."""
-        ...
-
-    @staticmethod
-    @always_inline
-    def magnitude(x: SIMD[DType.float32, WIDTH]) -> SIMD[Self.magnitude_type, WIDTH]:
-        """Takes magnitudes, as numbers that compare as they do: the bits of float32, of
-        which those of a NaN are largest."""
-        return rebind[SIMD[Self.magnitude_type, WIDTH]](
-            bitcast[DType.uint32](x) & 0x7FFF_FFFF
-        )
-
-    @staticmethod
-    def scale_of(amax: Scalar[Self.magnitude_type]) -> BlockScale:
-        ...
-
-    @staticmethod
-    @always_inline
-    def values_of(
-        x: SIMD[DType.float32, WIDTH]
-    ) -> SIMD[DType.uint8, 2 * Self.value_bits]:
-        """Rounds elements to float8_e4m3fn or float4_e2m1fn, and packs them."""
-        comptime Values = SIMD[DType.uint8, 2 * Self.value_bits]
-        comptime if Self.value_bits == 8:
-            return rebind[Values](to_e4m3fn(x))
-        return rebind[Values](to_e2m1fn(x))
+from .unused_words import unused_scales, unused_values
 
 
 struct BlockScaledTokenFormat[
@@ -104,11 +32,11 @@ struct BlockScaledTokenFormat[
     comptime value_bytes = Self.hidden_size * Self.value_bits // 8
     comptime lane_elements = MESSAGE_ALIGN * 8 // Self.value_bits
     comptime scale_vectors = 8 // Self.word_lanes
-    comptime values_flip = Self.Numbers.values_flip
-    comptime scales_flip = Self.Numbers.scales_flip
+    comptime values_flip = SENTINEL ^ unused_values[Self.Numbers]()
+    comptime scales_flip = SENTINEL ^ unused_scales[Self.Numbers]()
     comptime Rows = Self.Rows_
 
-    comptime block = Self.Numbers.block
+    comptime block = checked_block[Self.Numbers]()
     comptime value_bits = Self.Numbers.value_bits
     comptime scale_type = Self.Numbers.scale_type
     comptime scale_bytes = size_of[Scalar[Self.scale_type]]()

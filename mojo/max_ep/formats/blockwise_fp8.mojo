@@ -13,7 +13,8 @@ dispatch. The oracle is `quantize_blockwise_fp8` in `max_ep/quantize.py`.
 """
 from std.memory import bitcast
 
-from .block_scaled import BlockNumbers, BlockScale, BlockScaledTokenFormat
+from .block_numbers import BlockNumbers, BlockScale
+from .block_scaled import BlockScaledTokenFormat
 from .casts import FP8_MAX, WIDTH
 from .scale_layouts import TransposedRows
 
@@ -26,8 +27,9 @@ comptime FP8_MIN_AMAX = Float32(1e-4)
 struct BlockwiseFP8[power_of_two_scales: Bool = False](BlockNumbers):
     """The numbers of blockwise FP8."""
 
+    comptime name = "fp8_power_of_two" if Self.power_of_two_scales else "fp8"
     comptime block = FP8_BLOCK
-    comptime value_bits = 8
+    comptime value_type = DType.float8_e4m3fn
     comptime scale_type = DType.uint32
     """The bits of float32."""
     comptime magnitude_type = DType.float32

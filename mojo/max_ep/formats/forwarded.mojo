@@ -14,11 +14,13 @@ from std.sys import is_gpu, size_of
 from ..for_each import Work
 from ..kernel_argument import ImmPointer
 from ..layout import MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes, LaneWire, TokenFormat
-from .block_scaled import BlockNumbers, BlockScaledTokenFormat
+from ..token_format import BytePointer, LaneBytes, LaneWire, SENTINEL, TokenFormat
+from .block_numbers import BlockNumbers
+from .block_scaled import BlockScaledTokenFormat
 from .casts import WIDTH
 from .nvfp4 import NVFP4
 from .scale_layouts import RowByRow, ScaledRows
+from .unused_words import unused_bytes
 
 comptime NVFP4_MAX = Float32(2688)
 """6 times 448: the largest number with a scale that NVFP4 has."""
@@ -53,7 +55,7 @@ struct ForwardedTokenFormat[
     comptime row_bytes = Self.Quantizing.value_bytes
     comptime lane_elements = MESSAGE_ALIGN
     comptime scale_vectors = 0
-    comptime values_flip = Self.Numbers.forwarded_flip
+    comptime values_flip = SENTINEL ^ unused_bytes[Self.Numbers]()
     comptime Rows = Self.Rows_
 
     @staticmethod

@@ -8,21 +8,18 @@
 What rounds to zero is 0, never -0. A block with a NaN has the scale NaN, and values
 that are all 6. The oracle is `quantize_mxfp4` in `quantize.py`.
 """
-from .block_scaled import BlockNumbers, BlockScale
+from .block_numbers import BlockNumbers, BlockScale
 from .casts import is_nan_of_bits, power_of_e8m0, without_largest_e8m0
 
 
 struct MXFP4(BlockNumbers):
     """The numbers of MXFP4."""
 
+    comptime name = "mxfp4"
     comptime block = 32
-    comptime value_bits = 4
+    comptime value_type = DType.float4_e2m1fn
     comptime scale_type = DType.uint8
     """The exponent of a power of two, 127 more than it is."""
-    comptime scales_flip = UInt32(0x0101_0101)
-    """Four NaN become four times 2**127, which no block has as its scale."""
-    comptime forwarded_flip = UInt32(0x7777_7701)
-    """Values have no -0, and scales no 0xFE."""
 
     @staticmethod
     @always_inline

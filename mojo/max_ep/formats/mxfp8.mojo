@@ -9,21 +9,18 @@ A block with a NaN has the scale NaN, and values that are all NaN. An infinity b
 448 times the largest scale, which is above all of float32. The oracle is
 `quantize_mxfp8` in `max_ep/quantize.py`.
 """
-from .block_scaled import BlockNumbers, BlockScale
+from .block_numbers import BlockNumbers, BlockScale
 from .casts import is_nan_of_bits, power_of_e8m0, without_largest_e8m0
 
 
 struct MXFP8(BlockNumbers):
     """The numbers of MXFP8."""
 
+    comptime name = "mxfp8"
     comptime block = 32
-    comptime value_bits = 8
+    comptime value_type = DType.float8_e4m3fn
     comptime scale_type = DType.uint8
     """The exponent of a power of two, 127 more than it is."""
-    comptime scales_flip = UInt32(0x0101_0101)
-    """Four NaN become four times 2**127, which no block has as its scale."""
-    comptime forwarded_flip = UInt32(1)
-    """Values have no byte 0xFF, and scales no 0xFE."""
 
     @staticmethod
     @always_inline

@@ -14,19 +14,18 @@ a NaN has the scale NaN, and values that are all 6. The oracle is `quantize_nvfp
 """
 from std.memory import bitcast
 
-from .block_scaled import BlockNumbers, BlockScale
+from .block_numbers import BlockNumbers, BlockScale
 from .casts import encode_e4m3fn, float_of_e4m3fn
 
 
 struct NVFP4(BlockNumbers):
     """The numbers of NVFP4."""
 
+    comptime name = "nvfp4"
     comptime block = 16
-    comptime value_bits = 4
+    comptime value_type = DType.float4_e2m1fn
     comptime scale_type = DType.uint8
-    """The bits of float8_e4m3fn, never negative: no scales look like a sentinel."""
-    comptime forwarded_flip = UInt32(0x7777_7777)
-    """Values have no -0, and scales no sign."""
+    """The bits of float8_e4m3fn, never negative."""
 
     @staticmethod
     @always_inline

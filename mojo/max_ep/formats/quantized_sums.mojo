@@ -12,7 +12,8 @@ from std.sys import size_of
 
 from ..kernel_argument import ImmPointer
 from ..token_format import BytePointer, LaneBytes, LaneWire
-from .block_scaled import BlockNumbers, BlockScaledTokenFormat
+from .block_numbers import BlockNumbers
+from .block_scaled import BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8, FP8_BLOCK
 from .casts import float_of_e8m0, from_e4m3fn
 from .mxfp8 import MXFP8

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All token formats, by the names that ops take (`max_ep/formats.py`)."""
 from ..token_format import TokenFormat
-from .block_scaled import BlockNumbers, BlockScaledTokenFormat
+from .block_numbers import BlockNumbers, NoNumbers
+from .block_scaled import BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8
 from .forwarded import ForwardedTokenFormat
 from .mxfp4 import MXFP4
@@ -10,13 +11,28 @@ from .nvfp4 import NVFP4
 from .plain import PlainTokenFormat
 from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows, WithRowScales
 
-comptime NumbersOf[name: StaticString]: BlockNumbers = MXFP8 if name.startswith(
-    "mxfp8"
-) else (
-    MXFP4 if name.startswith("mxfp4") else NVFP4 if name.startswith(
-        "nvfp4"
-    ) else BlockwiseFP8[name == "fp8_power_of_two"]
-)
+
+struct _Table[*Formats: BlockNumbers]:
+    comptime Named[name: StaticString]: BlockNumbers = Self.Formats[
+        Self.index_of(name)
+    ] if Self.index_of(name) >= 0 else NoNumbers[name]
+    """The format of a name, which may also say that tokens are quantized before."""
+
+    @staticmethod
+    def index_of(name: StaticString) -> Int:
+        var base = name.removesuffix("_forwarded")
+        if name == "nvfp4_dynamic":
+            base = NVFP4.name
+        comptime for i in range(Self.Formats.length):
+            if Self.Formats[i].name == base:
+                return i
+        return -1
+
+
+comptime NumbersOf = _Table[
+    BlockwiseFP8[], BlockwiseFP8[True], MXFP8, NVFP4, MXFP4
+].Named
+"""All formats that have a scale for each block."""
 
 comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
     RowByRow if scales == "rows" else TransposedRows[scales == "packed"]
@@ -45,11 +61,3 @@ comptime FormatOf[
 )
 """The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
 where scales go: transposed, rows, tiles or packed."""
-
-
-def has_format(name: StringSlice) -> Bool:
-    """Returns whether a format has a name; `FormatOf` takes any for blockwise FP8."""
-    for begin in ["fp8", "mxfp8", "mxfp4", "nvfp4"]:
-        if name.startswith(begin):
-            return True
-    return name == "bfloat16" or name == "float32"
