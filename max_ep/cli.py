@@ -135,7 +135,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         "target",
         metavar="PID|GROUP",
         nargs="?",
-        help="a process of the group, or its name (default: all groups)",
+        help="a process of the group or the one that started it, or the group's name "
+        "(default: all groups)",
     )
     command("doctor", "doctor", "check this machine")
     names = {action.dest: action.option_strings[-1] for action in plan._actions}
