@@ -30,8 +30,8 @@ _DONE = b"done"
 
 def cache_dir() -> Path:
     """Returns ``MAX_EP_CACHE_DIR``, or ``max_ep`` in the user's cache folder."""
-    if "MAX_EP_CACHE_DIR" in os.environ:
-        return Path(os.environ["MAX_EP_CACHE_DIR"])
+    if folder := os.environ.get("MAX_EP_CACHE_DIR"):
+        return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "max_ep"
 
