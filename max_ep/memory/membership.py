@@ -127,6 +127,12 @@ class Membership:
         remove_members(group)
         members_folder(group).mkdir(mode=0o700)
 
+    @staticmethod
+    def discard(group: str) -> None:
+        """Removes the folder of a group that has not begun, if nobody uses it."""
+        with contextlib.suppress(OSError):
+            members_folder(group).rmdir()
+
     @classmethod
     def of_running(
         cls, group: str, node: int, n_nodes: int, owner: Owner, timeout_s: float
