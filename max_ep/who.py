@@ -442,10 +442,11 @@ def groups_of(target: str | None = None) -> list[Waits]:
 def run_who(options: argparse.Namespace) -> int:
     found = groups_of(options.target)
     if not found:
-        others = ", ".join(waits.group for waits in groups_of()) or "none"
+        others = [waits.group for waits in groups_of()] if options.target else []
+        said = f"; there are {', '.join(others)}" if others else ""
         raise ValueError(
-            f"no group of {options.target or 'any process'} found here; groups: "
-            f"{others}. CPU ranks of one process never wait"
+            f"no group of {options.target or 'any process'} found here{said}. CPU "
+            "ranks of one process never wait"
         )
     print("\n\n".join(map(str, found)))
     return 0

@@ -140,6 +140,15 @@ def test_output_that_nobody_reads_ends_quietly():
     assert done.returncode != 0 and not done.stderr
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("max_ep.doctor.run_doctor", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "max-ep: interrupted\n"
+
+
 def test_doctor_finds_a_machine_that_can_run():
     printed = run("max-ep doctor")
     assert "FAIL" not in printed

@@ -236,4 +236,4 @@ def test_who_without_a_group(monkeypatch, capsys):
     monkeypatch.setattr(who, "groups_of", lambda target=None: groups[target is None])
     assert main(["who", "no-such-group"]) == 1
     said = capsys.readouterr().err
-    assert "no group of no-such-group found here; groups: g1, g2." in said
+    assert "no group of no-such-group found here; there are g1, g2." in said
