@@ -377,6 +377,7 @@ def test_peer_that_does_not_come_is_named(group):
         assert isinstance(error, TimeoutError)
         said = f"node {node_id} waited 0.5 s for nodes [1] of group {group!r} to start:"
         assert f"{said} nobody is there. Start all 3 processes" in str(error)
+        assert "as with another configuration, has said why" in str(error)
     assert names_of(group) == []
 
 

@@ -248,7 +248,8 @@ class Meeting:
         return TimeoutError(
             f"max_ep: node {self.node_id} waited {timeout_s} s for nodes {missing} of "
             f"group {self.group!r} to start: {found}. Start all {self.n_nodes} "
-            "processes, or raise timeout_s"
+            "processes, or raise timeout_s; what has ended, as with another "
+            "configuration, has said why"
         )
 
     def close(self) -> None:
