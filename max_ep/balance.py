@@ -153,10 +153,19 @@ def plan(
         old: The placement before. Experts stay where they are if that costs little.
     """
     counts = np.atleast_2d(np.asarray(counts, float))
+    if counts.ndim != 2 or 0 in counts.shape or not (counts >= 0).all():
+        raise ValueError(
+            f"counts has shape {list(counts.shape)}; it must be [n_layers, n_logical], "
+            "rows of each expert, all >= 0"
+        )
+    if top_k < 1:
+        raise ValueError(f"top_k={top_k} must be 1 or more: experts of a token")
     n_physical = counts.shape[1] + n_replicas
     most = max_replicas or n_ranks + 1
     if n_ranks < 1 or n_hosts < 1 or n_ranks % n_hosts:
-        raise ValueError(f"n_ranks={n_ranks} must be a multiple of n_hosts={n_hosts}")
+        raise ValueError(
+            f"n_ranks={n_ranks} must be a multiple of n_hosts={n_hosts}, both >= 1"
+        )
     if not 0 <= n_replicas <= counts.shape[1] * (most - 1):
         raise ValueError(
             f"n_replicas={n_replicas} must be in [0, {counts.shape[1] * (most - 1)}]: "
@@ -290,12 +299,19 @@ def rebalance(
     memory of their own, and all take their places in the layer's last step.
 
     Args:
-        weights: NumPy arrays or torch tensors ``[n_local_experts, ...]`` of each layer
-            and rank: ``weights[layer][rank]`` lists them.
+        weights: Of each layer and rank: ``weights[layer][rank]`` is a list of NumPy
+            arrays or torch tensors ``[n_local_experts, ...]``.
         old: Where the weights are.
         new: Where they go.
         slice_bytes: Most bytes of a step.
     """
+    for layer, of_layer in enumerate(weights):
+        for rank, tensors in enumerate(of_layer):
+            if not isinstance(tensors, (list, tuple)):
+                raise TypeError(
+                    f"weights[{layer}][{rank}] is a {type(tensors).__name__}; pass a "
+                    "list of arrays [n_local_experts, ...], also of one"
+                )
     expert_bytes = sum(x[0].nbytes for x in weights[0][0])
     phy2log, now = old.phy2log.copy(), old
     slices = moves(old, new, expert_bytes, slice_bytes)

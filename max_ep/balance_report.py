@@ -13,6 +13,9 @@ import numpy as np
 from .balance import Placement, plan, unbalanced
 from .stats import Statistics, draw, new_figure
 
+_OPTIONS = {"n_replicas": "--replicas", "top_k": "--top-k", "n_hosts": "--hosts"}
+"""Arguments of ``plan``, as the command line calls them."""
+
 _BAR = 40
 """Characters of the longest bar."""
 
@@ -37,15 +40,21 @@ def run_balance(options: argparse.Namespace) -> int:
         if n_replicas is None:
             # An eighth, and as many as all ranks can hold equally.
             n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
-    after = plan(
-        counts,
-        n_ranks,
-        n_replicas,
-        top_k=options.top_k,
-        n_hosts=options.hosts,
-        max_replicas=options.max_replicas,
-        old=before if options.current else None,
-    )
+    try:
+        after = plan(
+            counts,
+            n_ranks,
+            n_replicas,
+            top_k=options.top_k,
+            n_hosts=options.hosts,
+            max_replicas=options.max_replicas,
+            old=before if options.current else None,
+        )
+    except ValueError as error:
+        said = str(error)
+        for argument, option in _OPTIONS.items():
+            said = said.replace(f"{argument}=", f"{option} ")
+        raise ValueError(said) from None
     print(text(counts, before, after))
     if options.out:
         after.save(options.out)

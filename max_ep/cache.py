@@ -30,8 +30,8 @@ _DONE = b"done"
 
 def cache_dir() -> Path:
     """Returns ``MAX_EP_CACHE_DIR``, or ``max_ep`` in the user's cache folder."""
-    if "MAX_EP_CACHE_DIR" in os.environ:
-        return Path(os.environ["MAX_EP_CACHE_DIR"])
+    if folder := os.environ.get("MAX_EP_CACHE_DIR"):
+        return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "max_ep"
 
@@ -108,16 +108,18 @@ def one_at_a_time(lock: Path, what: str) -> Iterator[None]:
 def _take(fd: int, what: str) -> bool:
     """Waits for the lock; returns whether this process is the one that works."""
     begin = time.monotonic()
-    report_at = begin + _FIRST_REPORT_S
+    report_at, has_waited = begin + _FIRST_REPORT_S, False
     while True:
-        if _lock(fd, fcntl.LOCK_EX):
-            _write(fd, _name().encode())
-            return True
-        # Shared among those that use what is done. Not done: its maker has failed.
-        if _lock(fd, fcntl.LOCK_SH):
+        # Shared among those that use what is done. Not done: its maker has failed. Who
+        # has not waited does not know whether it is still there.
+        if has_waited and _lock(fd, fcntl.LOCK_SH):
             if os.pread(fd, 64, 0) == _DONE:
                 return False
             fcntl.flock(fd, fcntl.LOCK_UN)
+        if _lock(fd, fcntl.LOCK_EX):
+            _write(fd, _name().encode())
+            return True
+        has_waited = True
         now = time.monotonic()
         # Empty while the holder writes its name.
         if now > report_at and (maker := os.pread(fd, 64, 0).decode()):

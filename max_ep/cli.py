@@ -14,6 +14,9 @@ from .limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
 _STATUS_OF_BROKEN_PIPE = 141
 """What a shell reports of a program that SIGPIPE ended."""
 
+_STATUS_OF_INTERRUPT = 130
+"""And of one that Ctrl-C ended."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``max-ep`` with these words, or the process's; returns the exit status."""
@@ -22,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(arguments)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("max-ep: interrupted", file=sys.stderr)
+        return _STATUS_OF_INTERRUPT
     except BrokenPipeError:
         # The reader is gone, as with `| head`. Python flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -135,7 +141,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         "target",
         metavar="PID|GROUP",
         nargs="?",
-        help="a process of the group, or its name (default: all groups)",
+        help="a process of the group or the one that started it, or the group's name "
+        "(default: all groups)",
     )
     command("doctor", "doctor", "check this machine")
     names = {action.dest: action.option_strings[-1] for action in plan._actions}

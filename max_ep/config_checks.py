@@ -53,7 +53,7 @@ def _check_integer(
         kind = type(value).__name__
         of_type = "" if kind == "int" else f" of Python's type int, not {kind}"
         raise ValueError(
-            f"{field}={value!r} must be an integer >= {least}{more}{of_type}"
+            f"{field}={value!r} must be an integer >= {least}{of_type}{more}"
         )
 
 
@@ -123,8 +123,9 @@ def check_sizes(config: EPConfig) -> None:
         raise ValueError(
             f"use_allreduce=True with n_nodes={config.n_nodes}, n_experts="
             f"{config.n_experts}, fused_shared_expert={config.fused_shared_expert}: it "
-            "needs n_nodes=1 and experts that the ranks divide. All ranks would add a "
-            "fused shared expert: compute it beside the routed ones, on one rank"
+            "needs n_nodes=1, experts that the ranks divide, and no all-gather. All "
+            "ranks would add a fused shared expert: compute it beside the routed ones, "
+            "on one rank"
         )
     n_pairs = config.n_local_experts * config.exchange_ranks
     if config.target == "gpu" and n_pairs > limits.MAX_GPU_PAIRS:

@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import sys
+import tempfile
 import textwrap
 from importlib import metadata
 from typing import Any
@@ -58,8 +59,12 @@ def run_doctor(_: Any = None) -> int:
         say("mojo sources", False, str(error))
     cache = cache_dir()
     parent = next(p for p in (cache, *cache.parents) if p.exists())
-    text = f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere)"
-    say("compile cache", os.access(parent, os.W_OK), text)
+    text, can_write = f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere)", True
+    try:  # os.access does not know of folders in which nobody may make files
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        text, can_write = f"{text}: {error.strerror}", False
+    say("compile cache", can_write, text)
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     say("cpu", True, f"{n_cores or os.cpu_count()} cores for MAX's workers")
     n_gpus = accelerator_count()

@@ -123,7 +123,8 @@ def launch(
                 (results if succeeded else failures)[node_id] = answer
     finally:
         for _, process in members.values():
-            process.join(_GRACE_S if not failures else 0.1)
+            # After a failure, or Ctrl-C, one may wait for its peers without an end.
+            process.join(_GRACE_S if len(results) == n_nodes else 0.1)
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -64,7 +64,8 @@ class MoeShape:
                 break
         else:
             raise ValueError(
-                f"a {huggingface_config.model_type} checkpoint without experts: its "
+                f"a {getattr(huggingface_config, 'model_type', 'model')} checkpoint "
+                "without experts: its "
                 "config.json has none of n_routed_experts, num_experts and "
                 "num_local_experts; serve it without max_ep"
             )

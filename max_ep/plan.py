@@ -47,6 +47,11 @@ def run_plan(options: argparse.Namespace) -> int:
         given[name] = given[name] and BY_NAME[given[name]].dtype
     partial = BY_NAME.get(options.partial_dtype)
     if partial is not None and partial.make_quant_config is not None:
+        if options.combine_mode != "sums":  # EPConfig knows no name for it
+            raise ValueError(
+                f"--partial {partial.name} with --combine-mode {options.combine_mode}, "
+                "which sends no partial sums; leave it out, or pass --combine-mode sums"
+            )
         given["partial_dtype"] = None
         given["combine_quant_config"] = partial.make_quant_config()
     try:

@@ -111,7 +111,10 @@ def config_of(model: str) -> tuple[dict[str, Any], int]:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"{model} has no config.json; name a model's folder")
-        config = json.loads((folder / "config.json").read_text())
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except ValueError as error:
+            raise ValueError(f"{model}/config.json is not JSON: {error}") from error
         files = folder.glob("*.safetensors")
         return config, sum(file.stat().st_size for file in files)
     try:
@@ -134,6 +137,8 @@ def config_of(model: str) -> tuple[dict[str, Any], int]:
 
 def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -> int:
     """Returns the number of experts; refuses what cannot be served, in one sentence."""
+    if not isinstance(config, dict):
+        raise ValueError("config.json is not one of a model: it holds no names")
     name = (config.get("architectures") or ["no architecture"])[0]
     if name not in SUPPORTED:
         raise ValueError(f"{name} is not supported; there are {', '.join(SUPPORTED)}")

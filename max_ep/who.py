@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .limits import SOURCE_INFO_BYTES
-from .memory.meeting import process_state
+from .memory.meeting import parent_of, process_state
 
 if TYPE_CHECKING:
     from .config import EPConfig
@@ -409,7 +409,8 @@ def answers_of(pid: int, timeout_s: float = 5) -> list[Waits]:
 def groups_of(target: str | None = None) -> list[Waits]:
     """Asks all processes of this machine, and puts the ranks of a group together.
 
-    ``target``: a process, or the beginning of a group's name; None: all groups.
+    ``target``: a process, the one that started it, or the beginning of a group's name;
+    None: all groups.
     """
     groups: dict[str, dict[int, RankWait]] = {}
     for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
@@ -434,16 +435,18 @@ def groups_of(target: str | None = None) -> list[Waits]:
         waits
         for waits in found
         if waits.group.startswith(target)
-        or target in [str(wait.pid) for wait in waits.ranks]
+        or target in [str(p) for w in waits.ranks for p in (w.pid, parent_of(w.pid))]
     ]
 
 
 def run_who(options: argparse.Namespace) -> int:
     found = groups_of(options.target)
     if not found:
+        others = [waits.group for waits in groups_of()] if options.target else []
+        said = f"; there are {', '.join(others)}" if others else ""
         raise ValueError(
-            f"no group of {options.target or 'any process'} found here. CPU ranks of "
-            "one process never wait"
+            f"no group of {options.target or 'any process'} found here{said}. CPU "
+            "ranks of one process never wait"
         )
     print("\n\n".join(map(str, found)))
     return 0

@@ -154,6 +154,11 @@ ONE = unbalanced(1, 4, 2)
 @refused("""
 plan(np.ones(4), 2, 9, max_replicas=3) | n_replicas=9 must be in [0, 8
 plan(np.ones(4), 4, 0, n_hosts=3) | n_ranks=4 must be a multiple of n_hosts=3
+plan(np.ones(4), 0, 0) | n_ranks=0 must be a multiple of n_hosts=1, both >= 1
+plan(np.ones(4), 2, 0, top_k=0) | top_k=0 must be 1 or more
+plan(-np.ones(4), 2, 0) | counts has shape [1, 4]; all >= 0
+plan(np.full(4, np.nan), 2, 0) | counts has shape [1, 4]; all >= 0
+plan(np.ones((1, 2, 4)), 2, 0) | counts has shape [1, 2, 4]; [n_layers, n_logical]
 Placement(np.array([[0, 1, 2], [0, 2, 2]]), 1) | each logical expert of [0, 3
 Placement(np.ones((1, 2)), 1) | float64 [1, 2]; integers
 Placement(np.array([[0, 0, 0, 1]]), 2).log2phy(2) | 3 replicas, above max_replicas=2
@@ -165,6 +170,13 @@ Placement(ONE.phy2log[:, ::-1], 2), 100)) | contiguous
 def test_what_cannot_be_planned(arguments, words):
     with raises(ValueError, words):
         eval(arguments, globals())
+
+
+def test_weights_are_lists_of_arrays():
+    """An array of a rank would be taken for a list of its experts."""
+    weights = [[np.zeros((2, 6))] * 2]
+    with raises(TypeError, "weights[0][0] is a ndarray; pass a list of arrays"):
+        next(rebalance(weights, ONE, Placement(ONE.phy2log[:, ::-1], 2), 100))
 
 
 # ---------------------------------------------------------------------- a layer
@@ -323,8 +335,9 @@ def test_command_says_what_is_wrong(tmp_path, capsys):
         ([good, other], "differ in (experts, ranks): [(8, 4), (12, 4)]"),
         ([good, "--current", good], "no file of max_ep.balance"),
         ([good, "--current", f"{tmp_path}/placement.npz"], "for 1 layers, 12 experts"),
-        ([good, "--replicas", "99"], "n_replicas=99"),
-        ([good, "--hosts", "3"], "n_hosts=3"),
+        ([good, "--replicas", "99"], "--replicas 99 must be in [0, 32]"),
+        ([good, "--hosts", "3"], "n_ranks=4 must be a multiple of --hosts 3"),
+        ([good, "--top-k", "0"], "--top-k 0 must be 1 or more"),
     ):
         assert main(["balance", *words]) == 1
         said = capsys.readouterr().err

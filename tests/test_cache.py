@@ -94,6 +94,28 @@ def test_who_fails_lets_the_next_try(tmp_path):
     assert len(tries) == 3
 
 
+def test_who_has_waited_goes_on_with_the_others(tmp_path, monkeypatch):
+    """One after another, processes of a large group would load for a minute."""
+    monkeypatch.setattr(cache, "_FIRST_REPORT_S", 0.0)
+    lock, both, reports = (
+        tmp_path / "lock",
+        threading.Barrier(2),
+        threading.Semaphore(0),
+    )
+    monkeypatch.setattr(cache, "_report", lambda text: reports.release())
+
+    def wait() -> None:
+        with cache.one_at_a_time(lock, "it"):
+            both.wait(TIMEOUT_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        with cache.one_at_a_time(lock, "it"):
+            others = [pool.submit(wait) for _ in range(2)]
+            assert all(reports.acquire(timeout=TIMEOUT_S) for _ in others)
+        for other in others:
+            other.result(TIMEOUT_S)
+
+
 def test_nobody_waits_for_ever(tmp_path, monkeypatch, capfd):
     """A process that is stopped keeps its lock."""
     monkeypatch.setattr(cache, "_PATIENCE_S", 0.1)

@@ -85,9 +85,12 @@ def test_processes_agree_on_all_that_matters():
     assert len(set(found)) == len(differ)
 
 
-def test_a_peer_that_does_not_come_is_named(session):
-    """After the configuration's time-out."""
-    config = TWO.config(n_gpus_per_node=1, n_nodes=2, node_id=0, timeout_s=0.2)
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_a_peer_that_does_not_come_is_named(session, on_timeout):
+    """After the configuration's time-out. Nothing is left, also no members' folder."""
+    config = TWO.config(
+        n_gpus_per_node=1, n_nodes=2, node_id=0, timeout_s=0.2, on_timeout=on_timeout
+    )
     with raises(TimeoutError, "max_ep: node 0 waited 0.2 s for nodes [1]; Start all 2"):
         EPCommInitializer(config, group="alone").ep_init(session)
     assert names_of("alone") == []

@@ -7,7 +7,9 @@ Most tests only look at what one launch of four processes brought home
 
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -193,6 +195,26 @@ def test_time_limit_kills(tmp_path):
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
         assert names_of(group) == []
+
+
+def test_an_interrupt_waits_for_nobody(tmp_path, monkeypatch):
+    """Ctrl-C: processes may be in a wait of an hour, and not come to hear of it."""
+    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 20.0)
+    interrupted_at: list[float] = []
+
+    def interrupt() -> None:
+        while not all((tmp_path / note).exists() for note in "12"):
+            time.sleep(0.01)
+        interrupted_at.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(scenarios.sleep_for_long, 3, (str(tmp_path),), timeout_s=60)
+    assert time.monotonic() - interrupted_at[0] < 15
+    for note in "12":
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / note).read_text().split()[0]), 0)
 
 
 # ------------------------------------------------------- replays, in one process

@@ -101,6 +101,7 @@ def test_plan_shows_sizes(plan, options, line, words):
 --top-k 9 | --top-k 9 is above --experts 8
 --hidden 7 | --hidden 7 of bfloat16 (--dispatch) is 14 bytes
 --partial float32 | --partial float32 with --combine-mode rows
+--partial fp8 | --partial fp8 with --combine-mode rows, which
 --shared-expert --layout padded | --shared-expert needs --layout packed
 --tokens 70000 --protocol by_rank | --protocol by_rank with --tokens 7
 """)
@@ -139,6 +140,15 @@ def test_output_that_nobody_reads_ends_quietly():
     assert done.returncode != 0 and not done.stderr
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("max_ep.doctor.run_doctor", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "max-ep: interrupted\n"
+
+
 def test_doctor_finds_a_machine_that_can_run():
     printed = run("max-ep doctor")
     assert "FAIL" not in printed
@@ -160,6 +170,19 @@ def test_doctor_names_what_serving_lacks(monkeypatch, capsys):
     assert "`max serve` cannot run; lacks uvicorn (uv pip" in printed
     lines = printed.splitlines()
     assert all(len(line) <= 80 or len(line[22:].split()) == 1 for line in lines)
+
+
+def test_doctor_finds_a_cache_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    """Below a file; an empty variable is none."""
+    from max_ep import cache, doctor
+
+    monkeypatch.setenv("MAX_EP_CACHE_DIR", "")
+    assert cache.cache_dir().is_absolute()
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("MAX_EP_CACHE_DIR", str(file / "cache"))
+    assert doctor.run_doctor() == 1
+    assert "FAIL compile cache" in capsys.readouterr().out
 
 
 def test_gpus_out_of_reach_are_refused(monkeypatch):

@@ -154,6 +154,10 @@ def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["serve", str(tmp_path)]) == 1
     assert "has no config.json" in capsys.readouterr().err
+    for text, said in (("{", "config.json is not JSON: "), ("[]", "holds no names")):
+        (tmp_path / "config.json").write_text(text)
+        assert cli.main(["serve", str(tmp_path), "--dry-run"]) == 1
+        assert said in capsys.readouterr().err
     assert cli.main(["serve", "nobody/nothing"]) == 1
     assert "the Hugging Face hub does not give it" in capsys.readouterr().err
 

@@ -106,6 +106,14 @@ def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
         for p, e in enumerate(row)
         for name in ("up_proj", "down_proj")
     }
+    other = tmp_path / "other.npz"
+    for text, said in ((None, "No such file"), ("?", "no file of max_ep.balance")):
+        if text:
+            other.write_text(text)
+        with monkeypatch.context() as here:
+            here.setenv(PLACEMENT_VARIABLE, str(other))
+            with pytest.raises(ValueError, match=f"MAX_EP_PLACEMENT=.*{said}"):
+                serving_config(_flags(256, True), shape, DType.float32)
     with pytest.raises(ValueError, match="has 2 layers, and 0 of the model"):
         place_experts(dense, config)
     flags = _flags(256, True)

@@ -377,6 +377,7 @@ def test_peer_that_does_not_come_is_named(group):
         assert isinstance(error, TimeoutError)
         said = f"node {node_id} waited 0.5 s for nodes [1] of group {group!r} to start:"
         assert f"{said} nobody is there. Start all 3 processes" in str(error)
+        assert "as with another configuration, has said why" in str(error)
     assert names_of(group) == []
 
 
@@ -393,8 +394,11 @@ def test_peer_that_hangs_is_named(group, hung):
 def test_another_configuration_is_refused(group):
     """All that are there hear of it, not only the two that meet: the others would wait
     for those until time is up."""
-    memories = [make(group, node, 4) for node in (0, 2, 3)]
-    memories.append(make(group, 1, 4, fingerprint="hidden_size=16"))
+    sizes = {node: 16 if node == 1 else 8 for node in (0, 2, 3, 1)}
+    memories = [
+        make(group, node, 4, fingerprint=f"top_k=2, hidden_size={size}")
+        for node, size in sizes.items()
+    ]
     begin = time.monotonic()
     errors = errors_of(memories, TIMEOUT_S)
     assert time.monotonic() - begin < TIMEOUT_S / 2
@@ -403,6 +407,7 @@ def test_another_configuration_is_refused(group):
     assert all("another configuration: hidden_size=" in x for x in errors), errors
     # Who looks first sees both; the others may hear of it.
     assert any("hidden_size=8" in x and "hidden_size=16" in x for x in errors), errors
+    assert not any("top_k" in x for x in errors), "what is the same is not shown"
     assert names_of(group) == []
 
 

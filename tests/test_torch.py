@@ -131,7 +131,8 @@ def test_build_ahead(
     paths = [Path(line) for line in capsys.readouterr().out.split()]
     assert len(set(paths)) == 3 and all(path.is_file() for path in paths)
     monkeypatch.setattr(library, "build_all", list)
-    assert cli.main(f"build --torch cpu {sizes} --dispatch fp8-ue8m0".split()) == 0
+    words = f"build --torch cpu {sizes} --dispatch fp8-ue8m0 --hidden 512".split()
+    assert cli.main(words) == 0
     assert "packed_scales=True" in capsys.readouterr().out
 
 

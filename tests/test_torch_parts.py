@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import raises, refused
 
+from max_ep import cli
 from max_ep.extension import mojo_dir
 from max_ep.limits import checked_timeout_s, timeout_s_of_environment
 from max_ep.torch import EventOverlap, channel, dequantize, library
+from max_ep.torch.api import _device
 from max_ep.torch.streams import Streams
 
 API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
@@ -96,6 +99,55 @@ def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (checked_timeout_s(1), checked_timeout_s(0.5)) == (1, 0.5)
     monkeypatch.setenv("MAX_EP_TIMEOUT_S", "")
     assert timeout_s_of_environment() == 30
+
+
+@refused("""
+"gpu" | device='gpu' is no device; pass 'cpu', 'cuda' or
+"meta" | device='meta' is not a CPU or an NVIDIA GPU
+"cuda" | device='cuda', and torch finds no GPU; pass 'cpu'
+None, MAX_EP_TORCH_DEVICE="gpu" | MAX_EP_TORCH_DEVICE='gpu' is no device
+""")
+def test_devices_that_are_not_there(
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before ranks meet; named as the user named them."""
+
+    def device(wanted: Any, **variables: str) -> Any:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return _device(wanted)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device(None, MAX_EP_TORCH_DEVICE="") == torch.device("cpu")
+    with raises(ValueError, words):
+        eval(f"device({arguments})", {"device": device})
+
+
+@refused("""
+--torch sm90 | --torch sm90 must be cpu, or as sm_90a
+--experts 0 | --experts 0 must be an integer from 1 to 65535
+--experts 4000 --torch sm_90a | --experts 4000 must be an integer from 1 to 3840
+--experts 9 | --experts 9 is no multiple of --ranks 2
+--top-k 9 | --top-k 9 must be an integer from 1 to 8
+--tokens 70000 | --tokens 70000 must be an integer from 1 to 65535
+--ranks 64 --experts 64 --dispatch normal | --ranks 64 must be an integer from 1 to 32
+--hidden 0 | --hidden 0 must be an integer >= 1
+--hidden 260 | --hidden 260 must be a multiple of 8 with --dispatch bf
+--hidden 640 --dispatch fp8-ue8m0 | --hidden 640 must be a multiple of 512
+""")
+def test_build_refuses_what_no_call_takes(
+    arguments: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """In one line, before it compiles."""
+    monkeypatch.setattr(library, "build_all", lambda wanted: [])
+    given = "--torch cpu --ranks 2 --experts 8 --top-k 2 --hidden 256 --tokens 8"
+    assert cli.main(["build", *given.split()]) == 0
+    assert cli.main(["build", *given.split(), *arguments.split()]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1
 
 
 class Stream:

@@ -185,6 +185,7 @@ def test_processes_answer():
         time.sleep(0.01)
     # Other tests' processes answer, too.
     assert groups_of(str(os.getpid())) == found and found[0] in groups_of()
+    assert found[0] in groups_of(str(os.getppid())), "who started it is known, too"
     assert not groups_of("h")
     assert {wait.pid for wait in found[0].ranks} == {os.getpid()}
     assert "Rank 1 keeps others waiting" in str(found[0])
@@ -230,6 +231,9 @@ def test_culprit(missing, culprits, said):
     assert waits.sentence().startswith(said)
 
 
-def test_who_without_a_group(capsys):
+def test_who_without_a_group(monkeypatch, capsys):
+    groups = [[], [Waits("g1", []), Waits("g2", [])]]
+    monkeypatch.setattr(who, "groups_of", lambda target=None: groups[target is None])
     assert main(["who", "no-such-group"]) == 1
-    assert "no group of no-such-group found" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no group of no-such-group found here; there are g1, g2." in said

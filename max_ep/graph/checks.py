@@ -109,10 +109,10 @@ def refuse_if_in_turn(config: EPConfig, op: str) -> None:
     raise ValueError(
         f"{op} of one rank waits for its peers, but ranks of this process that share a "
         f"device run one after another (n_gpus_per_node={config.n_gpus_per_node}, "
-        f"ranks_per_gpu={config.ranks_per_gpu}). Use ep_{op}_all, or "
-        f"call_ep_{op}_async of all ranks, then call_ep_{op}_wait, or a device a "
-        f"rank: on CPU n_gpus_per_node=1, n_nodes={config.n_ranks}, on GPUs "
-        "ranks_per_gpu=1"
+        f"ranks_per_gpu={config.ranks_per_gpu}). Use ep_{op}_all, or ep_{op}_async (or "
+        f"call_ep_{op}_async) of all ranks, then ep_{op}_wait (or call_ep_{op}_wait), "
+        f"or a device for each rank: on CPU n_gpus_per_node=1, n_nodes="
+        f"{config.n_ranks}, on GPUs ranks_per_gpu=1"
     )
 
 

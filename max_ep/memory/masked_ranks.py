@@ -57,7 +57,12 @@ class MaskedRanks:
                 Membership.create(memory.group)
         regions = self._regions  # of all ranks, if they are in this process
         if config.n_nodes > 1:
-            regions = memory.connect(config.timeout_s)
+            try:
+                regions = memory.connect(config.timeout_s)
+            except BaseException:
+                if agrees and config.node_id == 0:
+                    Membership.discard(memory.group)
+                raise
         self._point_to(range(config.n_ranks), regions)
         if agrees:
             self._members = Membership(*place, config.timeout_s)

@@ -64,11 +64,25 @@ def _start_time(pid: int) -> str:
     return "" if not fields or fields[0] == "Z" else fields[19]
 
 
+def parent_of(pid: int) -> int:
+    """Returns the process that started another; 0 if the system does not say."""
+    return int((_stat(pid)[1:2] or ["0"])[0])
+
+
 def process_state(pid: int, started: str | None = None) -> str:
     """Says what is wrong with a process; "": it runs, or the system does not say."""
     if started and _start_time(pid) != started:
         return "is dead"
     return "is stopped" if _stat(pid)[:1] in (["T"], ["t"]) else ""
+
+
+def differing(*fingerprints: str) -> list[str]:
+    """Returns of each of two fingerprints the fields that the other does not have."""
+    fields = [text.split(", ") for text in fingerprints]
+    return [
+        ", ".join(x for x in some if x not in others)
+        for some, others in zip(fields, fields[::-1])
+    ]
 
 
 class Meeting:
@@ -211,10 +225,10 @@ class Meeting:
                             call := self._call(peer, descriptor)
                         ):
                             call.close()
+                    other, own = differing(owner.fingerprint, self.owner.fingerprint)
                     raise ValueError(
                         f"max_ep: node {node} of group {self.group!r} has another "
-                        f"configuration: {owner.fingerprint}; this node "
-                        f"({self.node_id}): {self.owner.fingerprint}"
+                        f"configuration: {other}; this node ({self.node_id}): {own}"
                     )
                 # One that was met already has gone on to the next group of this name.
                 if node in missing and theirs:
@@ -234,7 +248,8 @@ class Meeting:
         return TimeoutError(
             f"max_ep: node {self.node_id} waited {timeout_s} s for nodes {missing} of "
             f"group {self.group!r} to start: {found}. Start all {self.n_nodes} "
-            "processes, or raise EPConfig.timeout_s"
+            "processes, or raise timeout_s; what has ended, as with another "
+            "configuration, has said why"
         )
 
     def close(self) -> None:

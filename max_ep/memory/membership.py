@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .meeting import Owner
+from .meeting import Owner, differing
 
 _POLL_S, _SPINS = 0.0005, 200
 _JOIN_S, _JOIN_POLL_S = 600.0, 0.005
@@ -127,6 +127,12 @@ class Membership:
         remove_members(group)
         members_folder(group).mkdir(mode=0o700)
 
+    @staticmethod
+    def discard(group: str) -> None:
+        """Removes the folder of a group that has not begun, if nobody uses it."""
+        with contextlib.suppress(OSError):
+            members_folder(group).rmdir()
+
     @classmethod
     def of_running(
         cls, group: str, node: int, n_nodes: int, owner: Owner, timeout_s: float
@@ -147,9 +153,10 @@ class Membership:
             if not note.is_member():
                 continue
             if note.owner["fingerprint"] != owner.fingerprint:
+                theirs, own = differing(note.owner["fingerprint"], owner.fingerprint)
                 raise ValueError(
                     f"max_ep: group {group!r} runs with another configuration: "
-                    f"{note.owner['fingerprint']}; this process: {owner.fingerprint}"
+                    f"{theirs}; this process: {own}"
                 )
             return members
         return None

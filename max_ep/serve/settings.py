@@ -127,7 +127,13 @@ def _placed(config: EPConfig) -> EPConfig:
     path = os.environ.get(PLACEMENT_VARIABLE)
     if not path:
         return config
-    placement = Placement.load(path)
+    try:
+        placement = Placement.load(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{PLACEMENT_VARIABLE}={path} cannot be read: {error}. Name a file of "
+            "`max-ep balance --out`"
+        ) from error
     have = placement.n_ranks, placement.n_logical
     is_uneven = placement.phy2log.shape[1] % config.n_ranks != 0
     if is_uneven or have != (config.n_ranks, config.n_experts):

@@ -97,9 +97,10 @@ class Buffer(LowLatency, Normal):
         if timeout_s is None:
             timeout_s = timeout_s_of_environment()
         timeout_s = checked_timeout_s(timeout_s)
-        memory = memory or os.environ.get("MAX_EP_TORCH_MEMORY", "vmm")
+        name = "memory" if memory else "MAX_EP_TORCH_MEMORY"
+        memory = memory or os.environ.get("MAX_EP_TORCH_MEMORY") or "vmm"
         if memory not in ("vmm", "symm"):
-            refuse("memory", f"={memory!r} is not 'vmm' or 'symm'")
+            refuse(name, f"={memory!r} is not 'vmm' or 'symm'")
         mine = (socket.gethostname(), uuid.uuid4().hex[:12], where.type, num_nvl_bytes)
         all_ = self._gather(mine)
         if len({host for host, *_ in all_}) > 1:
@@ -111,7 +112,7 @@ class Buffer(LowLatency, Normal):
             if theirs[2:] != mine[2:]:
                 raise ValueError(
                     f"max_ep: rank {peer} has (device, num_nvl_bytes) {theirs[2:]}, "
-                    f"this rank ({self.rank}) {mine[2:]}"
+                    f"this rank ({self.rank}) {mine[2:]}; pass the same on all ranks"
                 )
         board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, memory, enable_shrink)
@@ -257,12 +258,18 @@ class Buffer(LowLatency, Normal):
 
 def _device(wanted: torch.device | str | None) -> torch.device:
     """Returns where tensors are, with its number."""
+    name, has_gpu = "device", torch.cuda.is_available()
     if wanted is None:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        wanted = os.environ.get("MAX_EP_TORCH_DEVICE", default)
-    device = torch.device(wanted)
+        name, default = "MAX_EP_TORCH_DEVICE", "cuda" if has_gpu else "cpu"
+        wanted = os.environ.get(name) or default
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        refuse(name, f"={wanted!r} is no device; pass 'cpu', 'cuda' or 'cuda:N'")
+    if device.type not in ("cpu", "cuda"):
+        refuse(name, f"={wanted!r} is not a CPU or an NVIDIA GPU")
+    if device.type == "cuda" and not has_gpu:
+        refuse(name, f"={wanted!r}, and torch finds no GPU; pass 'cpu'")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if device.type not in ("cpu", "cuda"):
-        refuse("device", f"={device} is not a CPU or an NVIDIA GPU")
     return device

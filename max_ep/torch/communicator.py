@@ -144,7 +144,7 @@ class Communicator:
             len(found) != len(shape)
             or any(want is not None and want != n for n, want in zip(found, shape))
         ):
-            wanted = ", ".join("n" if n is None else str(n) for n in shape)
+            wanted = ", ".join("any" if n is None else str(n) for n in shape)
             refuse(name, f"must be [{wanted}], got {list(found)}")
         if not any_strides and not tensor.is_contiguous():
             refuse(name, "is not contiguous; pass .contiguous()")

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import platform
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 from ..cache import cache_dir, kept
 from ..extension import run_mojo, sources_hash
+from ..limits import FP8_BLOCK, MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_RANKS, MAX_TOP_K
 
 _RUNTIME = (
     "libMSupportGlobals.so",
@@ -150,6 +152,15 @@ FORMATS = {
 }
 """What ``low_latency_dispatch`` sends, by the command line's names."""
 
+MULTIPLES = {
+    "bfloat16": 8,
+    "fp8": FP8_BLOCK,
+    "fp8-round": FP8_BLOCK,
+    "fp8-ue8m0": 4 * FP8_BLOCK,
+    "normal": 8,
+}
+"""What the hidden size is a multiple of."""
+
 _WORDS = 16
 
 
@@ -182,8 +193,38 @@ def weights_back(n_weights: int, **group: Any) -> Settings:
     return words_out(_WORDS, "float32", up_to(n_weights, _WORDS), **group)
 
 
+def _check_build(options: Any) -> None:
+    """Raises for what no call takes: a compiler would say it in its own words."""
+    if not re.fullmatch(r"cpu|sm_\d+[a-z]?", options.target):
+        raise ValueError(f"--torch {options.target} must be cpu, or as sm_90a")
+    is_normal, is_gpu = options.dispatch == "normal", options.target != "cpu"
+    experts = options.experts
+    for name, most in (
+        ("ranks", MAX_TOP_K if is_normal else MAX_RANKS),  # there, a token's choices
+        ("experts", MAX_GPU_PAIRS if is_gpu else MAX_OF_ENTRY),
+        ("top_k", min(MAX_TOP_K, experts)),
+        ("hidden", None),
+        ("tokens", MAX_OF_ENTRY),
+    ):
+        n, option = getattr(options, name), f"--{name.replace('_', '-')}"
+        if n < 1 or (most and n > most):
+            range_ = f"from 1 to {most}" if most else ">= 1"
+            raise ValueError(f"{option} {n} must be an integer {range_}")
+    if experts % options.ranks != 0:
+        raise ValueError(
+            f"--experts {experts} is no multiple of --ranks {options.ranks}"
+        )
+    multiple = MULTIPLES[options.dispatch]
+    if options.hidden % multiple != 0:
+        raise ValueError(
+            f"--hidden {options.hidden} must be a multiple of {multiple} with "
+            f"--dispatch {options.dispatch}"
+        )
+
+
 def run_build(options: Any) -> int:
     """Builds the libraries that a first call needs; prints where they are."""
+    _check_build(options)
     hidden, top_k = options.hidden, options.top_k
     group = dict(target=options.target, ranks=options.ranks, tokens=options.tokens)
     if options.dispatch == "normal":

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..limits import FP8_BLOCK, MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K
+from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K
 from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .communicator import Communicator, refuse
 from .events import EventOverlap
-from .library import FORMATS, Settings
+from .library import FORMATS, MULTIPLES, Settings
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
@@ -333,7 +333,8 @@ class LowLatency:
         format = "bfloat16"
         if use_fp8:
             format = "fp8-round" if round_scale else "fp8"
-        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % (4 * FP8_BLOCK) != 0):
+        packed = MULTIPLES["fp8-ue8m0"]
+        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % packed != 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
@@ -345,16 +346,18 @@ class LowLatency:
             if not hasattr(n, "__index__") or not 1 <= n <= most:
                 refuse(name, f"={n!r} must be an integer from 1 to {most}")
         if n_tokens > cap:
-            refuse("x", f"has {n_tokens} rows, num_max_dispatch_tokens_per_rank={cap}")
+            what = f"num_max_dispatch_tokens_per_rank={cap}; raise that on all ranks"
+            refuse("x", f"has {n_tokens} rows, {what}")
         top_k = topk_idx.shape[1]
-        multiple = 8 if format == "bfloat16" else FP8_BLOCK
+        multiple = MULTIPLES[format]
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
         if n_experts % comm.n_ranks != 0:
-            refuse("num_experts", f"={n_experts} is no multiple of {comm.n_ranks}")
+            what = f"={n_experts} is no multiple of {comm.n_ranks}, the ranks"
+            refuse("num_experts", what)
         if not 1 <= top_k <= min(MAX_TOP_K, n_experts):
             most = min(MAX_TOP_K, n_experts)
-            refuse("topk_idx", f"has {top_k} columns; 1 to {most} go")
+            refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most}")
         settings = Settings(
             target=comm.target,
             format=FORMATS[format],

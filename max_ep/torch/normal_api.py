@@ -91,7 +91,8 @@ class Normal:
         comm.raise_failure()
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (None, None))
         if num_experts < 1 or num_experts % comm.n_ranks != 0:
-            refuse("num_experts", f"={num_experts} is no multiple of {comm.n_ranks}")
+            what = f"={num_experts} is no multiple of {comm.n_ranks}, the ranks"
+            refuse("num_experts", what)
         if not comm.is_gpu and not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
             refuse("topk_idx", f"must be in [-1, {num_experts})")
         n_local = num_experts // comm.n_ranks
