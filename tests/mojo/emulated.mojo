@@ -151,4 +151,4 @@ def main() raises:
     emit_group[small(n_experts=270, drops_rows=True)]("drops")
     emit_group[MANY, splits=True]("many")
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
-    emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1056, 3]]("nvfp4")
+    emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")
