@@ -21,9 +21,9 @@ from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS, MASKED_MS = 1 << 30, 150
 MASKS_BIT = 8
-DROPPED, BAD_SOURCE, NO_MESSAGE = (
+DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS = (
     int(mojo_constant(name, "max_ep/failures.mojo"))
-    for name in ("DROPPED", "BAD_SOURCE", "NO_MESSAGE")
+    for name in ("DROPPED", "BAD_SOURCE", "NO_MESSAGE", "OTHER_ROWS")
 )
 
 
@@ -522,3 +522,15 @@ def test_sources_that_cannot_be_are_refused(kernel_of, folder, word, number):
         world.memory.stores[4](at, number & 0xFFFF_FFFF)
     world.combine(made, outputs, weights)
     assert world.word(1, "FAILURE") == BAD_SOURCE
+
+
+def test_sums_are_those_of_the_last_dispatch(kernel_of, folder):
+    """Another one between both halves of a combine has other rows."""
+    world = World(kernel_of, folder, "many")
+    tokens, ids, weights = draw(world.sizes, [3, 5], 1)
+    outputs = world.dispatch(tokens, ids, weights, ["_async", "_wait"])
+    made = made_rows(world, outputs)
+    world.combine(made, outputs, weights, ["_async"])
+    world.dispatch(tokens, ids, weights, ["_async", "_wait"])
+    world.combine(made, outputs, weights, ["_wait"])
+    assert [world.word(rank, "FAILURE") for rank in range(2)] == [OTHER_ROWS] * 2
