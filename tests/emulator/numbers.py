@@ -5,15 +5,17 @@ import bisect
 import math
 import struct
 
+_FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
+
 
 def to_float(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
+    return _FLOAT.unpack(_WORD.pack(bits))[0]
 
 
 def to_bits(x: float) -> int:
     if abs(x) > 3.4028235677973366e38:
         x = math.copysign(math.inf, x)
-    return struct.unpack("<I", struct.pack("<f", x))[0]
+    return _WORD.unpack(_FLOAT.pack(x))[0]
 
 
 def quotient(a: float, b: float) -> float:
