@@ -310,7 +310,7 @@ def run_step(world, counts, seed, forms=("",), n_wrong=0.15):
     check_results(world, results, tokens, ids, weights)
 
 
-@pytest.mark.parametrize("name", ["sums", "rows", "masks", "many"])
+@pytest.mark.parametrize("name", ["sums", "rows", "masks"])
 def test_set_up_clears_what_ranks_wait_for(kernel_of, folder, name):
     """By rank, in the order of `layout.mojo`; memory was in use before."""
     world = World(kernel_of, folder, name)
