@@ -369,7 +369,7 @@ def parse_ptx(text: str) -> Kernel:
         if not statement or statement.startswith("."):
             continue
         predicate, statement = re.fullmatch(
-            r"(@!?%p\d+)?\s*(.*)", statement, re.S
+            r"(@!?%?p\d*\b)?\s*(.*)", statement, re.S
         ).groups()
         name = statement.split()[0].partition(".")[0]
         assert name != "call", "a call: its accesses are not seen here"

@@ -32,7 +32,7 @@ def take_share_of_cores(workerid: str, workercount: int, **_: Any) -> None:
 
 LONGEST = (
     "test_round_trip test_programs test_torch test_processes test_gpu_changed_import "
-    "test_serve test_codegen test_model"
+    "test_serve test_codegen test_emulated test_model"
 ).split()
 """Files that take minutes: first, so that no process waits for another at the end.
 
@@ -42,6 +42,7 @@ finds.
 
 TOGETHER = [
     ["test_codegen", "test_codegen_by_rank", "test_codegen_resources"],
+    ["test_emulated", "test_emulated_experts", "test_experts"],
     ["test_processes", "test_errors"],
 ]
 """Files that one process runs, for they read the same kernels, or run the same

@@ -43,7 +43,7 @@ def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
     text = (mojo_dir() / path).read_text()
     values = re.findall(rf"^ *comptime {name}(?:: \w+)? = (.*)$", text, re.MULTILINE)
     assert len(values) == 1, f"{path}: `comptime {name}` stands {len(values)} times"
-    return float(re.sub(r"^Float32\((.*)\)$", r"\1", values[0]))
+    return float(re.sub(r"^(?:Float32|Int32)\((.*)\)$", r"\1", values[0]))
 
 
 def counter_word(name: str) -> int:

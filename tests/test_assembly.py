@@ -87,3 +87,12 @@ def test_the_reader_follows_predicates(first):
     assert (stored <= kernel.reach_knowing({}, loaded)) != is_sure
     assert not stored & kernel.reach_knowing({} if is_sure else {"%p1": True}, loaded)
     assert stored <= kernel.reach_knowing({}, ())
+
+
+def test_the_reader_sees_what_inline_assembly_loads():
+    """Under a predicate of its own, which has no number."""
+    kernel = ptx(
+        "setp.ne.u32 p, %r5, 0", "@p ld.global.v4.u32 {%r0, %r1, %r2, %r3}, [%rd4]"
+    )
+    assert kernel.find(lambda op: op.moves_16("load")) == {1}
+    assert kernel.ops[1].predicate == "@p"

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the PTX of GPU kernels, thread by thread, where there is no GPU.
+
+A kernel becomes a Python generator, which a thread runs up to where it waits: for its
+warp, for its block, or for a word that another thread writes. Memory is in order, so a
+missing order does not show; `test_codegen.py` looks for those. What raises: an access
+outside of what was allocated, lanes of a warp in different exchanges, a launch that
+does not end.
+"""
+
+from .grid import Emulated, Launch, run
+from .hopper import TensorMap
+from .memory import Clock, Memory
+
+__all__ = ["Clock", "Emulated", "Launch", "Memory", "TensorMap", "run"]

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warps and blocks of the emulator, and launches of several ranks at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+from . import numbers
+from .hopper import Hopper, TensorMap, mma
+from .memory import Clock, Memory
+from .translation import M32, Translation
+
+WARP = 32
+IDLE_ROUNDS = 600
+"""Rounds in which all that run only poll, after which a launch hangs."""
+NS_OF_IDLE_ROUND = 1_000_000
+SLOW_SHARE = 0.2
+"""Of warps that run far more seldom than the others, so that races show."""
+SLOW_TURNS = 0.05
+
+
+def exchanged(what: str, given: list) -> list:
+    """Returns what each lane gets of an exchange of a whole warp."""
+    if what == "meet":
+        return [None] * WARP
+    if what == "mma":
+        return mma(given)
+    if what.startswith("shfl"):
+        found = []
+        for lane, (value, by, clamp) in enumerate(given):
+            segment = clamp >> 8 & 31
+            first, last = lane & segment, lane & segment | clamp & 31 & ~segment
+            source = dict(idx=first | by & ~segment & 31, bfly=lane ^ by, up=lane - by)[
+                what[5:]
+            ]
+            is_there = source >= first if what == "shfl.up" else source <= last
+            found.append(given[source][0] if is_there else value)
+        return found
+    if what == "vote.ballot":
+        return [sum(bool(x) << i for i, x in enumerate(given))] * WARP
+    if what == "match.any":
+        return [sum((x == y) << i for i, x in enumerate(given)) for y in given]
+    if what == "redux.add":
+        return [sum(given) & M32] * WARP
+    if what == "redux.or":
+        total = 0
+        for x in given:
+            total |= x
+        return [total] * WARP
+    if what == "redux.max":
+        return [max(x ^ 1 << 31 for x in given) ^ 1 << 31] * WARP
+    raise NotImplementedError(what)
+
+
+@dataclass
+class Warp:
+    threads: list[Generator]
+    block: Block
+    requests: list = field(default_factory=lambda: [None] * WARP)
+    answers: list = field(default_factory=lambda: [None] * WARP)
+    n_left: int = 0
+
+    def turn(self) -> bool:
+        """Runs each lane to where it waits; returns whether any did more than poll."""
+        is_busy = False
+        for lane, thread in enumerate(self.threads):
+            if thread is None or self.requests[lane] is not None:
+                continue
+            try:
+                request = thread.send(self.answers[lane])
+            except StopIteration:
+                self.threads[lane] = None
+                self.n_left += 1
+                is_busy = True
+                continue
+            self.answers[lane] = None
+            if request is not None:
+                is_busy = True
+                self.requests[lane] = request
+                if request[0] == "barrier":
+                    self.block.arrive(self, lane, request)
+        return self._exchange() or is_busy
+
+    def _exchange(self) -> bool:
+        first = self.requests[0]
+        if first is None or any(x is None or x[0] == "barrier" for x in self.requests):
+            self._check_left()
+            return False
+        kinds = {x[0] if x[0] == "meet" else x[:2] for x in self.requests}
+        if len(kinds) > 1:
+            raise RuntimeError(f"lanes take part in different exchanges: {kinds}")
+        if first[0].startswith("wgmma"):
+            return self.block.join(self)
+        self.answers = exchanged(first[0], [x[2] for x in self.requests])
+        self.requests = [None] * WARP
+        return True
+
+    def _check_left(self) -> None:
+        waits = {x[0] for x in self.requests if x is not None} - {"barrier"}
+        if (
+            self.n_left
+            and waits
+            and self.n_left + sum(x is not None for x in self.requests)
+            == len(self.threads)
+        ):
+            raise RuntimeError(f"lanes wait in {waits} for lanes that have left")
+
+
+@dataclass
+class Block:
+    hopper: Hopper
+    warps: list[Warp] = field(default_factory=list)
+    cluster: list[Block] = field(default_factory=list)
+    arrived: dict[int | str, list] = field(default_factory=dict)
+
+    def arrive(self, warp: Warp, lane: int, request: tuple) -> None:
+        _, which, n_wanted, _ = request
+        of = self
+        if which == "cluster":
+            of, n_wanted = (
+                self.cluster[0],
+                sum(WARP * len(x.warps) for x in self.cluster),
+            )
+        there = of.arrived.setdefault(which, [])
+        there.append((warp, lane))
+        if len(there) == n_wanted:
+            of.arrived[which] = []
+            for other, of_lane in there:
+                other.requests[of_lane] = None
+
+    def join(self, warp: Warp) -> bool:
+        """Runs a `wgmma` when all four warps of a warpgroup are there."""
+        group = self.warps.index(warp) // 4
+        warps = self.warps[4 * group : 4 * group + 4]
+        if any(None in x.requests for x in warps):
+            return False
+        requests = [request for x in warps for request in x.requests]
+        if len({x[:2] for x in requests}) > 1:
+            return False
+        found = self.hopper.multiply(group, requests[0][0], [x[2] for x in requests])
+        for i, x in enumerate(warps):
+            x.answers = found[WARP * i : WARP * i + WARP]
+            x.requests = [None] * WARP
+        return True
+
+
+@dataclass
+class Launch:
+    """A grid of a kernel that a rank runs."""
+
+    kernel: Emulated
+    params: list[bytes]
+    n_blocks: int = 1
+    n_threads: int = 32
+    maps: list[TensorMap | None] = field(default_factory=list)
+
+
+class Emulated:
+    """A kernel that can be launched."""
+
+    def __init__(self, text: str) -> None:
+        self._translation = Translation(text)
+        names = dict(vars(numbers))
+        exec(compile(self._translation.source(), "kernel", "exec"), names)
+        self._thread: Callable[..., Generator] = names["thread"]
+
+    def warps(self, launch: Launch, memory: Memory, clock: Clock) -> list[Warp]:
+        blocks: list[Block] = []
+        for block_idx in range(launch.n_blocks):
+            shared = Memory(1 << 18, gap=16)
+            for begin, n_bytes in self._translation.shared.values():
+                shared.open(begin, n_bytes)
+            block = Block(Hopper(memory, shared, launch.maps))
+            threads = [
+                self._thread(
+                    *(tid, block_idx, launch.n_threads, launch.n_blocks),
+                    *(launch.params, memory, shared, clock, block.hopper),
+                )
+                for tid in range(launch.n_threads)
+            ]
+            for first in range(0, launch.n_threads, WARP):
+                block.warps.append(Warp(threads[first : first + WARP], block))
+            blocks.append(block)
+        n = 2 if self._translation.is_cluster else 1
+        for i, block in enumerate(blocks):
+            block.cluster = blocks[i // n * n : i // n * n + n]
+            block.hopper.cluster = [x.hopper for x in block.cluster]
+        return [warp for block in blocks for warp in block.warps]
+
+
+def run(
+    queues: Sequence[Launch | list[Launch]],
+    memory: Memory,
+    clock: Clock,
+    seed: int = 0,
+    slow_share: float = SLOW_SHARE,
+) -> None:
+    """Runs launches of all ranks at once, those of a queue one after another, and warps
+    in an order that is drawn."""
+    random_ = random.Random(seed)
+    waiting = [queue if isinstance(queue, list) else [queue] for queue in queues]
+    running: list[list[Warp]] = [[] for _ in queues]
+    slow: set[int] = set()
+    n_idle = 0
+    while any(running) or any(waiting):
+        for i, queue in enumerate(waiting):
+            if queue and not running[i]:
+                running[i] = queue[0].kernel.warps(queue[0], memory, clock)
+                waiting[i] = queue[1:]
+                slow |= {id(x) for x in running[i] if random_.random() < slow_share}
+        warps = [warp for of_queue in running for warp in of_queue]
+        random_.shuffle(warps)
+        is_busy = False
+        for warp in warps:
+            if id(warp) in slow and random_.random() > SLOW_TURNS:
+                continue
+            for _ in range(random_.randrange(1, 9)):
+                if not warp.turn():
+                    break
+                is_busy = True
+        running = [[w for w in x if w.n_left < len(w.threads)] for x in running]
+        n_idle = 0 if is_busy else n_idle + 1
+        clock.ns += 1000 if is_busy else NS_OF_IDLE_ROUND
+        if n_idle > IDLE_ROUNDS:
+            raise RuntimeError("the launches do not end")

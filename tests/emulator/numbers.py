@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What instructions do that Python has no word for; numbers are their bits."""
+
+import bisect
+import math
+import struct
+
+_FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
+
+
+def to_float(bits: int) -> float:
+    return _FLOAT.unpack(_WORD.pack(bits))[0]
+
+
+def to_bits(x: float) -> int:
+    if abs(x) > 3.4028235677973366e38:
+        x = math.copysign(math.inf, x)
+    return _WORD.unpack(_FLOAT.pack(x))[0]
+
+
+def quotient(a: float, b: float) -> float:
+    if b:
+        return a / b
+    return math.copysign(math.inf, a) * math.copysign(1, b) if a else math.nan
+
+
+def to_bf16(bits: int) -> int:
+    """Rounds float32 to bfloat16, to even."""
+    if bits & 0x7FFF_FFFF > 0x7F80_0000:
+        return 0x7FFF
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF
+
+
+def of_fp8(byte: int) -> float:
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    size = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
+    return -size if byte >> 7 else size
+
+
+_FP8 = [of_fp8(byte) for byte in range(0x7F)]
+
+
+def to_fp8(bits: int) -> int:
+    """Rounds float32 to float8_e4m3fn, to even, at most its largest number."""
+    size = to_float(bits & 0x7FFF_FFFF)
+    above = min(bisect.bisect_left(_FP8, size), 0x7E)
+    below = max(above - 1, 0)
+    distances = size - _FP8[below], _FP8[above] - size
+    byte = above if distances[0] > distances[1] else below
+    if distances[0] == distances[1]:
+        byte = above if above % 2 == 0 else below
+    return byte | bits >> 24 & 0x80
+
+
+def permuted(a: int, b: int, how: int) -> int:
+    both = a | b << 32
+    return sum((both >> 8 * (how >> 4 * i & 7) & 255) << 8 * i for i in range(4))
+
+
+def divided(a: int, b: int, bits: int) -> int:
+    """Divides signed numbers, towards zero."""
+    half = 1 << bits - 1
+    a, b = (a ^ half) - half, (b ^ half) - half
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)

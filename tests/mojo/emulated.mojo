@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles kernels of small groups, which `tests/emulator` runs without a GPU.
+
+Prints each group's name, what is where in its memory, and its words. Run by
+tests/test_emulated.py.
+"""
+from emitting import emit
+from max_ep.combine_rows.kernel import CombineRows
+from max_ep.combine_sums.kernel import CombineSums
+from max_ep.counters import local_sync_counters_words, masked_word
+from max_ep.device.kernel import Kernel, kernel_entry
+from max_ep.dispatch_by_expert.kernel import DispatchByExpert
+from max_ep.dispatch_by_rank.kernel import DispatchByRank
+from max_ep.formats.block_scaled import BlockScaledTokenFormat
+from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.nvfp4 import NVFP4
+from max_ep.formats.plain import BF16TokenFormat
+from max_ep.formats.scale_layouts import RowByRow
+from max_ep.layout import Addressing, combine_msg_bytes, Group
+from max_ep.setup import set_up_kernel
+from max_ep.token_format import TokenFormat
+from max_ep_experts.heads import heads_kernel
+
+comptime B16 = DType.bfloat16
+
+
+def small(
+    *,
+    n_experts: Int = 7,
+    max_tokens: Int = 5,
+    addressing: Addressing = Addressing.BY_RANK,
+    has_sums: Bool = True,
+    masks: Bool = False,
+    drops_rows: Bool = False,
+) -> Group:
+    """Describes a group of three ranks and few tokens, whose last step is not whole."""
+    return Group(
+        n_experts=n_experts,
+        n_ranks=3,
+        max_tokens_per_rank=max_tokens,
+        top_k=3,
+        hidden_size=520,
+        dispatch_msg_bytes=combine_msg_bytes[B16](520),
+        combine_msg_bytes=combine_msg_bytes[B16](520),
+        addressing=addressing,
+        has_sums=has_sums,
+        shares_gpu=False,
+        num_threads=320,
+        masks=masks,
+        drops_rows=drops_rows,
+    )
+
+
+comptime MANY = Group(
+    n_experts=20,
+    n_ranks=2,
+    max_tokens_per_rank=260,
+    top_k=17,
+    hidden_size=1024,
+    dispatch_msg_bytes=combine_msg_bytes[B16](1024),
+    combine_msg_bytes=combine_msg_bytes[B16](1024),
+    addressing=Addressing.BY_RANK,
+    has_sums=True,
+    shares_gpu=False,
+    num_threads=320,
+)
+"""A rank may send more tokens than are inline, and more choices than blocks share."""
+
+
+def of_phase(group: Group, is_combine: Bool) -> Group:
+    """Describes the group for a kernel of dispatch or of combine."""
+    var of = group
+    if is_combine:
+        of.dispatch_msg_bytes = 0
+    else:
+        of.combine_msg_bytes = 0
+    return of
+
+
+def emit_form[P: Kernel, splits: Bool](phase: String, name: String) raises:
+    """Compiles a fused kernel, or the two that only send or receive."""
+    comptime if splits:
+        emit[kernel_entry[P, True, False], links=False](String(phase, "_async.", name))
+        emit[kernel_entry[P, False, True], links=False](String(phase, "_wait.", name))
+    else:
+        emit[kernel_entry[P, True, True], links=False](String(phase, ".", name))
+
+
+def emit_group[group: Group, splits: Bool = False](name: String) raises:
+    """Compiles the kernels of a group, and describes it."""
+    comptime Format = BF16TokenFormat[group.hidden_size, group.top_k]
+    comptime there = of_phase(group, False)
+    comptime back = of_phase(group, True)
+    comptime if group.is_by_rank():
+        emit_form[DispatchByRank[there, Format, B16], splits]("dispatch", name)
+    else:
+        emit_form[DispatchByExpert[there, Format, B16], splits]("dispatch", name)
+    comptime if group.has_sums:
+        emit_form[CombineSums[back, B16, B16], splits]("combine", name)
+    else:
+        emit_form[CombineRows[back, B16], splits]("combine", name)
+    describe(group, name)
+
+
+def emit_format[Format: TokenFormat](name: String) raises:
+    """Compiles a dispatch of quantized tokens, whose last step is not whole."""
+    comptime group = Group(
+        n_experts=7,
+        n_ranks=3,
+        max_tokens_per_rank=5,
+        top_k=Format.top_k,
+        hidden_size=Format.hidden_size,
+        dispatch_msg_bytes=Format.msg_bytes,
+        addressing=Addressing.BY_RANK,
+        shares_gpu=False,
+        num_threads=320,
+    )
+    emit_form[DispatchByRank[group, Format, B16], False]("dispatch", name)
+    describe(group, name)
+
+
+def describe(group: Group, name: String):
+    """Prints what the test needs to know of a group."""
+    print(
+        name,
+        group.hidden_size,
+        group.region_bytes(),
+        local_sync_counters_words(group),
+        masked_word(group),
+        group.dispatch_recv_offset(),
+        group.dispatch_counts_offset(),
+        group.combine_recv_offset(),
+        group.combine_counts_offset(),
+        end="",
+    )
+    for word in group.words():
+        print("", word, end="")
+    print()
+
+
+def main() raises:
+    """Compiles what the test names."""
+    emit[set_up_kernel, links=False]("set_up")
+    emit[heads_kernel[B16, 64], links=False]("heads")
+    emit_group[small()]("sums")
+    emit_group[small(n_experts=6, has_sums=False)]("rows")
+    emit_group[small(max_tokens=20, addressing=Addressing.BY_EXPERT, has_sums=False)](
+        "expert"
+    )
+    emit_group[small(masks=True)]("masks")
+    emit_group[small(n_experts=270, drops_rows=True)]("drops")
+    emit_group[MANY, splits=True]("many")
+    emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
+    emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")

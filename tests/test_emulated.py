@@ -1,0 +1,536 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU kernels of small groups, run in an emulator and compared row by row.
+
+Assembly shows orders; a wrong index, bound or role shows only when a kernel runs. All
+ranks' launches run at once, warps in an order that a seed draws.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import Clock, Emulated, Launch, Memory, run
+from emulator.grid import SLOW_SHARE
+from kernels import compiled, counter_word, mojo_constant
+
+from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
+
+N_THREADS, N_BLOCKS = 320, 2
+LONG_MS, MASKED_MS = 1 << 30, 150
+MASKS_BIT = 8
+DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS = (
+    int(mojo_constant(name, "max_ep/failures.mojo"))
+    for name in ("DROPPED", "BAD_SOURCE", "NO_MESSAGE", "OTHER_ROWS")
+)
+
+
+@dataclass
+class Sizes:
+    """What `emulated.mojo` prints of a group."""
+
+    hidden: int
+    region: int
+    counters: int
+    masked: int
+    dispatch_recv: int
+    dispatch_counts: int
+    combine_recv: int
+    combine_counts: int
+    n_experts: int
+    n_ranks: int
+    max_tokens: int
+    top_k: int
+    dispatch_msg: int
+    combine_msg: int
+    protocol: int
+
+    @property
+    def n_local(self) -> int:
+        return -(-self.n_experts // self.n_ranks)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return compiled("emulated.mojo")
+
+
+@pytest.fixture(scope="module")
+def kernel_of(folder):
+    made = {}
+
+    def kernel(name: str) -> Emulated:
+        if name not in made:
+            made[name] = Emulated((folder / f"sm_90a.{name}.s").read_text())
+        return made[name]
+
+    return kernel
+
+
+def bf16(x: np.ndarray) -> bytes:
+    """Of numbers that are exact in bfloat16."""
+    return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def words(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+class World:
+    """The memory of all ranks of a group, and its launches."""
+
+    def __init__(self, kernel_of, folder: Path, name: str, timeout_ms=LONG_MS, seed=0):
+        lines = (folder / "printed").read_text().splitlines()
+        (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
+        self.sizes = s = Sizes(*map(int, line))
+        self.kernel_of, self.name, self.seed = kernel_of, name, seed
+        self.has_sums = s.protocol % MASKS_BIT == 3
+        self.memory, self.clock = Memory(1 << 24), Clock()
+        self.timeout_ms = timeout_ms
+        ranks = range(s.n_ranks)
+        self.regions = [self.memory.allocate(s.region) for _ in ranks]
+        self.counters = [self.memory.allocate(4 * s.counters) for _ in ranks]
+        self.spare = [self.memory.allocate(4 * s.counters) for _ in ranks]
+        self.n_tokens = [0] * s.n_ranks
+        for rank in ranks:
+            # All flags seem to be of the first generation, and all data to be there.
+            at = self.regions[rank]
+            self.memory.bytes[at : at + s.region] = words(1 << 32) * (s.region // 8)
+            self.set_up(rank, timeout_ms=timeout_ms)
+
+    def set_up(self, rank, readmitted=-1, timeout_ms=LONG_MS, done=(0, 0)):
+        s = self.sizes
+        group = (s.n_experts, s.n_ranks, s.max_tokens, s.top_k)
+        group += (s.dispatch_msg, s.combine_msg, s.protocol)
+        setup = struct.pack(
+            "<Qii?3x7iiII4x",
+            *(self.regions[rank], rank, timeout_ms, True),
+            *(*group, readmitted, *done),
+        )
+        params = [words(self.counters[rank]), words(self.spare[rank]), setup]
+        launch = Launch(self.kernel_of("set_up"), params, 2, 64)
+        run([launch], self.memory, self.clock)
+
+    def buffers(self, rank: int, recv: int, counts: int) -> list[int]:
+        found = [region + recv for region in self.regions]
+        return found + [x + counts for x in self.regions] + [self.counters[rank]]
+
+    def launch(self, kernel: str, params: list[int]) -> Launch:
+        made = self.kernel_of(f"{kernel}.{self.name}")
+        return Launch(made, [words(*params)], N_BLOCKS, N_THREADS)
+
+    def run(self, kernel: str, params: dict[int, list[int]]) -> None:
+        launches = [self.launch(kernel, x) for x in params.values()]
+        self.seed += 1
+        # Where ranks have a deadline, warps that are slow would miss it.
+        slow_share = SLOW_SHARE if self.timeout_ms == LONG_MS else 0
+        run(launches, self.memory, self.clock, self.seed, slow_share)
+
+    def word(self, rank: int, name: str) -> int:
+        return self.memory.load(self.counters[rank] + 4 * counter_word(name), 4)
+
+    def masked(self, rank: int, counters: list[int] | None = None) -> list[int]:
+        at = (counters or self.counters)[rank] + 4 * self.sizes.masked
+        return [self.memory.load(at + 4 * i, 4) for i in range(self.sizes.n_ranks)]
+
+    def dispatch(self, tokens, ids, weights, forms=("",), ranks=None, n_rows_max=None):
+        """Returns the outputs of each rank."""
+        s, memory = self.sizes, self.memory
+        params, outputs = {}, {}
+        ranks = range(s.n_ranks) if ranks is None else ranks
+        for rank in ranks:
+            n_rows = n_rows_max or max(1, sum(map(len, rows_of(rank, ids, s))))
+            self.n_tokens[rank] = len(tokens[rank])
+            given = [
+                memory.put(bf16(tokens[rank])),
+                memory.put(ids[rank].astype(np.int32).tobytes()),
+                memory.put(weights[rank].astype(np.float32).tobytes()),
+                len(tokens[rank]),
+            ]
+            out = [
+                memory.allocate(n_rows * s.hidden * 2),
+                memory.allocate(4 * (s.n_local + 1)),
+                memory.allocate(4 * s.n_local),
+                memory.allocate(8 * n_rows),
+            ]
+            scales = memory.allocate(n_rows * s.hidden // 8)
+            rows = {"fp8": [scales, n_rows], "nvfp4": [scales]}.get(self.name, [0] * 3)
+            params[rank] = [*given, out[0], *rows, n_rows, *out[1:]]
+            params[rank] += self.buffers(rank, s.dispatch_recv, s.dispatch_counts)
+            params[rank] += [0] * s.n_ranks  # put buffers
+            outputs[rank] = Output(self, rank, n_rows, *out, scales)
+        for form in forms:
+            self.run(f"dispatch{form}", params)
+        return outputs
+
+    def combine(self, rows, outputs, weights, forms=("",)):
+        s, memory = self.sizes, self.memory
+        params, results = {}, {}
+        for rank, output in outputs.items():
+            expert_rows = memory.put(bf16(rows[rank]))
+            given = [expert_rows, output.n_rows_max]
+            n = self.n_tokens[rank]
+            results[rank] = memory.allocate(max(1, n * s.hidden * 2))
+            router = memory.put(weights[rank].astype(np.float32).tobytes())
+            combined = [results[rank], n, router]
+            if not self.has_sums:
+                given.append(output.src_info)
+            params[rank] = given + combined
+            params[rank] += self.buffers(rank, s.combine_recv, s.combine_counts)
+            params[rank] += [0] * s.n_ranks
+        for form in forms:
+            self.run(f"combine{form}", params)
+        return {
+            rank: self.numbers(at, self.n_tokens[rank]) for rank, at in results.items()
+        }
+
+    def numbers(self, at: int, n_rows: int) -> np.ndarray:
+        n = n_rows * self.sizes.hidden
+        half = np.frombuffer(self.memory.bytes[at : at + 2 * n], np.uint16)
+        found = (half.astype(np.uint32) << 16).view(np.float32)
+        return found.reshape(n_rows, self.sizes.hidden)
+
+
+@dataclass
+class Output:
+    """What a dispatch has delivered to a rank."""
+
+    world: World
+    rank: int
+    n_rows_max: int
+    rows: int
+    offsets: int
+    expert_ids: int
+    src_info: int
+    scales: int
+
+    def bytes_of(self, at: int, *shape: int) -> np.ndarray:
+        n = math.prod(shape)
+        found = np.frombuffer(self.world.memory.bytes[at : at + n], np.uint8)
+        return found.reshape(shape)
+
+    def read(self) -> tuple[np.ndarray, ...]:
+        s, bytes_ = self.world.sizes, self.world.memory.bytes
+        at, n = self.offsets, s.n_local + 1
+        offsets = np.frombuffer(bytes_[at : at + 4 * n], np.uint32)
+        n_rows = int(offsets[-1])
+        at = self.src_info
+        info = np.frombuffer(bytes_[at : at + 8 * n_rows], np.int32)
+        return offsets, self.world.numbers(self.rows, n_rows), info.reshape(-1, 2)
+
+
+def rows_of(rank, ids, sizes) -> list[list[tuple[int, int, int]]]:
+    """Lists source, token and k of each local expert's rows, in order."""
+    found: list[list] = [[] for _ in range(sizes.n_local)]
+    for src, of_rank in ids.items():
+        for local in range(sizes.n_local):
+            expert = rank * sizes.n_local + local
+            if expert < sizes.n_experts:
+                choices = [(src, *x) for x in np.argwhere(of_rank == expert).tolist()]
+                found[local] += choices[: sizes.max_tokens]
+    return found
+
+
+def draw(sizes, counts, seed, n_wrong=0.15, experts=None):
+    """Draws tokens, ids some of which are of nobody, and weights."""
+    rng = np.random.default_rng(seed)
+    tokens, ids, weights = {}, {}, {}
+    for rank, n in enumerate(counts):
+        tokens[rank] = rng.integers(-60, 60, (n, sizes.hidden)).astype(float)
+        of = range(sizes.n_experts) if experts is None else experts
+        draws = [rng.permutation(of)[: sizes.top_k] for _ in range(n)]
+        ids[rank] = np.array(draws, int).reshape(n, sizes.top_k)
+        wrong = rng.random(ids[rank].shape) < n_wrong
+        ids[rank] = np.where(wrong, -1, ids[rank])
+        weights[rank] = rng.choice([0.5, 1, 2, -1], ids[rank].shape)
+    return tokens, ids, weights
+
+
+def check_rows(world, outputs, tokens, ids) -> set[tuple[int, int, int]]:
+    """Returns the choices that have a row."""
+    stays = set()
+    for rank, output in outputs.items():
+        offsets, rows, info = output.read()
+        wanted = rows_of(rank, ids, world.sizes)
+        ends = np.cumsum([0, *map(len, wanted)])
+        np.testing.assert_array_equal(offsets, ends, f"offsets of rank {rank}")
+        flat = [x for of_expert in wanted for x in of_expert]
+        for i, (src, token, k) in enumerate(flat):
+            where = f"rank {rank}, row {i}: token {token}, k {k} of rank {src}"
+            np.testing.assert_array_equal(info[i], [token, k], where)
+            np.testing.assert_array_equal(rows[i], tokens[src][token], where)
+        stays |= set(flat)
+    return stays
+
+
+def made_rows(world, outputs):
+    """Makes of each row what its expert makes: the row and the expert's number."""
+    made = {}
+    for rank, output in outputs.items():
+        offsets, rows, _ = output.read()
+        made[rank] = np.zeros((output.n_rows_max, world.sizes.hidden))
+        for local in range(world.sizes.n_local):
+            of_expert = slice(offsets[local], offsets[local + 1])
+            expert = rank * world.sizes.n_local + local
+            made[rank][of_expert] = rows[of_expert] + expert
+    return made
+
+
+def check_results(world, results, tokens, ids, weights, stays=None):
+    """`stays`: the choices that have a row, if not all have."""
+    for rank, result in results.items():
+        for token, row in enumerate(result):
+            wanted = np.zeros(world.sizes.hidden)
+            for k, expert in enumerate(ids[rank][token]):
+                if 0 <= expert < world.sizes.n_experts and (
+                    stays is None or (rank, token, k) in stays
+                ):
+                    wanted += weights[rank][token, k] * (tokens[rank][token] + expert)
+            where = f"rank {rank}, token {token}"
+            np.testing.assert_allclose(row, wanted, rtol=2**-6, atol=1.5, err_msg=where)
+
+
+def check_header(world, ranks, step):
+    """All has ended, and nobody has failed."""
+    for rank in ranks:
+        for phase in ("DISPATCH", "COMBINE"):
+            assert world.word(rank, f"{phase}_SENT") == step
+            assert world.word(rank, f"{phase}_RECEIVED") == step
+        for name in ("BROKEN", "FAILURE", "BLOCKS_ARRIVED"):
+            assert world.word(rank, name) == 0, name
+
+
+def run_step(world, counts, seed, forms=("",), n_wrong=0.15):
+    tokens, ids, weights = draw(world.sizes, counts, seed, n_wrong)
+    outputs = world.dispatch(tokens, ids, weights, forms)
+    check_rows(world, outputs, tokens, ids)
+    results = world.combine(made_rows(world, outputs), outputs, weights, forms)
+    check_results(world, results, tokens, ids, weights)
+
+
+@pytest.mark.parametrize("name", ["sums", "rows", "masks"])
+def test_set_up_clears_what_ranks_wait_for(kernel_of, folder, name):
+    """By rank, in the order of `layout.mojo`; memory was in use before."""
+    world = World(kernel_of, folder, name)
+    s, has_sums = world.sizes, world.has_sums
+    n_tokens = s.n_ranks * s.max_tokens
+    n_counts = s.n_local * s.n_ranks + s.n_ranks * (3 if name == "masks" else 2)
+    places = [
+        (n_tokens * s.top_k * (2 if has_sums else 1) * 8, b"\0"),  # entries
+        (n_tokens * s.dispatch_msg, None),  # tokens
+        (s.n_ranks * min(s.max_tokens, 256) * s.dispatch_msg, b"\xff"),  # inline
+        (n_tokens * 4 * 8, b"\0"),  # flags of chunks
+        (n_counts * 8, b"\0"),
+        (n_tokens * s.combine_msg, b"\xff" if has_sums else None),
+    ]
+    at = world.regions[0] + s.dispatch_recv
+    for n_bytes, filled in places:
+        if filled:
+            assert world.memory.bytes[at : at + n_bytes] == filled * n_bytes
+        at += -(-n_bytes // 256) * 256
+    assert at == world.regions[0] + s.combine_counts
+
+
+@pytest.mark.parametrize("name", ["sums", "rows", "expert"])
+def test_rows_and_results(kernel_of, folder, name):
+    world = World(kernel_of, folder, name)
+    # A warp that sends takes several of the most tokens.
+    most = world.sizes.max_tokens
+    for step, counts in enumerate([[most, 2, 4], [0, most, 1]]):
+        run_step(world, counts, step)
+        check_header(world, range(3), step + 1)
+    tokens, ids, weights = draw(world.sizes, [5, 5, 5], 2)
+    ids[1][2, 1] = world.sizes.n_experts  # Nobody's, and recorded.
+    outputs = world.dispatch(tokens, ids, weights)
+    check_rows(world, outputs, tokens, ids)
+    results = world.combine(made_rows(world, outputs), outputs, weights)
+    check_results(world, results, tokens, ids, weights)
+    assert [world.word(rank, "FAILURE") for rank in range(3)] == [0, DROPPED, 0]
+    # More choices of an expert than it has places for: the later ones are dropped.
+    ids[0][:] = 4
+    outputs = world.dispatch(tokens, ids, weights, n_rows_max=30)
+    stays = check_rows(world, outputs, tokens, ids)
+    results = world.combine(made_rows(world, outputs), outputs, weights)
+    check_results(world, results, tokens, ids, weights, stays)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_tokens_are_quantized(kernel_of, folder, name):
+    """Bit for bit as the oracle; the last scales of a token do not fill 16 bytes."""
+    world = World(kernel_of, folder, name)
+    tokens, ids, weights = draw(world.sizes, [5, 3, 4], 0)
+    outputs = world.dispatch(tokens, ids, weights)
+    for rank, output in outputs.items():
+        _, _, info = output.read()
+        flat = [x for of_expert in rows_of(rank, ids, world.sizes) for x in of_expert]
+        assert [tuple(x) for x in info.tolist()] == [x[1:] for x in flat]
+        given = np.stack([tokens[src][token] for src, token, _ in flat])
+        quantize = dict(fp8=quantize_blockwise_fp8, nvfp4=quantize_nvfp4)[name]
+        values, scales = (x.view(np.uint8) for x in quantize(given.astype(np.float32)))
+        found = output.bytes_of(output.rows, *values.shape)
+        np.testing.assert_array_equal(found, values)
+        if name == "fp8":
+            n_blocks, n = world.sizes.hidden // 128, output.n_rows_max
+            of_blocks = output.bytes_of(output.scales, n_blocks, n, 4)
+            found = of_blocks.transpose(1, 0, 2).reshape(n, -1)
+        else:
+            found = output.bytes_of(output.scales, *scales.shape)
+        np.testing.assert_array_equal(found, scales)
+
+
+def test_tokens_in_chunks(kernel_of, folder):
+    """Choices that blocks share, then so many that blocks index them; launches that
+    only send or receive. Of one source all tokens are inline, of the other none."""
+    world = World(kernel_of, folder, "many")
+    for step, counts in enumerate([[20, 5], [257, 256]]):
+        run_step(world, counts, step, ("_async", "_wait"), n_wrong=0.985)
+        check_header(world, range(2), step + 1)
+
+
+def test_a_rank_is_masked_and_comes_back(kernel_of, folder):
+    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
+    run_step(world, [5, 2, 4], 0)
+    here = [0, 1]
+    for step in (1, 2):
+        tokens, ids, weights = draw(world.sizes, [4, 5, 0], step)
+        begin = world.clock.ns
+        outputs = world.dispatch(tokens, ids, weights, ranks=here)
+        # It sends no heartbeats, so it is masked as soon as it is late.
+        n_ms = (world.clock.ns - begin) // 1_000_000
+        assert (n_ms >= MASKED_MS) == (step == 1) and n_ms < 2 * MASKED_MS
+        stays = check_rows(world, outputs, tokens, ids)
+        results = world.combine(made_rows(world, outputs), outputs, weights)
+        check_results(world, results, tokens, ids, weights, stays)
+        check_header(world, here, step + 1)
+        assert [world.masked(rank) for rank in here] == [[0, 0, 1]] * 2
+    for rank in here:
+        # MAX may give either set of counters to a launch.
+        world.memory.stores[4](world.spare[rank] + 4 * (world.sizes.masked + 2), 1)
+    for rank in here:
+        world.set_up(rank, readmitted=2, timeout_ms=MASKED_MS, done=(3, 3))
+        assert world.masked(rank) == world.masked(rank, world.spare) == [0, 0, 0]
+    world.set_up(2, timeout_ms=MASKED_MS, done=(3, 3))
+    run_step(world, [3, 5, 5], 3)
+    check_header(world, range(3), 4)
+
+
+def test_a_rank_that_waits_is_not_masked(kernel_of, folder):
+    """Rank 2 waits long for rank 1, which rank 0 has masked. Rank 0 waits for rank 2,
+    and hears that it lives."""
+    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
+    world.set_up(2, timeout_ms=3 * MASKED_MS)
+    at = world.counters[0] + 4 * world.sizes.masked
+    world.memory.stores[4](at + 4, 1)
+    queues: dict[int, list[Launch]] = {0: [], 2: []}
+
+    def enqueue(kernel: str, params: dict[int, list[int]]) -> None:
+        for rank, x in params.items():
+            queues[rank].append(world.launch(kernel, x))
+
+    world.run = enqueue  # type: ignore
+    tokens, ids, weights = draw(world.sizes, [5, 0, 5], 1, n_wrong=0)
+    outputs = world.dispatch(tokens, ids, weights, ranks=queues)
+    rows = {
+        rank: np.zeros((x.n_rows_max, world.sizes.hidden))
+        for rank, x in outputs.items()
+    }
+    world.combine(rows, outputs, weights)
+    run(list(queues.values()), world.memory, world.clock, slow_share=0)
+    assert world.clock.ns // 1_000_000 >= 3 * MASKED_MS
+    assert world.masked(0) == world.masked(2) == [0, 1, 0]
+    check_header(world, queues, 1)
+
+
+def kept(counts: list[int], n_rows: int) -> list[int]:
+    """Returns how many rows of each pair are kept, of as many as fit."""
+    if sum(counts) <= n_rows:
+        return counts
+    level = max(
+        x for x in range(n_rows + 1) if sum(min(n, x) for n in counts) <= n_rows
+    )
+    n_left = n_rows - sum(min(n, level) for n in counts)
+    found = []
+    for n in counts:
+        found.append(min(n, level))
+        if n > level and n_left:
+            found[-1] += 1
+            n_left -= 1
+    return found
+
+
+def test_rows_that_do_not_fit_are_dropped(kernel_of, folder):
+    world = World(kernel_of, folder, "drops")
+    sizes = world.sizes
+    experts = [0, 1, 90, 179, 269]  # So many that several warps count rows.
+    for step, n_rows in enumerate([40, 7]):
+        tokens, ids, weights = draw(sizes, [5, 4, 5], step, experts=experts)
+        outputs = world.dispatch(tokens, ids, weights, n_rows_max=n_rows)
+        stays = set()
+        for rank, output in outputs.items():
+            wanted = rows_of(rank, ids, sizes)
+            pairs = [
+                [x for x in of_expert if x[0] == src]
+                for of_expert in wanted
+                for src in range(sizes.n_ranks)
+            ]
+            numbers = kept([len(pair) for pair in pairs], n_rows)
+            flat = [x for pair, n in zip(pairs, numbers) for x in pair[:n]]
+            stays |= set(flat)
+            _, rows, info = output.read()
+            assert [tuple(x) for x in info] == [(token, k) for _, token, k in flat]
+            for row, (src, token, _) in zip(rows, flat):
+                np.testing.assert_array_equal(row, tokens[src][token])
+        results = world.combine(made_rows(world, outputs), outputs, weights)
+        check_results(world, results, tokens, ids, weights, stays)
+        check_header(world, range(3), step + 1)
+
+
+@pytest.mark.parametrize("n_tokens", [4, 257])
+def test_what_does_not_come_is_not_used(kernel_of, folder, n_tokens):
+    """Part of a token, or the flag of a chunk, is lost on the way."""
+    world = World(kernel_of, folder, "many", timeout_ms=MASKED_MS)
+    sizes, memory = world.sizes, world.memory
+    tokens, ids, weights = draw(sizes, [n_tokens, 1], 7, n_wrong=0.985)
+    ids[0][3, 0] = sizes.n_experts - 1  # It has a row on the other rank.
+    world.dispatch(tokens, ids, weights, ["_async"])
+    begin, end = world.regions[1], world.regions[1] + sizes.dispatch_counts
+    if n_tokens == 4:
+        lost = bf16(tokens[0][3])[-16:]
+        at = memory.bytes.index(lost, begin, end)
+        memory.bytes[at : at + 16] = b"\xff" * 16
+    else:
+        flag = words(1 << 32)
+        places = [
+            at for at in range(begin, end, 8) if memory.bytes[at : at + 8] == flag
+        ]
+        memory.bytes[places[-1] : places[-1] + 8] = words(0)
+    world.dispatch(tokens, ids, weights, ["_wait"], ranks=[1])
+    assert world.word(1, "FAILURE") == NO_MESSAGE and world.word(1, "BROKEN")
+
+
+@pytest.mark.parametrize("word, number", [(0, 5), (0, -1), (1, 3), (1, -1)])
+def test_sources_that_cannot_be_are_refused(kernel_of, folder, word, number):
+    """A token, or a k, that its rank has no place for."""
+    world = World(kernel_of, folder, "rows", timeout_ms=MASKED_MS)
+    tokens, ids, weights = draw(world.sizes, [2, 2, 2], 9, n_wrong=0)
+    outputs = world.dispatch(tokens, ids, weights)
+    made = made_rows(world, outputs)
+    for i in range(outputs[1].n_rows_max):
+        at = outputs[1].src_info + 8 * i + 4 * word
+        world.memory.stores[4](at, number & 0xFFFF_FFFF)
+    world.combine(made, outputs, weights)
+    assert world.word(1, "FAILURE") == BAD_SOURCE
+
+
+def test_sums_are_those_of_the_last_dispatch(kernel_of, folder):
+    """Another one between both halves of a combine has other rows."""
+    world = World(kernel_of, folder, "many")
+    tokens, ids, weights = draw(world.sizes, [3, 5], 1)
+    outputs = world.dispatch(tokens, ids, weights, ["_async", "_wait"])
+    made = made_rows(world, outputs)
+    world.combine(made, outputs, weights, ["_async"])
+    world.dispatch(tokens, ids, weights, ["_async", "_wait"])
+    world.combine(made, outputs, weights, ["_wait"])
+    assert [world.word(rank, "FAILURE") for rank in range(2)] == [OTHER_ROWS] * 2

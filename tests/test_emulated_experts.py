@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts' kernels for GPUs, run in an emulator and compared with numpy."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import Clock, Emulated, Launch, Memory, TensorMap, run
+from emulator.hopper import FP8
+from kernels import compiled
+from test_choices import check_sorted
+from test_emulated import bf16, words
+from test_heads import LAYERS, LENGTHS, N_KV, N_Q, PAGE, SIZE, wanted
+
+N_EXPERTS, K, N = 3, 384, 512
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return compiled("codegen_experts.mojo")
+
+
+def kernel(folder: Path, name: str) -> Emulated:
+    return Emulated((folder / f"sm_90a.{name}.s").read_text())
+
+
+def of_bf16(memory: Memory, at: int, n_rows: int, n: int) -> np.ndarray:
+    halves = np.frombuffer(memory.bytes[at : at + 2 * n_rows * n], np.uint16)
+    return (halves.astype(np.uint32) << 16).view(np.float32).reshape(n_rows, n)
+
+
+def swiglu(product: np.ndarray) -> np.ndarray:
+    gate, up = np.split(product, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+class Product:
+    """A product of groups: some of few rows, one of none, one of more than a tile."""
+
+    sizes, experts = [3, 0, 165, 33], [2, 0, 0, 1]
+
+    def __init__(self, is_swiglu: bool, k: int = K, n: int = N):
+        rng = np.random.default_rng(k)
+        self.memory, self.k, self.n = Memory(1 << 23), k, n
+        self.ends = np.cumsum([0, *self.sizes])
+        self.n_rows = int(self.ends[-1])
+        self.x = rng.integers(-2, 3, (self.n_rows, k)).astype(np.float32)
+        self.weights = rng.integers(-2, 3, (N_EXPERTS, n, k)).astype(np.float32)
+        self.is_swiglu = is_swiglu
+        if is_swiglu:
+            self.x /= 16
+        self.width = n // 2 if is_swiglu else n
+
+    def words(self, x: bytes, weights: bytes, k: int) -> list[int]:
+        """Puts what is multiplied into memory; `k` counts 2 bytes each."""
+        put = self.memory.put
+        self.y = self.memory.allocate(2 * self.n_rows * self.width)
+        self.at_x, self.at_weights = put(x), put(weights)
+        offsets = put(self.ends.astype(np.uint32).tobytes())
+        ids = put(np.array(self.experts, np.int32).tobytes())
+        found = [self.y, self.at_x, self.at_weights, offsets, ids]
+        return [*found, len(self.experts), self.n_rows, N_EXPERTS, self.n, k, 0]
+
+    def maps(self, n_rows: int, k: int) -> list[TensorMap | None]:
+        """Those of `copies.mojo`, of rows and of weights."""
+        rows = TensorMap(self.at_x, (n_rows, k), (k, 1), (32, 64))
+        n_rows, up = N_EXPERTS * self.n, self.n // 2
+        shape, strides = (n_rows // 32, 4, 8, k), (32 * k, k, 4 * k, 1)
+        if self.is_swiglu:
+            shape = ((n_rows - up) // 16, 2, 8, 2 * k)
+            strides = (16 * k, up * k, 2 * k, 1)
+        return [rows, TensorMap(self.at_weights, shape, strides, (4, 2, 8, 64))]
+
+    def wanted(self) -> np.ndarray:
+        found = []
+        for i, expert in enumerate(self.experts):
+            rows = self.x[self.ends[i] : self.ends[i + 1]]
+            found.append(rows @ self.weights[expert].T)
+        product = np.concatenate(found)
+        return swiglu(product) if self.is_swiglu else product
+
+
+def launch(of: Product, made: Emulated, params: list[int], maps: list, seed=0) -> None:
+    grid = Launch(made, [b"", b"", words(*params)], 2, 384, maps)
+    run([grid], of.memory, Clock(), seed)
+
+
+def test_groups_in_bfloat16(folder):
+    of = Product(is_swiglu=False)
+    params = of.words(bf16(of.x), bf16(of.weights), K)
+    launch(of, kernel(folder, "wgmma"), params, of.maps(of.n_rows, K))
+    found = of_bf16(of.memory, of.y, of.n_rows, of.width)
+    np.testing.assert_allclose(found, of.wanted(), rtol=2**-8)
+
+
+def test_rows_are_gathered(folder):
+    of = Product(is_swiglu=True)
+    rng = np.random.default_rng(1)
+    tokens = of.x[:50]
+    token_of_row = rng.integers(0, 50, of.n_rows)
+    of.x = tokens[token_of_row]
+    params = of.words(bf16(tokens), bf16(of.weights), K)
+    params += [of.memory.put(token_of_row.astype(np.int32).tobytes()), 50]
+    launch(of, kernel(folder, "wgmma.gathered"), params, of.maps(50, K))
+    found = of_bf16(of.memory, of.y, of.n_rows, of.width)
+    np.testing.assert_allclose(found, of.wanted(), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_swiglu", [False, True])
+def test_groups_in_fp8(folder, is_swiglu):
+    """With SwiGLU the result is quantized, 128 columns with one scale."""
+    k = 640
+    of = Product(is_swiglu=is_swiglu, k=k)
+    byte_of = {float(x): i for i, x in enumerate(FP8) if i < 0x7F or 0x80 < i < 0xFF}
+    as_bytes = np.vectorize(lambda x: byte_of[float(x)], otypes=[np.uint8])
+    params = of.words(as_bytes(of.x).tobytes(), as_bytes(of.weights).tobytes(), k // 2)
+    rng = np.random.default_rng(3)
+    of_x = rng.choice([0.5, 1, 2], (k // 128, of.n_rows)).astype(np.float32)
+    shape = (N_EXPERTS, N // 128, k // 128)
+    of_weights = rng.choice([0.5, 1, 2], shape).astype(np.float32)
+    params += [of.memory.put(x.tobytes()) for x in (of_x, of_weights)]
+    params.append(scales := of.memory.allocate(4 * of.width // 128 * of.n_rows))
+    name = "fp8.swiglu" if is_swiglu else "fp8"
+    launch(of, kernel(folder, name), params, of.maps(of.n_rows, k // 2))
+    of.x *= np.repeat(of_x.T, 128, axis=1)
+    of.weights *= np.repeat(np.repeat(of_weights, 128, axis=1), 128, axis=2)
+    if is_swiglu:
+        n = of.n_rows * of.width
+        values = FP8[np.frombuffer(of.memory.bytes[of.y : of.y + n], np.uint8)]
+        n = 4 * of.n_rows * of.width // 128
+        of_rows = np.frombuffer(of.memory.bytes[scales : scales + n], np.float32)
+        factors = np.repeat(of_rows.reshape(-1, of.n_rows).T, 128, axis=1)
+        found = values.reshape(of.n_rows, of.width) * factors
+        most = np.abs(of.wanted()).max() * 2**-9
+        np.testing.assert_allclose(found, of.wanted(), rtol=2**-4, atol=most)
+        return
+    found = of_bf16(of.memory, of.y, of.n_rows, of.width)
+    np.testing.assert_allclose(found, of.wanted(), rtol=2**-8)
+
+
+def launched(folder, name: str, memory: Memory, params: list[int], shape) -> None:
+    """Runs a kernel whose arguments are fields of one struct, or one after another."""
+    grid, block = shape
+    made = kernel(folder, name)
+    is_struct = name in ("sort", "add", "heads")
+    given = [words(*params)] if is_struct else [words(x) for x in params]
+    run([Launch(made, given, grid, block)], memory, Clock(), seed=5)
+
+
+@pytest.mark.parametrize("n_tokens", [3, 1400])
+def test_choices_are_sorted(folder, n_tokens):
+    """More than a warp loads at once, and more than all of them."""
+    n_experts, top_k = 5, 3
+    rng = np.random.default_rng(n_tokens)
+    ids = rng.integers(-1, n_experts + 1, (n_tokens, top_k)).astype(np.int32)
+    memory, n = Memory(1 << 20), ids.size
+    sizes = (n_experts + 1, n_experts, n, n)
+    out = [memory.allocate(4 * size) for size in sizes]
+    n_warps = min(max(-(-n // 512), 1), 32)
+    params = [*out, memory.put(ids.tobytes()), n, n_experts, top_k]
+    launched(folder, "sort", memory, params, (n_experts + 1, 32 * n_warps))
+    found = [
+        np.frombuffer(memory.bytes[at : at + 4 * size], np.int32)
+        for at, size in zip(out, sizes)
+    ]
+    found[-1] = found[-1].reshape(n_tokens, top_k)
+    check_sorted(ids, n_experts, found)
+
+
+def test_few_rows(folder):
+    """By as many warps as share a sum."""
+    rng = np.random.default_rng(2)
+    for n_rows, k in ((3, 320), (40, 512)):
+        memory, n = Memory(1 << 20), 32
+        x = rng.integers(-3, 4, (n_rows, k)).astype(np.float32)
+        weight = rng.integers(-3, 4, (n, k)).astype(np.float32)
+        y = memory.allocate(2 * n_rows * n)
+        params = [y, memory.put(bf16(x)), memory.put(bf16(weight)), n_rows, n, k]
+        made = kernel(folder, "linear")
+        given = [words(x) for x in params]
+        grid = Launch(made, given, n // 16, 256)
+        run([grid], memory, Clock(), seed=n_rows)
+        found = of_bf16(memory, y, n_rows, n)
+        np.testing.assert_allclose(found, x @ weight.T, rtol=2**-8)
+
+
+def test_heads(monkeypatch):
+    """Of so many tokens that the last block has lanes too many."""
+    new_tokens = [5, 1, 1]
+    monkeypatch.setattr("test_heads.NEW", new_tokens)
+    rng = np.random.default_rng(4)
+    memory, n_tokens, n_layers, layer = Memory(1 << 20), sum(new_tokens), LAYERS, 1
+    ends = np.cumsum([0, *new_tokens])
+    pages = rng.permutation(9).reshape(3, 3)
+    page = 2 * n_layers * PAGE * N_KV * SIZE
+
+    def draw(*shape):
+        x = rng.standard_normal(shape).astype(np.float32)
+        return (x.view(np.uint32) >> 16 << 16).view(np.float32)  # exact in bfloat16
+
+    old, rotary = draw(9, 2, n_layers, PAGE, N_KV, SIZE), draw(16, SIZE)
+    qkv, weights = draw(n_tokens, (N_Q + 2 * N_KV) * SIZE), draw(2, SIZE)
+    new = old.copy()
+    want = wanted(qkv, new, rotary, pages, weights)
+    q = memory.allocate(2 * want.size)
+    cache = memory.put(bf16(old))
+    params = [q, cache, memory.put(bf16(qkv))]
+    params += [memory.put(ends.astype(np.uint32).tobytes()), memory.put(bf16(rotary))]
+    params.append(memory.put(np.array(LENGTHS, np.uint32).tobytes()))
+    params.append(memory.put(pages.astype(np.uint32).tobytes()))
+    params += [memory.put(bf16(x)) for x in weights]
+    params += [n_tokens, 3, N_Q, N_KV, 3, page, PAGE, n_layers, layer]
+    params.append(int(np.float32(1e-6).view(np.uint32)))
+    n_threads = n_tokens * (N_Q + 2 * N_KV) * SIZE // 8
+    grid = -(-n_threads // 256)
+    launched(compiled("emulated.mojo"), "heads", memory, params, (grid, 256))
+    found = of_bf16(memory, q, n_tokens, N_Q * SIZE).reshape(want.shape)
+    close = dict(rtol=2**-7, atol=1e-2)
+    np.testing.assert_allclose(found, want, **close)
+    found = of_bf16(memory, cache, 9, page).reshape(new.shape)
+    np.testing.assert_allclose(found, new, **close)
