@@ -208,9 +208,14 @@ def test_an_interrupt_waits_for_nobody(tmp_path, monkeypatch):
         interrupted_at.append(time.monotonic())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    # Processes of pytest-xdist ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        launch(scenarios.sleep_for_long, 3, (str(tmp_path),), timeout_s=60)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(scenarios.sleep_for_long, 3, (str(tmp_path),), timeout_s=60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - interrupted_at[0] < 15
     for note in "12":
         with pytest.raises(ProcessLookupError):

@@ -63,7 +63,7 @@ def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(limits.GROUP_VARIABLE, "group")
     config = case.config(**given, protocol="by_rank")
     assert not config.uses_shmem
-    assert "n_mapped=2" in _group(config).split()
+    assert "n_mapped=2" in _group(config)
     assert (
         config.estimate_memory_usage()
         == case.config(target="gpu", protocol="by_rank").estimate_memory_usage()
