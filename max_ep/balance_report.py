@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from .balance import Placement, plan, unbalanced
+from .plan import in_options
 from .stats import Statistics, draw, new_figure
 
 _OPTIONS = {"n_replicas": "--replicas", "top_k": "--top-k", "n_hosts": "--hosts"}
@@ -51,10 +52,7 @@ def run_balance(options: argparse.Namespace) -> int:
             old=before if options.current else None,
         )
     except ValueError as error:
-        said = str(error)
-        for argument, option in _OPTIONS.items():
-            said = said.replace(f"{argument}=", f"{option} ")
-        raise ValueError(said) from None
+        raise ValueError(in_options(str(error), _OPTIONS)) from None
     print(text(counts, before, after))
     if options.out:
         after.save(options.out)

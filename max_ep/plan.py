@@ -18,13 +18,13 @@ from .limits import SOURCE_INFO_BYTES
 _FIELDS = {field.name for field in fields(EPConfig)}
 
 
-def _in_options(error: str, names: Mapping[str, str]) -> str:
-    """Writes an error of ``EPConfig`` with options in place of its fields."""
+def in_options(error: str, names: Mapping[str, str]) -> str:
+    """Writes an error with options in place of the arguments that they set."""
     product = r"n_gpus_per_node \* n_nodes = (\d+) ranks"
     error = re.sub(product, r"n_gpus_per_node=\1", error)
     error = re.sub(r"=True\b", "", error.replace("DType.", ""))
     for field, option in names.items():
-        error = re.sub(rf"\b{field}='?(\w+)'?", rf"{option} \1", error)
+        error = re.sub(rf"\b{field}='?(-?\w+)'?", rf"{option} \1", error)
         if "_" in field:  # others are words of plain English, too
             error = re.sub(rf"\b{field}\b", option, error)
     return error
@@ -63,7 +63,7 @@ def run_plan(options: argparse.Namespace) -> int:
             dispatch_quant_config=make_quant_config() if make_quant_config else None,
         )
     except ValueError as error:
-        raise ValueError(_in_options(str(error), options.names)) from None
+        raise ValueError(in_options(str(error), options.names)) from None
     sizes = config.sizes()
     print(
         f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, combine "

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulated_world import bf16, of_bf16, words
 from emulator import Clock, Emulated, Launch, Memory, TensorMap, run
-from emulator.hopper import FP8
+from emulator.numbers import FP8
 from kernels import compiled
 from test_choices import check_sorted
-from test_emulated import bf16, words
 from test_heads import LAYERS, LENGTHS, N_KV, N_Q, PAGE, SIZE, wanted
 
 N_EXPERTS, K, N = 3, 384, 512
@@ -22,11 +22,6 @@ def folder() -> Path:
 
 def kernel(folder: Path, name: str) -> Emulated:
     return Emulated((folder / f"sm_90a.{name}.s").read_text())
-
-
-def of_bf16(memory: Memory, at: int, n_rows: int, n: int) -> np.ndarray:
-    halves = np.frombuffer(memory.bytes[at : at + 2 * n_rows * n], np.uint16)
-    return (halves.astype(np.uint32) << 16).view(np.float32).reshape(n_rows, n)
 
 
 def swiglu(product: np.ndarray) -> np.ndarray:

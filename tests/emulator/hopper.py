@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .memory import Memory
-from .numbers import of_fp8
+from .numbers import FP8
 
 FIRST_MAP = 1 << 30
 """Stands for the address of a kernel's first parameter; the next ones follow."""
@@ -159,9 +159,6 @@ def _numbers(found: np.ndarray, k: int) -> np.ndarray:
         halves = found.view(np.uint16).reshape(len(found), k)
         return (halves.astype(np.uint32) << 16).view(np.float32)
     return FP8[found.view(np.uint8).reshape(len(found), k)]
-
-
-FP8 = np.array([of_fp8(byte) for byte in range(256)], np.float32)
 
 
 def mma(given: list) -> list[tuple[int, ...]]:

@@ -12,8 +12,8 @@ POISON = 0xA5
 class Memory:
     """Words at addresses; gaps between what was allocated are out of bounds."""
 
-    def __init__(self, n_bytes: int, gap: int = 256, is_poison: bool = True) -> None:
-        self.bytes = bytearray([POISON if is_poison else 0]) * n_bytes
+    def __init__(self, n_bytes: int, gap: int = 256) -> None:
+        self.bytes = bytearray([POISON]) * n_bytes
         self._views = {n: memoryview(self.bytes).cast(c) for n, c in SIZES.items()}
         self._is_there = bytearray(n_bytes // 4)
         self._gap = self._end = gap

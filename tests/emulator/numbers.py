@@ -5,6 +5,10 @@ import bisect
 import math
 import struct
 
+import numpy as np
+
+from max_ep.quantize import float8_e4m3fn_to_float32
+
 _FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
 
 
@@ -31,13 +35,8 @@ def to_bf16(bits: int) -> int:
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF
 
 
-def of_fp8(byte: int) -> float:
-    exponent, fraction = byte >> 3 & 15, byte & 7
-    size = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
-    return -size if byte >> 7 else size
-
-
-_FP8 = [of_fp8(byte) for byte in range(0x7F)]
+FP8 = float8_e4m3fn_to_float32(np.arange(256, dtype=np.uint8))
+_FP8 = FP8[:0x7F].tolist()
 
 
 def to_fp8(bits: int) -> int:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of an emulated group's ranks, and its launches."""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from emulator import Clock, Launch, Memory, run
+from emulator.grid import SLOW_SHARE
+from kernels import counter_word
+
+from max_ep.quantize import bfloat16_to_float32, float32_to_bfloat16
+
+N_THREADS, N_BLOCKS = 320, 2
+LONG_MS = 1 << 30
+MASKS_BIT = 8
+
+
+@dataclass
+class Sizes:
+    """What `emulated.mojo` prints of a group."""
+
+    hidden: int
+    region: int
+    counters: int
+    masked: int
+    dispatch_recv: int
+    dispatch_counts: int
+    combine_recv: int
+    combine_counts: int
+    n_experts: int
+    n_ranks: int
+    max_tokens: int
+    top_k: int
+    dispatch_msg: int
+    combine_msg: int
+    protocol: int
+
+    @property
+    def n_local(self) -> int:
+        return -(-self.n_experts // self.n_ranks)
+
+
+def bf16(x: np.ndarray) -> bytes:
+    return float32_to_bfloat16(x.astype(np.float32)).tobytes()
+
+
+def of_bf16(memory: Memory, at: int, n_rows: int, n: int) -> np.ndarray:
+    bits = np.frombuffer(memory.bytes[at : at + 2 * n_rows * n], np.uint16)
+    return bfloat16_to_float32(bits).reshape(n_rows, n)
+
+
+def words(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+class World:
+    """The memory of all ranks of a group, and its launches."""
+
+    def __init__(self, kernel_of, folder: Path, name: str, timeout_ms=LONG_MS, seed=0):
+        lines = (folder / "printed").read_text().splitlines()
+        (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
+        self.sizes = s = Sizes(*map(int, line))
+        self.kernel_of, self.name, self.seed = kernel_of, name, seed
+        self.has_sums = s.protocol % MASKS_BIT == 3
+        self.memory, self.clock = Memory(1 << 24), Clock()
+        self.timeout_ms = timeout_ms
+        ranks = range(s.n_ranks)
+        self.regions = [self.memory.allocate(s.region) for _ in ranks]
+        self.counters = [self.memory.allocate(4 * s.counters) for _ in ranks]
+        self.spare = [self.memory.allocate(4 * s.counters) for _ in ranks]
+        self.n_tokens = [0] * s.n_ranks
+        for rank in ranks:
+            # All flags seem to be of the first generation, and all data to be there.
+            at = self.regions[rank]
+            self.memory.bytes[at : at + s.region] = words(1 << 32) * (s.region // 8)
+            self.set_up(rank, timeout_ms=timeout_ms)
+
+    def set_up(self, rank, readmitted=-1, timeout_ms=LONG_MS, done=(0, 0)):
+        s = self.sizes
+        group = (s.n_experts, s.n_ranks, s.max_tokens, s.top_k)
+        group += (s.dispatch_msg, s.combine_msg, s.protocol)
+        setup = struct.pack(
+            "<Qii?3x7iiII4x",
+            *(self.regions[rank], rank, timeout_ms, True),
+            *(*group, readmitted, *done),
+        )
+        params = [words(self.counters[rank]), words(self.spare[rank]), setup]
+        launch = Launch(self.kernel_of("set_up"), params, 2, 64)
+        run([launch], self.memory, self.clock)
+
+    def buffers(self, rank: int, recv: int, counts: int) -> list[int]:
+        found = [region + recv for region in self.regions]
+        return found + [x + counts for x in self.regions] + [self.counters[rank]]
+
+    def launch(self, kernel: str, params: list[int]) -> Launch:
+        made = self.kernel_of(f"{kernel}.{self.name}")
+        return Launch(made, [words(*params)], N_BLOCKS, N_THREADS)
+
+    def run(self, kernel: str, params: dict[int, list[int]]) -> None:
+        launches = [self.launch(kernel, x) for x in params.values()]
+        self.seed += 1
+        # Where ranks have a deadline, warps that are slow would miss it.
+        slow_share = SLOW_SHARE if self.timeout_ms == LONG_MS else 0
+        run(launches, self.memory, self.clock, self.seed, slow_share)
+
+    def word(self, rank: int, name: str) -> int:
+        return self.memory.load(self.counters[rank] + 4 * counter_word(name), 4)
+
+    def masked(self, rank: int, counters: list[int] | None = None) -> list[int]:
+        at = (counters or self.counters)[rank] + 4 * self.sizes.masked
+        return [self.memory.load(at + 4 * i, 4) for i in range(self.sizes.n_ranks)]
+
+    def dispatch(self, tokens, ids, weights, forms=("",), ranks=None, n_rows_max=None):
+        """Returns the outputs of each rank."""
+        s, memory = self.sizes, self.memory
+        params, outputs = {}, {}
+        ranks = range(s.n_ranks) if ranks is None else ranks
+        for rank in ranks:
+            n_rows = n_rows_max or max(1, sum(map(len, rows_of(rank, ids, s))))
+            self.n_tokens[rank] = len(tokens[rank])
+            given = [
+                memory.put(bf16(tokens[rank])),
+                memory.put(ids[rank].astype(np.int32).tobytes()),
+                memory.put(weights[rank].astype(np.float32).tobytes()),
+                len(tokens[rank]),
+            ]
+            out = [
+                memory.allocate(n_rows * s.hidden * 2),
+                memory.allocate(4 * (s.n_local + 1)),
+                memory.allocate(4 * s.n_local),
+                memory.allocate(8 * n_rows),
+            ]
+            scales = memory.allocate(n_rows * s.hidden // 8)
+            rows = {"fp8": [scales, n_rows], "nvfp4": [scales]}.get(self.name, [0] * 3)
+            params[rank] = [*given, out[0], *rows, n_rows, *out[1:]]
+            params[rank] += self.buffers(rank, s.dispatch_recv, s.dispatch_counts)
+            params[rank] += [0] * s.n_ranks  # put buffers
+            outputs[rank] = Output(self, rank, n_rows, *out, scales)
+        for form in forms:
+            self.run(f"dispatch{form}", params)
+        return outputs
+
+    def combine(self, rows, outputs, weights, forms=("",)):
+        s, memory = self.sizes, self.memory
+        params, results = {}, {}
+        for rank, output in outputs.items():
+            expert_rows = memory.put(bf16(rows[rank]))
+            given = [expert_rows, output.n_rows_max]
+            n = self.n_tokens[rank]
+            results[rank] = memory.allocate(max(1, n * s.hidden * 2))
+            router = memory.put(weights[rank].astype(np.float32).tobytes())
+            combined = [results[rank], n, router]
+            if not self.has_sums:
+                given.append(output.src_info)
+            params[rank] = given + combined
+            params[rank] += self.buffers(rank, s.combine_recv, s.combine_counts)
+            params[rank] += [0] * s.n_ranks
+        for form in forms:
+            self.run(f"combine{form}", params)
+        return {
+            rank: self.numbers(at, self.n_tokens[rank]) for rank, at in results.items()
+        }
+
+    def numbers(self, at: int, n_rows: int) -> np.ndarray:
+        return of_bf16(self.memory, at, n_rows, self.sizes.hidden)
+
+
+@dataclass
+class Output:
+    """What a dispatch has delivered to a rank."""
+
+    world: World
+    rank: int
+    n_rows_max: int
+    rows: int
+    offsets: int
+    expert_ids: int
+    src_info: int
+    scales: int
+
+    def bytes_of(self, at: int, *shape: int) -> np.ndarray:
+        n = math.prod(shape)
+        found = np.frombuffer(self.world.memory.bytes[at : at + n], np.uint8)
+        return found.reshape(shape)
+
+    def read(self) -> tuple[np.ndarray, ...]:
+        s, bytes_ = self.world.sizes, self.world.memory.bytes
+        at, n = self.offsets, s.n_local + 1
+        offsets = np.frombuffer(bytes_[at : at + 4 * n], np.uint32)
+        n_rows = int(offsets[-1])
+        at = self.src_info
+        info = np.frombuffer(bytes_[at : at + 8 * n_rows], np.int32)
+        return offsets, self.world.numbers(self.rows, n_rows), info.reshape(-1, 2)
+
+
+def rows_of(rank, ids, sizes) -> list[list[tuple[int, int, int]]]:
+    """Lists source, token and k of each local expert's rows, in order."""
+    found: list[list] = [[] for _ in range(sizes.n_local)]
+    for src, of_rank in ids.items():
+        for local in range(sizes.n_local):
+            expert = rank * sizes.n_local + local
+            if expert < sizes.n_experts:
+                choices = [(src, *x) for x in np.argwhere(of_rank == expert).tolist()]
+                found[local] += choices[: sizes.max_tokens]
+    return found
