@@ -18,7 +18,7 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 from row_layouts import scales_of_tiles
 from test_reference import assert_same_bits
 
-from max_ep import EPConfig, dequantize
+from max_ep import EPBatchManager, EPConfig, dequantize
 from max_ep.formats import FORMATS, TokenFormat, format_of, on_target, widen_bits
 from max_ep.quantize import (
     float4_e2m1fn_to_float32,
@@ -209,6 +209,31 @@ def test_entries_of_formats():
     for f in FORMATS:
         assert format_of(f.dtype, f.make_quant_config and f.make_quant_config()) == f
         assert f.is_quantized == (f.quantize is not None)
+
+
+def test_dispatch_compares_the_entry_with_mojo(session, monkeypatch):
+    """While it is compiled; test_mojo.py has what differs."""
+    mxfp8 = QUANTIZED["mxfp8"]
+    config = EPConfig(
+        **dict(dispatch_dtype=mxfp8.dtype, combine_dtype=DType.float32, top_k=1),
+        **dict(hidden_size=HIDDEN, n_experts=1, max_tokens_per_rank=1),
+        **dict(n_gpus_per_node=1, n_nodes=1, target="cpu"),
+        dispatch_quant_config=mxfp8.make_quant_config(),
+    )
+    said = [x.replace("_block=32", "_block=64") for x in mxfp8.words()]
+    monkeypatch.setattr(TokenFormat, "words", lambda _: said)
+    manager = EPBatchManager(config)
+    types = [
+        TensorType(DType.float32, [1, HIDDEN], CPU_DEVICE),
+        TensorType(DType.int32, [1, 1], CPU_DEVICE),
+    ]
+    with Graph("differs", input_types=[*types, *manager.input_types()]) as graph:
+        x, ids = (value.tensor for value in graph.inputs[:2])
+        manager.fetch_buffers(graph.inputs[2:])
+        (outputs,) = manager.ep_dispatch_all([x], [ids], [0])
+        graph.output(outputs[0])
+    with raises(RuntimeError, "Failed to compile the model"):
+        session.load(graph)
 
 
 def test_only_some_float32_scales_are_rounded():
