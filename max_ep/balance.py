@@ -33,7 +33,10 @@ class Placement:
     n_ranks: int
 
     def __post_init__(self) -> None:
-        phy2log = np.asarray(self.phy2log)
+        try:
+            phy2log = np.asarray(self.phy2log)
+        except ValueError:  # rows of different lengths
+            phy2log = np.asarray(self.phy2log, object)
         if phy2log.ndim != 2 or 0 in phy2log.shape or phy2log.dtype.kind not in "iu":
             raise ValueError(
                 f"phy2log is {phy2log.dtype} {list(phy2log.shape)}; it must have "

@@ -367,6 +367,12 @@ class EPConfig:
         return sizes.region_bytes + (sizes.put_bytes if self.uses_shmem else 0)
 
 
+def check_is_config(config: Any, user: str) -> None:
+    if not isinstance(config, EPConfig):
+        kind = f"{type(config).__module__}.{type(config).__qualname__}"
+        raise TypeError(f"{user} takes a max_ep.EPConfig, and was given a {kind}")
+
+
 def estimate_ep_memory_usage(
     *,
     hidden_size: int,

@@ -320,7 +320,7 @@ def check_balance(config: EPConfig) -> None:
         )
     if config.eplb_phy2log_plan is None:
         return
-    placement = Placement(np.asarray(config.eplb_phy2log_plan), config.n_ranks)
+    placement = Placement(config.eplb_phy2log_plan, config.n_ranks)
     shape = config.num_moe_layers, config.n_experts
     if placement.phy2log.shape != shape or (
         placement.n_logical != config.num_logical_experts

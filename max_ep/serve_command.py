@@ -161,6 +161,10 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) 
         if quantization:
             keeps_fp8 = shape.keeps_fp8(len(gpus))
             loaded += _widened_bytes(sizes) if keeps_fp8 else n_bytes
+        if len(gpus) > 1:
+            # Each has all weights but those of the experts.
+            replicated = loaded - _expert_bytes(sizes, shape)
+            loaded += (len(gpus) - 1) * max(0, replicated)
     except AttributeError as error:
         raise ValueError(f"config.json of {name} is not complete: {error}") from error
     most = sum(gpu.n_bytes for gpu in gpus)
@@ -180,6 +184,16 @@ def _widened_bytes(config: Any) -> int:
     n_dense = len(dense_layers(config))
     dense = 3 * config.intermediate_size * n_dense if n_dense else 0
     return (heads * config.num_hidden_layers + dense) * hidden
+
+
+def _expert_bytes(config: Any, shape: MoeShape) -> int:
+    """Counts the bytes of all routed experts in a checkpoint, at most."""
+    n_layers = config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0)
+    n_layers -= getattr(config, "first_k_dense_replace", 0) + len(dense_layers(config))
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", "bfloat16")
+    n_bytes = 4 if dtype == "float32" else 2
+    of_layer = 3 * shape.n_experts * shape.moe_dim * shape.hidden_size
+    return n_layers * of_layer * n_bytes
 
 
 def _gigabytes(n_bytes: int) -> str:

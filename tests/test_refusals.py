@@ -13,10 +13,11 @@ from cases import BF16, CASES, F32
 from errors import arguments_of, raises, refused
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
+from max.nn.comm.ep import EPConfig as MaxConfig
 from test_config import F16, TWO  # noqa: F401, for the tables
 
 from max_ep import *  # noqa: F403, for the tables
-from max_ep import EPBatchManager, EPConfig
+from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.graph.checks import refuse_if_in_turn
 
 CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU(0)
@@ -312,6 +313,17 @@ def test_fp8_is_made_of_bfloat16_and_float32_and_not_combined_as_it_is():
             rows, *_ = manager.ep_dispatch(x.tokens, x.ids, 0)
             with raises(TypeError, "uint8; FP8; max_ep.dequantize; scales"):
                 manager.ep_combine_async(rows, 0)
+
+
+@pytest.mark.parametrize("made", [EPBatchManager, EPCommInitializer])
+def test_what_is_no_config(made):
+    """Such as MAX's own, if one of two imports was left as it was."""
+    with raises(
+        TypeError, f"{made.__name__} takes a max_ep.EPConfig; a max.nn.comm.ep"
+    ):
+        made(MaxConfig.__new__(MaxConfig))
+    with raises(TypeError, "takes a max_ep.EPConfig; NoneType"):
+        made(None)
 
 
 def test_manager_before_fetch_buffers():

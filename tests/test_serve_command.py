@@ -128,6 +128,9 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
          "need an H100 or H200, this GPU is NVIDIA A100"),
         (["NVIDIA H100, 1000, 9.0"], QWEN, (),
          "2.1 GB of weights do not fit into 1.0 GB"),
+        # Each GPU has all of the 2.1 GB but the 1.2 GB of the experts.
+        (["NVIDIA H100, 1400, 9.0"] * 2, dict(QWEN, num_hidden_layers=1), (),
+         "3.1 GB of weights do not fit into 2.9 GB"),
         ([H100], QWEN, ("--gpus", "2"), "--gpus 2: this machine has 1"),
         ((), QWEN, ("--ranks", "3"), "--ranks 3 does not divide 128 experts"),
         ((), QWEN, ("--ranks", "0"), "--ranks 0 does not divide 128 experts"),

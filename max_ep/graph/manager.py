@@ -28,7 +28,7 @@ from max.graph import (
     ops,
 )
 
-from ..config import EPConfig
+from ..config import EPConfig, check_is_config
 from ..formats import PLAIN_DTYPES
 from ..limits import NUM_GROUPS
 from . import builders
@@ -69,6 +69,7 @@ class EPBatchManager:
 
     def __init__(self, config: EPConfig) -> None:
         """Makes the manager of a group; it has no buffers yet."""
+        check_is_config(config, "EPBatchManager")
         self.config = config
         self._comm: EPCommBuffers | None = None
         self._start()

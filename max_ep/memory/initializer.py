@@ -14,7 +14,7 @@ from max.engine import InferenceSession, Model
 
 from ..balance import Placement
 from ..cache import compile_once
-from ..config import EPConfig
+from ..config import EPConfig, check_is_config
 from ..config_checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
@@ -48,6 +48,7 @@ class EPCommInitializer(MaskedRanks):
         A ``node_id`` of -1, and the name of a ``group`` of several processes that is
         None, are taken from the environment. GPU processes read it from there only.
         """
+        check_is_config(config, "EPCommInitializer")
         if group and config.uses_shmem:
             raise ValueError(
                 f"group={group!r}: GPU processes of one host take their group's name "

@@ -162,6 +162,8 @@ MULTIPLES = {
 """What the hidden size is a multiple of."""
 
 _WORDS = 16
+_TARGETS = r"cpu|sm_(8[0679]|90a?|100a?|110|120a?|121)"
+"""Of others Mojo's compiler prints pages. Before sm_80 warps cannot add up words."""
 
 
 def up_to(n: int, multiple: int) -> int:
@@ -195,8 +197,9 @@ def weights_back(n_weights: int, **group: Any) -> Settings:
 
 def _check_build(options: Any) -> None:
     """Raises for what no call takes: a compiler would say it in its own words."""
-    if not re.fullmatch(r"cpu|sm_\d+[a-z]?", options.target):
-        raise ValueError(f"--torch {options.target} must be cpu, or as sm_90a")
+    if not re.fullmatch(_TARGETS, options.target):
+        known = "an NVIDIA GPU that Mojo knows, from sm_80 on, such as sm_90a"
+        raise ValueError(f"--torch {options.target} must be cpu, or {known}")
     is_normal, is_gpu = options.dispatch == "normal", options.target != "cpu"
     experts = options.experts
     for name, most in (
@@ -240,6 +243,5 @@ def run_build(options: Any) -> int:
         sizes = dict(hidden=hidden, combine_hidden=hidden)
         group |= dict(packed_scales=options.dispatch == "fp8-ue8m0")
         wanted = [Settings(format=format, combine="bfloat16", **sizes, **group)]
-    for path in build_all(wanted):
-        print(path)
+    print(*build_all(wanted), sep="\n")
     return 0
