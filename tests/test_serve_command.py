@@ -97,6 +97,12 @@ def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, capsys):
     assert "--devices gpu:0" in command_of(model, capsys)
 
 
+def test_float32_is_halved_on_gpus(machine, tmp_path, capsys):
+    machine(SMALL_H100)
+    model = checkpoint(tmp_path, dict(QWEN, torch_dtype="float32"), 6 << 30)
+    assert "--devices gpu:0" in command_of(model, capsys)
+
+
 def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
     model = checkpoint(tmp_path, dict(QWEN, num_experts=9))
     assert command_of(model, capsys).endswith("--ep-size 3")

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from max.dtype import DType
-from max.graph import BufferValue, DeviceRef, Dim, Graph, TensorType, TensorValue
-from max.graph import ops as graph_ops
+from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue
 
 from ..config import EPConfig
-from ..extension import load_ops
+from ..extension import add_op
 from ..limits import NUM_GROUPS
 from . import ops
 from .checks import refuse_if_in_turn
@@ -40,18 +39,10 @@ def call_ep_init(
     uint64 (send, recv and count buffer of dispatch and of combine) and ``my_rank``
     ``[1]`` int32.
     """
-    load_ops(Graph.current)
-    cpu = DeviceRef.CPU()
-    results = graph_ops.inplace_custom(
-        "max_ep.init",
-        device=atomic_counter_group_0.device,
-        values=[atomic_counter_group_0, atomic_counter_group_1, setup],
-        out_types=[
-            TensorType(DType.uint64, [NUM_GROUPS, 3], cpu),
-            TensorType(DType.int32, [1], cpu),
-        ],
-    )
-    return results[0].tensor, results[1].tensor
+    values = [atomic_counter_group_0, atomic_counter_group_1, setup]
+    device_ptrs = TensorType(DType.uint64, [NUM_GROUPS, 3], DeviceRef.CPU())
+    types = [device_ptrs, TensorType(DType.int32, [1], DeviceRef.CPU())]
+    return tuple(add_op("init", atomic_counter_group_0.device, values, types))
 
 
 # ---------------------------------------------------------------------- dispatch
@@ -201,19 +192,15 @@ def call_distributed_ep_dispatch(
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
     none = [None] * len(atomic_counters)
-    given = zip(input_tokens, topk_ids, atomic_counters)
-    more = zip(input_scales or none, router_weights or none)
-    if not config.runs_ranks_in_turn:
-        return [
-            call_ep_dispatch(*of_rank, *pointers, config, *optional)
-            for of_rank, optional in zip(given, more)
-        ]
-    for of_rank, optional in zip(given, more):
-        call_ep_dispatch_async(*of_rank, *pointers, config, *optional)
-    return [
-        call_ep_dispatch_wait(counter, *pointers[1:], config)
-        for counter in atomic_counters
-    ]
+    more = input_scales or none, router_weights or none
+    ranks = list(zip(input_tokens, topk_ids, atomic_counters, *more))
+    in_turn = config.runs_ranks_in_turn
+    send = call_ep_dispatch_async if in_turn else call_ep_dispatch
+    sent = [send(*of_rank[:3], *pointers, config, *of_rank[3:]) for of_rank in ranks]
+    if not in_turn:
+        return sent
+    where = *pointers[1:], config
+    return [call_ep_dispatch_wait(counter, *where) for counter in atomic_counters]
 
 
 # ----------------------------------------------------------------------- combine
@@ -345,17 +332,15 @@ def call_distributed_ep_combine(
     Takes and returns lists over the local ranks.
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
-    given = list(zip(input_tokens, src_info, atomic_counters))
-    weights = router_weights or [None] * len(given)
-    rest = zip(num_tokens_per_device, weights)
+    weights = router_weights or [None] * len(atomic_counters)
+    sums = num_tokens_per_device, weights
+    ranks = list(zip(input_tokens, src_info, atomic_counters, *sums))
     if not config.runs_ranks_in_turn:
-        return [
-            call_ep_combine(*of_rank, *pointers, config, *more)
-            for of_rank, more in zip(given, rest)
-        ]
-    for of_rank in given:
-        call_ep_combine_async(*of_rank, *pointers, config)
+        return [call_ep_combine(*r[:3], *pointers, config, *r[3:]) for r in ranks]
+    for rows, source, counter, *_ in ranks:
+        call_ep_combine_async(rows, source, counter, *pointers, config)
+    where = *pointers[1:], config
     return [
-        call_ep_combine_wait(counter, *pointers[1:], config, *more, rows)
-        for (rows, _, counter), more in zip(given, rest)
+        call_ep_combine_wait(counter, *where, *of_rank, rows)
+        for rows, _, counter, *of_rank in ranks
     ]

@@ -2,8 +2,7 @@
 """EPBatchManager: EP ops of one graph, in an order that can run.
 
 Each method checks the order (``OpOrder``), calls ``builders.py``, and keeps what later
-ops need. One class does dispatch and combine, because combine needs values of dispatch,
-and MAX has one class for both.
+ops need.
 """
 
 from __future__ import annotations
@@ -195,9 +194,8 @@ class EPBatchManager:
                 "there is no placement of experts: set EPConfig.eplb_enabled=True"
             )
         self.config.device(device_id)  # raises if there is no such rank
-        return Replicas(
-            comm.eplb_log2phy[device_id], comm.eplb_logcnt[device_id], layer
-        )
+        tables = comm.eplb_log2phy[device_id], comm.eplb_logcnt[device_id]
+        return Replicas(*tables, layer)
 
     def ep_balance_ids(
         self, topk_ids: TensorValue, device_id: int, layer: int | TensorValue
@@ -306,14 +304,9 @@ class EPBatchManager:
 
         Lists have the values of :meth:`ep_dispatch`, one a rank.
         """
-        check_all_ranks(
-            self.config,
-            device_ids,
-            input_tokens=input_tokens,
-            topk_ids=topk_ids,
-            input_scales=input_scales,
-            router_weights=router_weights,
-        )
+        lists = dict(input_tokens=input_tokens, topk_ids=topk_ids)
+        lists |= dict(input_scales=input_scales, router_weights=router_weights)
+        check_all_ranks(self.config, device_ids, **lists)
         none = [None] * len(device_ids)
         more = input_scales or none, router_weights or none
         given = list(zip(input_tokens, topk_ids, device_ids, *more))
@@ -335,9 +328,8 @@ class EPBatchManager:
         if phase not in ("dispatch", "combine"):
             raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
         config, is_combine = self.config, phase == "combine"
-        self._counter(device_id)
-        order = self._order[is_combine]
-        order.check_wait(device_id, f"ep_watch({phase!r})")
+        counter = self._counter(device_id)
+        self._order[is_combine].check_wait(device_id, f"ep_watch({phase!r})")
         if config.masks:
             raise ValueError(
                 "ep_watch with on_timeout='mask': a rank that watches gives no "
@@ -348,14 +340,11 @@ class EPBatchManager:
                 "ep_watch with max_output_rows on GPUs: it would wait for rows that a "
                 "peer has dropped; leave one of them out"
             )
-        types = [
-            TensorType(DType.int64, [config.exchange_ranks], config.device(device_id))
-        ]
-        counter = self._counter(device_id)
         where = self._pointers(is_combine, device_id)[1:]
         values = check_buffers(config, counter, *where)
-        which = {"is_combine": is_combine}
-        return call_op("watch", config, counter, values, types, **which)[0]
+        types = [TensorType(DType.int64, [config.exchange_ranks], counter.device)]
+        given = config, counter, values, types
+        return call_op("watch", *given, is_combine=is_combine)[0]
 
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         """Counts the rows that each expert of a rank got.
@@ -372,12 +361,12 @@ class EPBatchManager:
             )
         config = self.config
         counts = dispatched[1 + config.is_quantized + config.nvfp4_dyn_global_scales]
-        if self.config.is_padded:
+        if config.is_padded:
             return counts
         offsets = ops.cast(counts, DType.int32)
         rows = offsets[1:] - offsets[:-1]
         # The shared expert's group, if any, comes first; experts stand in order.
-        return rows[1:] if self.config.fused_shared_expert else rows
+        return rows[1:] if config.fused_shared_expert else rows
 
     def _check_receive(self, op: str, device_id: int) -> None:
         """Refuses to forget where the rows of a combine under way are."""
@@ -418,15 +407,10 @@ class EPBatchManager:
         """Completes combine; see :func:`call_ep_combine_wait`."""
         counter = self._counter(device_id)
         self._order[_COMBINE].wait(device_id)
-        return builders.call_ep_combine_wait(
-            counter,
-            *self._pointers(_COMBINE, device_id)[1:],
-            self.config,
-            self._num_tokens[device_id],
-            router_weight,
-            # Rows that were not sent stand there.
-            self._expert_rows[device_id],
-        )
+        where = *self._pointers(_COMBINE, device_id)[1:], self.config
+        sums = self._num_tokens[device_id], router_weight
+        rows = self._expert_rows[device_id]  # those that were not sent stand there
+        return builders.call_ep_combine_wait(counter, *where, *sums, rows)
 
     def ep_combine(
         self,
@@ -490,8 +474,7 @@ class EPBatchManager:
         n_tokens = topk_ids.shape[0]
         types = [TensorType(t, [n_tokens], device) for t in (DType.bool, DType.float32)]
         counter = self._counter(device_id)
-        flags, share = call_op("degraded", self.config, counter, values, types)
-        return flags, share
+        return tuple(call_op("degraded", self.config, counter, values, types))
 
     def ep_dropped(
         self, topk_ids: TensorValue, device_id: int
@@ -512,10 +495,7 @@ class EPBatchManager:
         numbers = topk_ids.shape[0], self.config.n_local_experts
         types = [TensorType(DType.int32, [n], device) for n in numbers]
         counter = self._counter(device_id)
-        of_tokens, of_experts = call_op(
-            "dropped", self.config, counter, [topk_ids], types
-        )
-        return of_tokens, of_experts
+        return tuple(call_op("dropped", self.config, counter, [topk_ids], types))
 
     def _check_choices(self, topk_ids: TensorValue, device_id: int) -> DeviceRef:
         device = self._counter(device_id).device
@@ -535,7 +515,6 @@ class EPBatchManager:
 
 
 def _current_graph() -> Graph | None:
-    """Returns the graph that is being built, if any."""
     try:
         return Graph.current
     except LookupError:
