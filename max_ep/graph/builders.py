@@ -192,15 +192,19 @@ def call_distributed_ep_dispatch(
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
     none = [None] * len(atomic_counters)
-    more = input_scales or none, router_weights or none
-    ranks = list(zip(input_tokens, topk_ids, atomic_counters, *more))
-    in_turn = config.runs_ranks_in_turn
-    send = call_ep_dispatch_async if in_turn else call_ep_dispatch
-    sent = [send(*of_rank[:3], *pointers, config, *of_rank[3:]) for of_rank in ranks]
-    if not in_turn:
-        return sent
-    where = *pointers[1:], config
-    return [call_ep_dispatch_wait(counter, *where) for counter in atomic_counters]
+    given = zip(input_tokens, topk_ids, atomic_counters)
+    more = zip(input_scales or none, router_weights or none)
+    if not config.runs_ranks_in_turn:
+        return [
+            call_ep_dispatch(*of_rank, *pointers, config, *optional)
+            for of_rank, optional in zip(given, more)
+        ]
+    for of_rank, optional in zip(given, more):
+        call_ep_dispatch_async(*of_rank, *pointers, config, *optional)
+    return [
+        call_ep_dispatch_wait(counter, *pointers[1:], config)
+        for counter in atomic_counters
+    ]
 
 
 # ----------------------------------------------------------------------- combine
@@ -332,15 +336,17 @@ def call_distributed_ep_combine(
     Takes and returns lists over the local ranks.
     """
     pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
-    weights = router_weights or [None] * len(atomic_counters)
-    sums = num_tokens_per_device, weights
-    ranks = list(zip(input_tokens, src_info, atomic_counters, *sums))
+    given = list(zip(input_tokens, src_info, atomic_counters))
+    weights = router_weights or [None] * len(given)
+    rest = zip(num_tokens_per_device, weights)
     if not config.runs_ranks_in_turn:
-        return [call_ep_combine(*r[:3], *pointers, config, *r[3:]) for r in ranks]
-    for rows, source, counter, *_ in ranks:
-        call_ep_combine_async(rows, source, counter, *pointers, config)
-    where = *pointers[1:], config
+        return [
+            call_ep_combine(*of_rank, *pointers, config, *more)
+            for of_rank, more in zip(given, rest)
+        ]
+    for of_rank in given:
+        call_ep_combine_async(*of_rank, *pointers, config)
     return [
-        call_ep_combine_wait(counter, *where, *of_rank, rows)
-        for rows, _, counter, *of_rank in ranks
+        call_ep_combine_wait(counter, *pointers[1:], config, *more, rows)
+        for (rows, _, counter), more in zip(given, rest)
     ]

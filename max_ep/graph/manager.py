@@ -304,9 +304,14 @@ class EPBatchManager:
 
         Lists have the values of :meth:`ep_dispatch`, one a rank.
         """
-        lists = dict(input_tokens=input_tokens, topk_ids=topk_ids)
-        lists |= dict(input_scales=input_scales, router_weights=router_weights)
-        check_all_ranks(self.config, device_ids, **lists)
+        check_all_ranks(
+            self.config,
+            device_ids,
+            input_tokens=input_tokens,
+            topk_ids=topk_ids,
+            input_scales=input_scales,
+            router_weights=router_weights,
+        )
         none = [None] * len(device_ids)
         more = input_scales or none, router_weights or none
         given = list(zip(input_tokens, topk_ids, device_ids, *more))
@@ -407,10 +412,15 @@ class EPBatchManager:
         """Completes combine; see :func:`call_ep_combine_wait`."""
         counter = self._counter(device_id)
         self._order[_COMBINE].wait(device_id)
-        where = *self._pointers(_COMBINE, device_id)[1:], self.config
-        sums = self._num_tokens[device_id], router_weight
-        rows = self._expert_rows[device_id]  # those that were not sent stand there
-        return builders.call_ep_combine_wait(counter, *where, *sums, rows)
+        return builders.call_ep_combine_wait(
+            counter,
+            *self._pointers(_COMBINE, device_id)[1:],
+            self.config,
+            self._num_tokens[device_id],
+            router_weight,
+            # Rows that were not sent stand there.
+            self._expert_rows[device_id],
+        )
 
     def ep_combine(
         self,

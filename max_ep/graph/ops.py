@@ -63,8 +63,9 @@ def call_op(
         parameters["partial_dtype"] = config.combine_wire_dtype
     device = counter.device
     values = [counter, order_buffer(device), *values]
-    parameters |= dict(with_shmem=config.uses_shmem, config=" ".join(words))
-    return add_op(name, device, values, out_types, **parameters)
+    parameters["config"] = " ".join(words)
+    shmem = config.uses_shmem
+    return add_op(name, device, values, out_types, with_shmem=shmem, **parameters)
 
 
 def _group(config: EPConfig) -> list[str]:
@@ -109,8 +110,9 @@ def as_sent(
     n_bytes = config.sizes().dispatch_msg_bytes - SOURCE_INFO_BYTES
     device = given[0].device
     types = [TensorType(DType.uint8, [given[0].shape[0], n_bytes], device)]
-    parameters |= dict(hidden_size=config.hidden_size, with_shmem=config.uses_shmem)
-    return add_op(op, device, given, types, **parameters)[0]
+    parameters["hidden_size"] = config.hidden_size
+    shmem = config.uses_shmem
+    return add_op(op, device, given, types, with_shmem=shmem, **parameters)[0]
 
 
 def placeholder(

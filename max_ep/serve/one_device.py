@@ -48,10 +48,13 @@ class OneDeviceMoe(MoE):
         """
         super().__init__(**kwargs)
         self._manager, self._layer = manager, layer
-        n, top_k = manager.config.num_logical_experts, self.num_experts_per_token
-        sizes = dict(num_experts=n, num_experts_per_token=top_k, dtype=gate_dtype)
-        where = dict(devices=self.devices, hidden_dim=self.hidden_dim)
-        self.gate = self.gate_cls(**where, **sizes)
+        self.gate = self.gate_cls(
+            devices=self.devices,
+            hidden_dim=self.hidden_dim,
+            num_experts=manager.config.num_logical_experts,
+            num_experts_per_token=self.num_experts_per_token,
+            dtype=gate_dtype,
+        )
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """Runs the layer on ``[n_tokens, hidden_dim]``."""
@@ -139,9 +142,13 @@ class OneDeviceDecoder(Transformer):
         head = Linear(hidden, config.vocab_size, dtype, device)
         if config.tie_word_embeddings:
             head.set_shared_weight("weight", embedding.weight)
-        n_heads, head_dim = config.num_attention_heads, config.kv_params.head_dim
-        heads = dict(dim=hidden, n_heads=n_heads, head_dim=head_dim)
-        rope = rope(theta=config.rope_theta, max_seq_len=config.max_seq_len, **heads)
+        rope = rope(
+            dim=hidden,
+            n_heads=config.num_attention_heads,
+            theta=config.rope_theta,
+            max_seq_len=config.max_seq_len,
+            head_dim=config.kv_params.head_dim,
+        )
 
         def norm() -> RMSNorm:
             eps = config.rms_norm_eps
@@ -169,7 +176,7 @@ class OneDeviceDecoder(Transformer):
             TransformerBlock(
                 attention=attention(
                     rope=rope,
-                    num_attention_heads=n_heads,
+                    num_attention_heads=config.num_attention_heads,
                     num_key_value_heads=config.num_key_value_heads,
                     hidden_size=hidden,
                     kv_params=config.kv_params,
@@ -187,7 +194,7 @@ class OneDeviceDecoder(Transformer):
         ]
         super().__init__(
             dim=hidden,
-            n_heads=n_heads,
+            n_heads=config.num_attention_heads,
             layers=layers,
             norm=norm(),
             output=head,

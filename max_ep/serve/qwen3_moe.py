@@ -67,13 +67,24 @@ class OnePassAttention(Qwen3Attention):
             layer_idx.reshape([1]),
         ]
         heads = [qkv.shape[0], self.n_heads, kv.head_dim]
-        given = qkv.device, values, [TensorType(qkv.dtype, heads, qkv.device)], PACKAGE
-        sizes = dict(size=kv.head_dim, epsilon_of_one=round(1 / self.qk_norm_eps))
-        (q,) = add_op("norm_rope_store", *given, **sizes)
-        where = dict(kv_collection=kv_collection, layer_idx=layer_idx)
-        where |= dict(input_row_offsets=input_row_offsets)
-        how = dict(mask_variant=MHAMaskVariant.CAUSAL_MASK, scale=self.scale)
-        attended = flash_attention_ragged(kv, input=q, **where, **how)
+        (q,) = add_op(
+            "norm_rope_store",
+            qkv.device,
+            values,
+            [TensorType(qkv.dtype, heads, qkv.device)],
+            PACKAGE,
+            size=kv.head_dim,
+            epsilon_of_one=round(1 / self.qk_norm_eps),
+        )
+        attended = flash_attention_ragged(
+            kv,
+            input=q,
+            kv_collection=kv_collection,
+            layer_idx=layer_idx,
+            input_row_offsets=input_row_offsets,
+            mask_variant=MHAMaskVariant.CAUSAL_MASK,
+            scale=self.scale,
+        )
         return self.o_proj(ops.reshape(attended, [x.shape[0], -1]))
 
 

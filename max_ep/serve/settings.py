@@ -132,10 +132,15 @@ def _placed(config: EPConfig) -> EPConfig:
             f"{config.n_ranks}. It must be of the same, and all ranks have as many "
             "replicas: plan again (max-ep balance)"
         )
-    sizes = dict(num_logical_experts=placement.n_logical, num_moe_layers=n_layers)
-    sizes |= dict(n_experts=n_physical, max_replicas=int(placement.logcnt.max()))
-    balanced = dict(eplb_enabled=True, eplb_phy2log_plan=placement.phy2log)
-    return replace(config, **sizes, **balanced)
+    return replace(
+        config,
+        n_experts=n_physical,
+        num_logical_experts=placement.n_logical,
+        num_moe_layers=n_layers,
+        max_replicas=int(placement.logcnt.max()),
+        eplb_enabled=True,
+        eplb_phy2log_plan=placement.phy2log,
+    )
 
 
 def place_experts(

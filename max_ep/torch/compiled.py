@@ -39,9 +39,15 @@ def dispatch(
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     buffer = BUFFERS[key]
-    given = x.contiguous(), topk_idx.contiguous(), cap, n_experts
-    how = dict(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
-    result, _, handle, *_ = buffer.low_latency_dispatch(*given, **how)
+    result, _, handle, *_ = buffer.low_latency_dispatch(
+        x.contiguous(),
+        topk_idx.contiguous(),
+        cap,
+        n_experts,
+        use_fp8=use_fp8,
+        round_scale=round_scale,
+        use_ue8m0=use_ue8m0,
+    )
     tables = handle.tables
     handle.tables = None  # whoever is called owns them
     buffer._handles[tables.data_ptr()] = handle

@@ -104,7 +104,10 @@ class Settings:
 @functools.cache
 def _host_name() -> str:
     """Returns a name for the kind of CPU: code of CPU ranks is compiled for it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
     words = ("model name", "flags", "CPU part", "Features")
     about = sorted({line for line in lines if line.startswith(words)})
     text = "\n".join([platform.machine(), *about])

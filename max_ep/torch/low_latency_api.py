@@ -137,10 +137,17 @@ class LowLatency:
             dtype = torch.int32 if use_ue8m0 else torch.float32
             scales = empty(*channel.scales_layout, dtype)
             result = (rows, scales_of_rows(scales))
-        sent = x.data_ptr(), topk_idx.data_ptr(), x.shape[0]
-        made = rows.data_ptr(), scales.data_ptr() if use_fp8 else 0
-        first = src_info + 4 * (n_words - n_local), src_info + 8 * n_local * capacity
-        phase = region, region.dispatch, (*sent, *made, *first, src_info)
+        arguments = (
+            x.data_ptr(),
+            topk_idx.data_ptr(),
+            x.shape[0],
+            rows.data_ptr(),
+            scales.data_ptr() if use_fp8 else 0,
+            src_info + 4 * (n_words - n_local),
+            src_info + 8 * n_local * capacity,
+            src_info,
+        )
+        phase = region, region.dispatch, arguments
         tensors = (x, topk_idx, tables, rows, scales, stats)
         after = None if stats is None else lambda: stats.add_(counts)
         turn = channel.take(region)  # now that nothing is refused any more
@@ -331,10 +338,20 @@ class LowLatency:
             refuse("num_experts", what)
         if not 1 <= top_k <= most_k:
             refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most_k}")
-        group = dict(target=comm.target, experts=n_experts, ranks=comm.n_ranks)
-        sizes = dict(hidden=hidden, combine_hidden=hidden, top_k=top_k, tokens=cap)
-        how = dict(packed_scales=use_ue8m0, wide_ids=True, masks=comm.masks is not None)
-        settings = Settings(format=format, combine="bfloat16", **group, **sizes, **how)
+        settings = Settings(
+            target=comm.target,
+            format=format,
+            hidden=hidden,
+            combine="bfloat16",
+            combine_hidden=hidden,
+            experts=n_experts,
+            ranks=comm.n_ranks,
+            top_k=top_k,
+            tokens=cap,
+            packed_scales=use_ue8m0,
+            wide_ids=True,
+            masks=comm.masks is not None,
+        )
         (channel,) = comm.open([settings], _N_REGIONS)
         self._low_latency_channels[key] = channel
         return channel
@@ -362,11 +379,15 @@ class LowLatency:
             given = dict(device=self._comm.device)
             x = torch.empty((0, settings.hidden), dtype=torch.bfloat16, **given)
             ids = torch.empty((0, settings.top_k), dtype=torch.int64, **given)
-            format, sizes = settings.format, (settings.tokens, settings.experts)
-            is_rounded = format == FORMATS["fp8-round"][0]
-            how = dict(use_fp8=format != "bfloat16", round_scale=is_rounded)
-            how |= dict(use_ue8m0=settings.packed_scales)
-            self.low_latency_dispatch(x, ids, *sizes, **how)
+            self.low_latency_dispatch(
+                x,
+                ids,
+                settings.tokens,
+                settings.experts,
+                use_fp8=settings.format != "bfloat16",
+                round_scale=settings.format == FORMATS["fp8-round"][0],
+                use_ue8m0=settings.packed_scales,
+            )
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
