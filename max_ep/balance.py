@@ -33,7 +33,10 @@ class Placement:
     n_ranks: int
 
     def __post_init__(self) -> None:
-        phy2log = np.asarray(self.phy2log)
+        try:
+            phy2log = np.asarray(self.phy2log)
+        except ValueError:  # rows of different lengths
+            phy2log = np.asarray(self.phy2log, object)
         if phy2log.ndim != 2 or 0 in phy2log.shape or phy2log.dtype.kind not in "iu":
             raise ValueError(
                 f"phy2log is {phy2log.dtype} {list(phy2log.shape)}; it must have "
@@ -213,11 +216,8 @@ def _pack(
     n_hosts: int,
     before: Sequence[np.ndarray],
 ) -> list[list[int]]:
-    """Divides replicas over ranks with places for so many, the heaviest first.
-
-    A replica goes to the host and the rank that have the fewest of its expert, among
-    those to the rank with the least load. ``loads`` are those of a replica of each
-    expert, ``before`` each rank's old experts.
+    """Divides replicas, each of so much load, over ranks with so many places: the
+    heaviest first, to host and rank with the fewest of its expert and the least load.
     """
     n = len(sizes)
     parts: list[list[int]] = [[] for _ in range(n)]
@@ -238,12 +238,13 @@ def _pack(
 
 def _in_place(new: list[int], old: np.ndarray) -> np.ndarray:
     """Orders a rank's experts so that those it had keep their places."""
-    rest, placed = sorted(new), [-1] * len(new)
+    rest, placed = sorted(new), np.full(len(new), -1)
     for place, expert in enumerate(old[: len(new)].tolist()):
         if expert in rest:
             rest.remove(expert)
             placed[place] = expert
-    return np.array([e if e >= 0 else rest.pop(0) for e in placed], int)
+    placed[placed < 0] = rest
+    return placed
 
 
 class Slice(NamedTuple):

@@ -12,13 +12,10 @@ import numpy as np
 
 from .balance import Placement, plan, unbalanced
 from .plan import in_options
-from .stats import Statistics, draw, new_figure
+from .stats import BAR, Statistics, draw, new_figure
 
 _OPTIONS = {"n_replicas": "--replicas", "top_k": "--top-k", "n_hosts": "--hosts"}
 """Arguments of ``plan``, as the command line calls them."""
-
-_BAR = 40
-"""Characters of the longest bar."""
 
 
 def run_balance(options: argparse.Namespace) -> int:
@@ -41,16 +38,11 @@ def run_balance(options: argparse.Namespace) -> int:
         if n_replicas is None:
             # An eighth, and as many as all ranks can hold equally.
             n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
+    given = dict(top_k=options.top_k, n_hosts=options.hosts)
+    given |= dict(max_replicas=options.max_replicas)
+    old = before if options.current else None
     try:
-        after = plan(
-            counts,
-            n_ranks,
-            n_replicas,
-            top_k=options.top_k,
-            n_hosts=options.hosts,
-            max_replicas=options.max_replicas,
-            old=before if options.current else None,
-        )
+        after = plan(counts, n_ranks, n_replicas, old=old, **given)
     except ValueError as error:
         raise ValueError(in_options(str(error), _OPTIONS)) from None
     print(text(counts, before, after))
@@ -91,7 +83,7 @@ def text(counts: np.ndarray, before: Placement, after: Placement) -> str:
     rows = np.stack([p.rank_loads(counts)[worst] for p in (before, after)], 1)
     lines += ["", f"layer {worst}", f"{'rank':>8}{'before':>10}{'after':>10}"]
     for rank, (was, will_be) in enumerate(rows):
-        bar = "#" * round(_BAR * will_be / max(1, rows.max()))
+        bar = "#" * round(BAR * will_be / max(1, rows.max()))
         lines.append(f"{rank:>8}{was:>10.0f}{will_be:>10.0f} {bar}")
     most = np.argsort(-logcnt[worst], kind="stable")[: (logcnt[worst] > 1).sum()]
     named = ", ".join(f"{e} ({logcnt[worst, e]})" for e in most) or "none"

@@ -85,11 +85,8 @@ def compile_once() -> None:
 
 @contextmanager
 def one_at_a_time(lock: Path, what: str) -> Iterator[None]:
-    """Lets one process run the block; the waiting ones then go on together.
-
-    The lock is a ``flock``: the kernel frees it when its holder ends. The file holds
-    the holder, or ``done``. Where locks are not available, nobody waits.
-    """
+    """Lets one process run the block; the waiting ones then go on together. The file
+    holds who has its ``flock``, or ``done``; without locks nobody waits."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -156,7 +153,6 @@ def _name() -> str:
 
 
 def _make_folder(folder: Path) -> None:
-    """Raises if nothing can be written to a folder, which is made."""
     reason = "no permission to write"
     try:
         folder.mkdir(parents=True, exist_ok=True)

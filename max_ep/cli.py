@@ -80,18 +80,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         plan.add_argument(
             option, dest=dest, choices=choices, default=choices[0], help=text
         )
-    plan.add_argument(
-        "--partial",
-        dest="partial_dtype",
-        choices=(*plain, "fp8", "mxfp8"),
-        help="format of a partial sum (default: that of --combine)",
-    )
-    plan.add_argument(
-        "--shared-expert",
-        dest="fused_shared_expert",
-        action="store_true",
-        help="with a fused shared expert (EPConfig.fused_shared_expert)",
-    )
+    about = "format of a partial sum (default: that of --combine)"
+    formats = (*plain, "fp8", "mxfp8")
+    plan.add_argument("--partial", dest="partial_dtype", choices=formats, help=about)
+    about = "with a fused shared expert (EPConfig.fused_shared_expert)"
+    dest = "fused_shared_expert"
+    plan.add_argument("--shared-expert", dest=dest, action="store_true", help=about)
     about = "show waits for each peer, and rows of each expert"
     stats = command("stats", "stats", about)
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")
@@ -100,12 +94,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     balance = command("balance", "balance_report", about)
     balance.add_argument("files", nargs="+", help="one for each MoE layer, in order")
     wanted = balance.add_mutually_exclusive_group()
-    wanted.add_argument(
-        "--replicas", type=int, help="experts to add (default: an eighth)"
-    )
-    wanted.add_argument(
-        "--current", help="the placement that was measured, written by --out"
-    )
+    about = "experts to add (default: an eighth)"
+    wanted.add_argument("--replicas", type=int, help=about)
+    about = "the placement that was measured, written by --out"
+    wanted.add_argument("--current", help=about)
     for option, default, text in (
         ("--top-k", 8, "experts of a token"),
         ("--hosts", 1, "hosts of the ranks"),
@@ -115,13 +107,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         balance.add_argument(option, type=int, default=default, help=text)
     balance.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
     balance.add_argument("--out", help="an .npz for the placement")
-    build.add_argument(
-        "--torch",
-        dest="target",
-        metavar="TARGET",
-        required=True,
-        help="cpu, or an architecture such as sm_90a",
-    )
+    about = "cpu, or an architecture such as sm_90a"
+    name = dict(dest="target", metavar="TARGET", required=True)
+    build.add_argument("--torch", help=about, **name)
     build.add_argument(
         "--dispatch",
         choices=("bfloat16", "fp8", "fp8-round", "fp8-ue8m0", "normal"),
@@ -137,13 +125,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     serve.add_argument("--ranks", type=int, help=about)
     serve.add_argument("--dry-run", action="store_true", help="only print the command")
     who = command("who", "who", "show which rank waits for which, in a hang")
-    who.add_argument(
-        "target",
-        metavar="PID|GROUP",
-        nargs="?",
-        help="a process of the group or the one that started it, or the group's name "
-        "(default: all groups)",
-    )
+    about = "a process of the group or the one that started it, or the group's name "
+    about += "(default: all groups)"
+    who.add_argument("target", metavar="PID|GROUP", nargs="?", help=about)
     command("doctor", "doctor", "check this machine")
     names = {action.dest: action.option_strings[-1] for action in plan._actions}
     plan.set_defaults(names=names)

@@ -240,12 +240,6 @@ class EPConfig:
         return self.token_format.n_scales(self.hidden_size)
 
     @property
-    def scale_tiles(self) -> list[int]:
-        """Sizes of the scales in tiles: each local expert begins a tile of its own."""
-        n_rows = self.n_output_rows + 128 * self.n_local_experts
-        return [math.ceil(n_rows / 128), math.ceil(self.n_scales / 4), 32, 4, 4]
-
-    @property
     def combines_sums(self) -> bool:
         """Whether combine sends partial sums, and dispatch takes the weights."""
         return self.combine_mode == "sums"
@@ -261,12 +255,6 @@ class EPConfig:
         return self.protocol == "by_rank"
 
     @property
-    def axes(self) -> tuple[str, str]:
-        """How dispatch addresses a token and what combine returns, in Mojo's words."""
-        addressing = "to_all" if self.router_top_k else self.protocol
-        return addressing, self.combine_mode
-
-    @property
     def partial_format(self) -> TokenFormat | None:
         """The format of quantized partial sums; None: they are not quantized."""
         config = self.combine_quant_config
@@ -280,17 +268,9 @@ class EPConfig:
         return self.combine_dtype if self.partial_dtype is None else self.partial_dtype
 
     @property
-    def partial_block(self) -> int:
-        """Elements of a partial sum that share a scale; 0: there are no scales."""
-        return self.partial_format.scale_block if self.partial_format else 0
-
-    @property
     def uses_shmem(self) -> bool:
-        """Whether ranks reach those of other processes through SHMEM.
-
-        Processes that :func:`max_ep.launch` has started are on one host, and map each
-        other's GPU memory.
-        """
+        """Whether ranks reach those of other processes through SHMEM; those that
+        :func:`max_ep.launch` has started map each other's GPU memory."""
         is_one_host = GROUP_VARIABLE in os.environ
         return self.target == "gpu" and self.n_nodes > 1 and not is_one_host
 
@@ -324,25 +304,22 @@ class EPConfig:
     def device(self, device_id: int) -> DeviceRef:
         """Returns where the tensors of a local rank, ``[0, n_gpus_per_node)``, are."""
         if not 0 <= device_id < self.n_gpus_per_node:
-            raise ValueError(
-                f"device_id={device_id} must be in [0, n_gpus_per_node="
-                f"{self.n_gpus_per_node})"
-            )
+            range_ = f"[0, n_gpus_per_node={self.n_gpus_per_node})"
+            raise ValueError(f"device_id={device_id} must be in {range_}")
         if self.target == "cpu":
             return DeviceRef.CPU()
         return DeviceRef.GPU(device_id // self.ranks_per_gpu)
 
     def sizes(self) -> SimpleNamespace:
         """Returns the sizes of one rank's memory; ``layout_query.mojo`` lists them."""
-        return region_sizes(
-            *self.group_words(),
-            *self.token_format.words(),
-            f"row_scale_bytes={self.token_format.row_scale_bytes}",
-            f"combine_bytes={self.combine_wire_dtype.size_in_bytes}",
-        )
+        words = [*self.group_words(), *self.token_format.words()]
+        words.append(f"row_scale_bytes={self.token_format.row_scale_bytes}")
+        words.append(f"combine_bytes={self.combine_wire_dtype.size_in_bytes}")
+        return region_sizes(*words)
 
     def group_words(self) -> list[str]:
         """Describes what decides a layout, in the words of ``op_config.mojo``."""
+        partial = self.partial_format
         numbers = {
             "n_experts": self.exchange_experts,
             "n_ranks": self.exchange_ranks,
@@ -350,9 +327,10 @@ class EPConfig:
             "top_k": self.top_k,
             "hidden_size": self.hidden_size,
             "router_top_k": self.router_top_k,
-            "partial_block": self.partial_block,
+            "partial_block": partial.scale_block if partial else 0,
         }
-        words = [*self.axes, *(f"{name}={number}" for name, number in numbers.items())]
+        words = ["to_all" if self.router_top_k else self.protocol, self.combine_mode]
+        words += [f"{name}={number}" for name, number in numbers.items()]
         return [*words, "masks"] if self.masks else words
 
     def get_max_recv_tokens(self) -> int:
@@ -365,6 +343,12 @@ class EPConfig:
         """Returns the bytes of one rank's symmetric region, of both buffer groups."""
         sizes = self.sizes()
         return sizes.region_bytes + (sizes.put_bytes if self.uses_shmem else 0)
+
+
+def check_is_config(config: Any, user: str) -> None:
+    if not isinstance(config, EPConfig):
+        kind = f"{type(config).__module__}.{type(config).__qualname__}"
+        raise TypeError(f"{user} takes a max_ep.EPConfig, and was given a {kind}")
 
 
 def estimate_ep_memory_usage(

@@ -59,18 +59,11 @@ def _check_integer(
 
 def check_sizes(config: EPConfig) -> None:
     """Checks numbers, and that they fit each other."""
-    for field in (
-        "hidden_size",
-        "top_k",
-        "n_experts",
-        "max_tokens_per_rank",
-        "n_gpus_per_node",
-        "n_nodes",
-        "ranks_per_gpu",
-    ):
+    sizes = "hidden_size top_k n_experts max_tokens_per_rank n_gpus_per_node n_nodes"
+    for field in (*sizes.split(), "ranks_per_gpu"):
         _check_integer(config, field)
-    _check_integer(config, "n_sms", 0)
-    _check_integer(config, "router_top_k", 0)
+    for field in ("n_sms", "router_top_k"):
+        _check_integer(config, field, 0)
     if not isinstance(config.node_id, int) or not -1 <= config.node_id < config.n_nodes:
         raise ValueError(
             f"node_id={config.node_id!r} must be an integer in [0, n_nodes="
@@ -82,15 +75,11 @@ def check_sizes(config: EPConfig) -> None:
             f"top_k={config.top_k} is above {limits.MAX_TOP_K}, the most of a token"
         )
     if config.top_k > config.n_experts:
-        raise ValueError(
-            f"top_k={config.top_k} is above n_experts={config.n_experts}: a "
-            "token's experts are distinct"
-        )
+        above = f"top_k={config.top_k} is above n_experts={config.n_experts}"
+        raise ValueError(f"{above}: a token's experts are distinct")
     if config.n_ranks > limits.MAX_RANKS:
-        raise ValueError(
-            f"n_gpus_per_node * n_nodes = {config.n_ranks} ranks, at most "
-            f"{limits.MAX_RANKS} are supported"
-        )
+        product = f"n_gpus_per_node * n_nodes = {config.n_ranks} ranks"
+        raise ValueError(f"{product}, at most {limits.MAX_RANKS} are supported")
     if config.n_gpus_per_node % config.ranks_per_gpu != 0:
         raise ValueError(
             f"ranks_per_gpu={config.ranks_per_gpu} must divide n_gpus_per_node="
@@ -113,13 +102,9 @@ def check_sizes(config: EPConfig) -> None:
             "on_timeout='mask' is for one host, and neither for an all-gather nor for "
             "use_allreduce=True; pass 'raise'"
         )
-    is_uneven = config.n_experts % config.n_ranks != 0
-    if config.use_allreduce and (
-        config.n_nodes > 1
-        or is_uneven
-        or config.fused_shared_expert
-        or config.router_top_k
-    ):
+    is_uneven = config.n_nodes > 1 or config.n_experts % config.n_ranks != 0
+    has_more = config.fused_shared_expert or config.router_top_k
+    if config.use_allreduce and (is_uneven or has_more):
         raise ValueError(
             f"use_allreduce=True with n_nodes={config.n_nodes}, n_experts="
             f"{config.n_experts}, fused_shared_expert={config.fused_shared_expert}: it "
@@ -177,10 +162,8 @@ def check_dtypes(config: EPConfig) -> None:
     for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         value = getattr(config, field)
         if not isinstance(value, DType | None):
-            raise ValueError(
-                f"{field}={value!r} is a {type(value).__name__}, it must be a "
-                "max.dtype.DType, as DType.bfloat16"
-            )
+            kind = f"{field}={value!r} is a {type(value).__name__}"
+            raise ValueError(f"{kind}, it must be a max.dtype.DType, as DType.bfloat16")
     if config.combine_dtype not in PLAIN_DTYPES:
         raise ValueError(
             f"combine_dtype={config.combine_dtype} must be bfloat16 or float32"
@@ -213,10 +196,8 @@ def check_dtypes(config: EPConfig) -> None:
 
 def check_hidden_size(config: EPConfig) -> None:
     """Checks that rows are made of whole 16-byte vectors and whole blocks."""
-    for token_format, use in (
-        (config.token_format, "dispatch"),
-        (config.partial_format, "partial sums"),
-    ):
+    of_uses = {"dispatch": config.token_format, "partial sums": config.partial_format}
+    for use, token_format in of_uses.items():
         block = token_format.scale_block if token_format else 0
         if block and config.hidden_size % block != 0:
             raise ValueError(
@@ -249,9 +230,8 @@ def check_scale_layout(config: EPConfig) -> None:
             f"scale_layout={config.scale_layout!r} with "
             f"{config.token_format.name} dispatch, which has {names}"
         )
-    if config.scale_layout == "tiles" and (
-        config.is_padded or config.fused_shared_expert
-    ):
+    has_gaps = config.is_padded or config.fused_shared_expert
+    if config.scale_layout == "tiles" and has_gaps:
         raise ValueError(
             f"scale_layout='tiles' with output_layout={config.output_layout!r} and "
             f"fused_shared_expert={config.fused_shared_expert}: MAX's matmuls take "
@@ -277,13 +257,13 @@ def refusal_by_rank(config: EPConfig) -> str:
 
 def check_protocol(config: EPConfig) -> None:
     """Checks that the protocol can do what the other fields ask for."""
-    if config.masks and config.target == "gpu":
-        if not config.is_by_rank or config.n_ranks > limits.MAX_MASKING_GPUS:
-            raise ValueError(
-                f"on_timeout='mask' on GPUs with protocol={config.protocol!r} and "
-                f"{config.n_ranks} ranks: it is for 'by_rank', and at most "
-                f"{limits.MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
-            )
+    can_mask = config.is_by_rank and config.n_ranks <= limits.MAX_MASKING_GPUS
+    if config.masks and config.target == "gpu" and not can_mask:
+        raise ValueError(
+            f"on_timeout='mask' on GPUs with protocol={config.protocol!r} and "
+            f"{config.n_ranks} ranks: it is for 'by_rank', and at most "
+            f"{limits.MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
+        )
     if not config.is_by_rank:
         if config.combines_sums:
             raise ValueError(
@@ -292,8 +272,7 @@ def check_protocol(config: EPConfig) -> None:
                 "pass that, or 'auto', or combine_mode='rows'"
             )
         return
-    refusal = refusal_by_rank(config)
-    if refusal:
+    if refusal := refusal_by_rank(config):
         raise ValueError(
             f"protocol='by_rank' {refusal}; pass protocol='by_expert' (and "
             "combine_mode='rows')"
@@ -320,11 +299,10 @@ def check_balance(config: EPConfig) -> None:
         )
     if config.eplb_phy2log_plan is None:
         return
-    placement = Placement(np.asarray(config.eplb_phy2log_plan), config.n_ranks)
+    placement = Placement(config.eplb_phy2log_plan, config.n_ranks)
     shape = config.num_moe_layers, config.n_experts
-    if placement.phy2log.shape != shape or (
-        placement.n_logical != config.num_logical_experts
-    ):
+    has_all = placement.n_logical == config.num_logical_experts
+    if placement.phy2log.shape != shape or not has_all:
         raise ValueError(
             f"eplb_phy2log_plan has {list(placement.phy2log.shape)} entries and "
             f"{placement.n_logical} logical experts; it must have [num_moe_layers, "

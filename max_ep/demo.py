@@ -51,36 +51,28 @@ class LayerWeights(NamedTuple):
 def draw_weights(seed: int) -> LayerWeights:
     """Draws weights whose outputs keep the size of their inputs."""
     rng = np.random.default_rng(seed)
-    shapes = (
-        (N_EXPERTS, HIDDEN_SIZE),
-        (N_EXPERTS, 2 * MOE_DIM, HIDDEN_SIZE),
-        (N_EXPERTS, HIDDEN_SIZE, MOE_DIM),
-    )
-    drawn = [rng.standard_normal(shape) / np.sqrt(shape[-1]) for shape in shapes]
+    shapes = [HIDDEN_SIZE], [2 * MOE_DIM, HIDDEN_SIZE], [HIDDEN_SIZE, MOE_DIM]
+    drawn = [rng.standard_normal((N_EXPERTS, *s)) / np.sqrt(s[-1]) for s in shapes]
     return LayerWeights(*(weight.astype(np.float32) for weight in drawn))
 
 
 def embed(text: str) -> np.ndarray:
     """Gives each word a vector that depends on it alone: ``[n_words, HIDDEN_SIZE]``."""
     words = re.findall(r"[a-z']+|[.,;:]", text.lower())
-    rows = [
-        np.random.default_rng(zlib.crc32(word.encode())).standard_normal(HIDDEN_SIZE)
-        for word in words
-    ]
+    rngs = (np.random.default_rng(zlib.crc32(word.encode())) for word in words)
+    rows = [rng.standard_normal(HIDDEN_SIZE) for rng in rngs]
     return np.stack(rows).astype(np.float32)
 
 
 def build_layer(config: EPConfig, manager: EPBatchManager, module: Module) -> None:
     """Adds the graph of one layer, ``x + moe(rms_norm(x))`` on every rank."""
-    cpu, f32 = DeviceRef.CPU(), DType.float32
+    cpu, f32, ranks = DeviceRef.CPU(), DType.float32, range(N_RANKS)
     n_local = config.n_local_experts
-    ranks = range(N_RANKS)
     # One size for all ranks: their ops are the same, and compile once.
-    types = [TensorType(f32, ["n_tokens", HIDDEN_SIZE], cpu) for _ in ranks]
+    types = [TensorType(f32, ["n_tokens", HIDDEN_SIZE], cpu)] * N_RANKS
     types.append(TensorType(f32, [N_EXPERTS, HIDDEN_SIZE], cpu))
-    for _ in ranks:
-        types.append(TensorType(f32, [n_local, 2 * MOE_DIM, HIDDEN_SIZE], cpu))
-        types.append(TensorType(f32, [n_local, HIDDEN_SIZE, MOE_DIM], cpu))
+    shapes = [n_local, 2 * MOE_DIM, HIDDEN_SIZE], [n_local, HIDDEN_SIZE, MOE_DIM]
+    types += [TensorType(f32, shape, cpu) for shape in shapes] * N_RANKS
     inputs = [*types, *manager.input_types()]
     with Graph(_LAYER, input_types=inputs, module=module) as graph:
         values = [value.tensor for value in graph.inputs[: len(types)]]

@@ -49,14 +49,14 @@ def run_doctor(_: Any = None) -> int:
     version = _version("max")
     text = f"{version or 'missing'} (needs {_WANTED_MAX}*: pip install 'max==26.7.*')"
     say("max", version.startswith(_WANTED_MAX), text)
-    try:
-        say("mojo", True, run_mojo("--version").strip())
-    except Exception as error:
-        say("mojo", False, f"{error}; reinstall max, which brings it")
-    try:
-        say("mojo sources", True, str(mojo_dir()))
-    except FileNotFoundError as error:
-        say("mojo sources", False, str(error))
+    for what, ask, remedy in (
+        ("mojo", lambda: run_mojo("--version"), "; reinstall max, which brings it"),
+        ("mojo sources", mojo_dir, ""),
+    ):
+        try:
+            say(what, True, str(ask()).strip())
+        except Exception as error:
+            say(what, False, f"{error}{remedy}")
     cache = cache_dir()
     parent = next(p for p in (cache, *cache.parents) if p.exists())
     text, can_write = f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere)", True
@@ -65,8 +65,7 @@ def run_doctor(_: Any = None) -> int:
     except OSError as error:
         text, can_write = f"{text}: {error.strerror}", False
     say("compile cache", can_write, text)
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    say("cpu", True, f"{n_cores or os.cpu_count()} cores for MAX's workers")
+    say("cpu", True, f"{len(os.sched_getaffinity(0))} cores for MAX's workers")
     n_gpus = accelerator_count()
     say("gpu", True, f"{n_gpus}, one rank each with target='gpu'" if n_gpus else "none")
     if n_gpus > 1:

@@ -9,9 +9,9 @@ grouped matmul does not compile, and its ``linear`` writes past the end of its r
 from __future__ import annotations
 
 from max.dtype import DType
-from max.graph import Dim, Graph, StaticDim, TensorType, TensorValue, ops
+from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 
-from .extension import load_ops
+from .extension import add_op
 from .limits import FP8_BLOCK, FP8_COLUMNS, fp8_takes
 
 Quantized = tuple[TensorValue, TensorValue]
@@ -138,11 +138,9 @@ def grouped_gate_up(
             f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
             f"and k of {GPU_K_STEP}"
         )
-    load_ops(Graph.current, PACKAGE)
     result = TensorType(rows.dtype, [token_of_row.shape[0], moe_dim], rows.device)
     values = [rows, gate_up, *groups, token_of_row]
-    op = "max_ep.grouped_gate_up_gathered"
-    return ops.custom(op, rows.device, values, [result])[0].tensor
+    return _op("grouped_gate_up_gathered", values, [result])[0]
 
 
 def grouped_swiglu(
@@ -187,20 +185,13 @@ def sort_choices(
         )
     n_tokens, top_k = topk_ids.shape
     device = topk_ids.device
-    load_ops(Graph.current, PACKAGE)
-    made = ops.custom(
-        "max_ep.sort_choices",
-        device,
-        [topk_ids],
-        [
-            TensorType(DType.uint32, [n_experts + 1], device),
-            TensorType(DType.int32, [n_experts], device),
-            TensorType(DType.int32, [n_tokens * top_k], device),
-            TensorType(DType.int32, [n_tokens, top_k], device),
-        ],
-    )
-    row_offsets, expert_ids, token_of_row, row_of_choice = (x.tensor for x in made)
-    return row_offsets, expert_ids, token_of_row, row_of_choice
+    results = [
+        TensorType(DType.uint32, [n_experts + 1], device),
+        TensorType(DType.int32, [n_experts], device),
+        TensorType(DType.int32, [n_tokens * top_k], device),
+        TensorType(DType.int32, [n_tokens, top_k], device),
+    ]
+    return tuple(_op("sort_choices", [topk_ids], results))
 
 
 def add_rows(
@@ -229,14 +220,8 @@ def add_rows(
             f"{weights.shape[1]} columns; add_rows takes rows in multiples of 16 bytes "
             f"and a weight for each of {top_k} choices"
         )
-    load_ops(Graph.current, PACKAGE)
-    return ops.custom(
-        "max_ep.add_rows",
-        rows.device,
-        [rows, row_of_choice, weights],
-        [TensorType(rows.dtype, [weights.shape[0], hidden_size], rows.device)],
-        parameters={"top_k": top_k},
-    )[0].tensor
+    result = TensorType(rows.dtype, [weights.shape[0], hidden_size], rows.device)
+    return _op("add_rows", [rows, row_of_choice, weights], [result], top_k=top_k)[0]
 
 
 def routed_swiglu(
@@ -280,9 +265,7 @@ def _fp8(
             f"{rows.shape[1]}, {[n_experts, n, k]} and "
             f"{[int(size) for size in weight_scales.shape]}"
         )
-    load_ops(Graph.current, PACKAGE)
-    made = ops.custom(f"max_ep.{op}", rows.device, list(inputs), results)
-    return [value.tensor for value in made]
+    return _op(op, list(inputs), results)
 
 
 def fits_gpu(weight: TensorValue) -> bool:
@@ -308,31 +291,32 @@ def gather_takes(n_experts: int, n: int, k: int) -> bool:
 def _rows_of(
     op: str, n_columns: Dim, rows: TensorValue, *more: TensorValue
 ) -> TensorValue:
-    """Adds an op that makes ``[n_rows, n_columns]`` of rows."""
-    load_ops(Graph.current, PACKAGE)
     result = TensorType(rows.dtype, [rows.shape[0], n_columns], rows.device)
-    return ops.custom(f"max_ep.{op}", rows.device, [rows, *more], [result])[0].tensor
+    return _op(op, [rows, *more], [result])[0]
+
+
+def _op(
+    name: str, values: list[TensorValue], results: list[TensorType], **parameters: int
+) -> list[TensorValue]:
+    return add_op(name, values[0].device, values, results, PACKAGE, **parameters)
 
 
 def _check_groups(row_offsets: TensorValue, expert_ids: TensorValue) -> None:
-    """Refuses other dtypes and sizes than dispatch gives."""
     if row_offsets.dtype != DType.uint32 or expert_ids.dtype != DType.int32:
         raise TypeError(
             f"row_offsets ({row_offsets.dtype}) must be uint32 and expert_ids "
             f"({expert_ids.dtype}) int32, as dispatch gives them"
         )
-    sizes = row_offsets.shape[0], expert_ids.shape[0]
-    if all(isinstance(size, StaticDim) for size in sizes):
-        n_offsets, n_groups = map(int, sizes)
-        if n_offsets != n_groups + 1:
-            raise ValueError(
-                f"row_offsets have {n_offsets} elements and expert_ids {n_groups}; "
-                "pass one offset more than experts, as dispatch gives them"
-            )
+    n_offsets, n_groups = row_offsets.shape[0], expert_ids.shape[0]
+    are_known = isinstance(n_offsets, StaticDim) and isinstance(n_groups, StaticDim)
+    if are_known and int(n_offsets) != int(n_groups) + 1:
+        raise ValueError(
+            f"row_offsets have {n_offsets} elements and expert_ids {n_groups}; "
+            "pass one offset more than experts, as dispatch gives them"
+        )
 
 
 def _check(op: str, rows: TensorValue, weights: TensorValue) -> None:
-    """Refuses what the op cannot multiply."""
     sizes = ", ".join(map(str, weights.shape))
     if not rows.device.is_cpu():
         if rows.dtype != DType.bfloat16:
@@ -348,8 +332,6 @@ def _check(op: str, rows: TensorValue, weights: TensorValue) -> None:
             )
     if rows.dtype != weights.dtype:
         raise TypeError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one")
-    if rows.shape[1] != weights.shape[-1]:
-        raise ValueError(
-            f"rows have {rows.shape[1]} columns, weights [{sizes}] need "
-            f"{weights.shape[-1]}"
-        )
+    has, needs = rows.shape[1], weights.shape[-1]
+    if has != needs:
+        raise ValueError(f"rows have {has} columns, weights [{sizes}] need {needs}")

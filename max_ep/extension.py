@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,8 @@ from .cache import cache_dir, kept
 from .memory.shmem import BITCODE_PACKAGE, bitcode_path, check_installed
 
 if TYPE_CHECKING:
-    from max.graph import Graph
+    from max.dtype import DType
+    from max.graph import DeviceRef, TensorType, TensorValue, Value
 
 _COMPILE_TIMEOUT_S = 300
 
@@ -50,14 +51,8 @@ def sources_hash() -> str:
 
 def run_mojo(*args: str) -> str:
     """Runs the bundled ``mojo`` in the sources' folder; returns what it printed."""
-    done = subprocess_run_mojo(
-        list(args),
-        cwd=mojo_dir(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=_COMPILE_TIMEOUT_S,
-    )
+    how = dict(capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+    done = subprocess_run_mojo(list(args), cwd=mojo_dir(), **how)
     if done.returncode != 0:
         raise RuntimeError(f"max_ep: mojo {' '.join(args)} failed:\n{done.stderr}")
     return done.stdout
@@ -99,8 +94,24 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     return kept(target, lambda path: run_mojo(*command, str(path)))
 
 
-def load_ops(graph: Graph, package: str = "max_ep", with_shmem: bool = False) -> None:
-    """Loads the ops of an :func:`extension_path` into a graph, once."""
-    path = extension_path(package, with_shmem)
+def add_op(
+    name: str,
+    device: DeviceRef,
+    values: Sequence[Value],
+    out_types: Sequence[TensorType],
+    package: str = "max_ep",
+    with_shmem: bool = False,
+    **parameters: bool | int | str | DType,
+) -> list[TensorValue]:
+    """Adds an op of an :func:`extension_path` to the current graph; it changes the
+    buffers among its values, if there are any."""
+    from max.graph import BufferValue, Graph, ops
+
+    path, graph = extension_path(package, with_shmem), Graph.current
     if path not in graph.kernel_libraries_paths:
         graph._import_kernels([path])
+    changes = any(isinstance(value, BufferValue) for value in values)
+    call = ops.inplace_custom if changes else ops.custom
+    given = dict(device=device, values=values, out_types=out_types)
+    results = call(f"max_ep.{name}", **given, parameters=parameters)
+    return [result.tensor for result in results]

@@ -184,9 +184,8 @@ class TokenFormat:
                     "fp8_power_of_two_scales=True and a hidden_size that "
                     f"{of_word} divides, not {config.hidden_size}"
                 )
-        if config.tokens_are_quantized and (
-            not self.is_quantized or self.row_scale_bytes
-        ):
+        are_pairs = self.is_quantized and not self.row_scale_bytes
+        if config.tokens_are_quantized and not are_pairs:
             raise ValueError(
                 f"tokens_are_quantized=True with {self.name} dispatch and "
                 f"nvfp4_dyn_global_scales={config.nvfp4_dyn_global_scales}: they "
@@ -217,12 +216,9 @@ class TokenFormat:
             for c in (given, wanted)
         )
         if have != want:
-            raise ValueError(
-                "{} has format {}, scales of {} for blocks of {}; supported is {} with "
-                "scales of {} for blocks of {}, as {} makes it".format(
-                    field, *have, *want, maker
-                )
-            )
+            has = "{} has format {}, scales of {} for blocks of {}".format(field, *have)
+            supported = "{} with scales of {} for blocks of {}".format(*want)
+            raise ValueError(f"{has}; supported is {supported}, as {maker} makes it")
 
 
 FORMATS = (

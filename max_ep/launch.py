@@ -29,9 +29,8 @@ class LaunchError(RuntimeError):
 
     def __init__(self, failures: dict[int, str]) -> None:
         self.failures = failures
-        super().__init__(
-            "\n".join(f"node {node}: {text}" for node, text in failures.items())
-        )
+        texts = (f"node {node}: {text}" for node, text in failures.items())
+        super().__init__("\n".join(texts))
 
 
 def _child(
@@ -101,11 +100,8 @@ def launch(
     try:
         for node_id in range(n_nodes):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child,
-                args=(function, args, node_id, group, sender),
-                daemon=True,
-            )
+            given = function, args, node_id, group, sender
+            process = context.Process(target=_child, args=given, daemon=True)
             process.start()
             sender.close()
             members[receiver] = node_id, process

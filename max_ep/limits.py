@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an ``EPConfig`` and FP8 matmuls take, and names of environment variables."""
 
+import contextlib
 import os
 from typing import Any
 
@@ -65,10 +66,8 @@ def checked_timeout_s(seconds: Any, name: str = "timeout_s") -> float:
 def timeout_s_of_environment() -> float:
     """Returns what the environment says."""
     text: Any = os.environ.get(TIMEOUT_VARIABLE) or "30"
-    try:
+    with contextlib.suppress(ValueError):  # which the check names
         text = float(text)
-    except ValueError:
-        pass  # which the check names
     return checked_timeout_s(text, TIMEOUT_VARIABLE)
 
 

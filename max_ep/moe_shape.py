@@ -46,11 +46,8 @@ class MoeShape:
     """Whether matrices are in FP8 with a scale for each 128 x 128 elements."""
 
     def keeps_fp8(self, n_gpus: int) -> bool:
-        """Returns whether experts stay in FP8, and tokens are dispatched in it.
-
-        Elsewhere, and where our matmuls do not take them, their weights are widened
-        when they load, as those of all other layers.
-        """
+        """Returns whether experts stay in FP8, and tokens are dispatched in it; if not,
+        their weights are widened when they load, as those of all other layers."""
         sizes = (2 * self.moe_dim, self.hidden_size), (self.hidden_size, self.moe_dim)
         fits = all(fp8_takes(n, k) for n, k in sizes)
         return n_gpus == 1 and self.has_fp8_blocks and fits
@@ -58,16 +55,14 @@ class MoeShape:
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:
         """Reads a checkpoint's ``config.json``, as transformers parses it."""
-        for name in ("n_routed_experts", "num_experts", "num_local_experts"):
-            n_experts = getattr(huggingface_config, name, None)
-            if n_experts:
-                break
-        else:
+        names = "n_routed_experts", "num_experts", "num_local_experts"
+        found = [getattr(huggingface_config, name, None) for name in names]
+        n_experts = next(filter(None, found), 0)
+        if not n_experts:
+            kind = getattr(huggingface_config, "model_type", "model")
             raise ValueError(
-                f"a {getattr(huggingface_config, 'model_type', 'model')} checkpoint "
-                "without experts: its "
-                "config.json has none of n_routed_experts, num_experts and "
-                "num_local_experts; serve it without max_ep"
+                f"a {kind} checkpoint without experts: its config.json has none of "
+                f"{names[0]}, {names[1]} and {names[2]}; serve it without max_ep"
             )
         return cls(
             hidden_size=huggingface_config.hidden_size,

@@ -37,10 +37,8 @@ def run_plan(options: argparse.Namespace) -> int:
     them.
     """
     if options.dispatch_dtype not in BY_NAME:
-        raise ValueError(
-            f"--dispatch {options.dispatch_dtype} is unknown; there are "
-            f"{', '.join(BY_NAME)}"
-        )
+        unknown, known = options.dispatch_dtype, ", ".join(BY_NAME)
+        raise ValueError(f"--dispatch {unknown} is unknown; there are {known}")
     given = {name: value for name, value in vars(options).items() if name in _FIELDS}
     make_quant_config = BY_NAME[options.dispatch_dtype].make_quant_config
     for name in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
@@ -70,7 +68,7 @@ def run_plan(options: argparse.Namespace) -> int:
         f"{config.combine_mode}"
     )
 
-    n_rows, shape = config.n_output_rows, f"{config.n_output_rows}"
+    n_rows = shape = config.n_output_rows
     if config.is_padded:
         shape = f"{sizes.n_local_experts} x {config.expert_capacity}"
     row_bytes = config.row_columns * config.output_dtype.size_in_bytes
@@ -93,15 +91,12 @@ def run_plan(options: argparse.Namespace) -> int:
     if config.n_ranks == 1:
         print("MAX's EP needs two ranks or more.")
         return 0
+    same = (
+        "hidden_size dispatch_dtype combine_dtype max_tokens_per_rank n_experts top_k"
+    )
+    sizes = {name: getattr(config, name) for name in same.split()}
     theirs = max_ep_config.NUM_GROUPS * max_ep_config.estimate_ep_memory_usage(
-        hidden_size=config.hidden_size,
-        dispatch_dtype=config.dispatch_dtype,
-        combine_dtype=config.combine_dtype,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        n_experts=config.n_experts,
-        n_nodes=1,
-        n_gpus_per_node=config.n_ranks,
-        top_k=config.top_k,
+        n_nodes=1, n_gpus_per_node=config.n_ranks, **sizes
     )
     print(f"MAX's EP would take {theirs:,} B ({human(theirs)}), by its own estimate.")
     return 0

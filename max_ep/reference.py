@@ -360,9 +360,8 @@ def _check_combine(
     """Raises a `ValueError` unless each rank has a row for each it was given, and each
     choice that has a row has a weight."""
     for rank, (rows, result) in enumerate(zip(expert_rows, results)):
-        n_rows = len(result.src_ranks)
-        if len(rows) != n_rows:
-            raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n_rows}")
+        if len(rows) != (n := len(result.src_ranks)):
+            raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n}")
     for rank, weights in enumerate(topk_weights):
         for result in results:
             choices = result.src_info[result.src_ranks == rank]

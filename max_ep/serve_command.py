@@ -89,12 +89,9 @@ def device_flags(n_gpus: int, n_ranks: int) -> list[str]:
 def gpus_of_machine() -> list[Gpu]:
     """Asks ``nvidia-smi``; without one there are no GPUs."""
     asked = "--query-gpu=name,memory.total,compute_cap"
+    command = ["nvidia-smi", asked, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", asked, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(command, capture_output=True, text=True)
     except OSError:
         return []
     rows = [line.split(", ") for line in done.stdout.splitlines()]
@@ -152,23 +149,26 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) 
     check_place(name, len(gpus))
     for gpu in gpus:
         if not gpu.is_hopper:
-            raise ValueError(
-                f"the matmuls need an H100 or H200, this GPU is {gpu.name}"
-            )
+            what = "the matmuls need an H100 or H200"
+            raise ValueError(f"{what}, this GPU is {gpu.name}")
     try:
         sizes = SimpleNamespace(**config)
         shape, loaded = MoeShape.of(sizes), n_bytes
+        if "float32" in (config.get("dtype"), config.get("torch_dtype")):
+            loaded //= 2  # on GPUs they are bfloat16
         if quantization:
             keeps_fp8 = shape.keeps_fp8(len(gpus))
             loaded += _widened_bytes(sizes) if keeps_fp8 else n_bytes
+        if len(gpus) > 1:
+            # Each has all weights but those of the experts.
+            replicated = loaded - _expert_bytes(sizes, shape)
+            loaded += (len(gpus) - 1) * max(0, replicated)
     except AttributeError as error:
         raise ValueError(f"config.json of {name} is not complete: {error}") from error
     most = sum(gpu.n_bytes for gpu in gpus)
     if gpus and loaded > most:
-        raise ValueError(
-            f"{_gigabytes(loaded)} of weights do not fit into {_gigabytes(most)} "
-            "of GPU memory"
-        )
+        weights, memory = f"{_gigabytes(loaded)} of weights", _gigabytes(most)
+        raise ValueError(f"{weights} do not fit into {memory} of GPU memory")
     return shape.n_experts
 
 
@@ -180,6 +180,13 @@ def _widened_bytes(config: Any) -> int:
     n_dense = len(dense_layers(config))
     dense = 3 * config.intermediate_size * n_dense if n_dense else 0
     return (heads * config.num_hidden_layers + dense) * hidden
+
+
+def _expert_bytes(config: Any, shape: MoeShape) -> int:
+    """Counts the bytes of all routed experts in bfloat16, at most."""
+    n_layers = config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0)
+    n_layers -= getattr(config, "first_k_dense_replace", 0) + len(dense_layers(config))
+    return 2 * n_layers * 3 * shape.n_experts * shape.moe_dim * shape.hidden_size
 
 
 def _gigabytes(n_bytes: int) -> str:

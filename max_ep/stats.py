@@ -20,7 +20,7 @@ from .balance import read_npz
 _LINE = 80
 """Characters of a line."""
 
-_BAR = 40
+BAR = 40
 """Characters of the longest bar."""
 
 _MOST_BARS = 32
@@ -130,26 +130,23 @@ def _table(name: str, ns: np.ndarray) -> list[str]:
         for rank, waits in enumerate(cells):
             of_rank = "".join(f"{waits[src]:>{width}}" for src in shown)
             lines.append(f"{rank:>8}{of_rank}")
-    n_timed_out = int((ns < 0).sum())
-    if n_timed_out:
+    if n_timed_out := int((ns < 0).sum()):
         lines.append(f"{n_timed_out} waits timed out and are not counted")
     return lines
 
 
 def _histogram(rows: np.ndarray) -> list[str]:
-    n_each = -(-len(rows) // _MOST_BARS)
-    most = max(1, int(rows.max()))
-    mean = rows.mean()
+    n_each, most = -(-len(rows) // _MOST_BARS), max(1, int(rows.max()))
     lines = [
         f"received: {rows.sum()} rows, {len(rows)} experts, the fullest has "
-        f"{rows.max() / mean if mean else 0:.1f} times the mean"
+        f"{rows.max() / max(rows.mean(), 1e-9):.1f} times the mean"
     ]
     for first in range(0, len(rows), n_each):
         few = rows[first : first + n_each]
         last = first + len(few) - 1
         name = f"{first}" if last == first else f"{first}-{last}"
         # Of several experts the fullest: a mean would hide it.
-        bar = "#" * round(_BAR * few.max() / most)
+        bar = "#" * round(BAR * few.max() / most)
         lines.append(f"{name:>8}{few.max():>10} {bar}")
     return lines
 

@@ -31,7 +31,6 @@ from .memory.meeting import parent_of, process_state
 
 if TYPE_CHECKING:
     from .config import EPConfig
-    from .memory.gpu_shared import GpuWords
     from .memory.symmetric_memory import SharedMemory
 
 PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
@@ -63,12 +62,8 @@ class Facts:
     @classmethod
     def of(cls, config: EPConfig) -> Facts:
         """Takes them from a configuration; Mojo knows where words are."""
-        known = vars(config.sizes()) | dict(
-            n_ranks=config.n_ranks,
-            n_experts=config.n_experts,
-            max_tokens_per_rank=config.max_tokens_per_rank,
-            top_k=config.top_k,
-        )
+        own = "n_ranks", "n_experts", "max_tokens_per_rank", "top_k"
+        known = vars(config.sizes()) | {name: getattr(config, name) for name in own}
         return cls(**{field.name: known[field.name] for field in fields(cls)})
 
 
@@ -169,11 +164,8 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 @dataclass
-class CpuWords:
-    """The memory of a CPU rank, from two functions that copy ``(at, n_bytes)``.
-
-    Read as :class:`memory.gpu_shared.GpuWords` is.
-    """
+class Words:
+    """The memory of a rank, from two functions that copy ``(at, n_bytes)``."""
 
     read_counters: Callable[[int, int], bytes]
     read_region: Callable[[int, int], bytes]
@@ -182,15 +174,12 @@ class CpuWords:
         """Reads words of the counters, int32."""
         return np.frombuffer(self.read_counters(4 * first, 4 * n), np.int32)
 
-    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
-        """Reads flags of the region, ``pitch`` bytes from one to the next."""
-        read = self.read_region(offset, (n - 1) * pitch + 8)
-        return np.frombuffer(read, np.uint64)[:: pitch // 8]
+    def flags(self, offset: int, n: int) -> np.ndarray:
+        """Reads flags of the region."""
+        return np.frombuffer(self.read_region(offset, 8 * n), np.uint64)
 
 
-def cpu_wait(
-    facts: Facts, rank: int, words: CpuWords | GpuWords, now_ns: int
-) -> RankWait:
+def cpu_wait(facts: Facts, rank: int, words: Words, now_ns: int) -> RankWait:
     """Reads what a CPU rank does, at a time of the monotonic clock."""
     header = words.counters(0, N_HEADER_WORDS)
     launch = int(header[facts.launch_word])
@@ -218,13 +207,10 @@ def next_generation(last: int) -> int:
 
 
 def missing_ranks(
-    facts: Facts, rank: int, phase: int, last: int, words: CpuWords | GpuWords
+    facts: Facts, rank: int, phase: int, last: int, words: Words
 ) -> list[int]:
-    """Returns whose flags have not come that a phase of a CPU rank awaits.
-
-    ``phase`` is its number in ``PHASES``, ``last`` the generation of its last launch.
-    The counts stand as in ``layout.mojo``.
-    """
+    """Returns whose flags have not come that a phase of a CPU rank, of a number in
+    ``PHASES``, awaits after generation ``last``. Counts stand as in ``layout.mojo``."""
     n, n_local = facts.n_ranks, facts.n_local_experts
     first, offset = n_local * n, facts.dispatch_counts_offset
     if phase >= 2:
@@ -249,7 +235,7 @@ def missing_ranks(
 BY_EXPERT, SUMS, TO_ALL, MASKS = 1, 3, 5, 8  # as `Group.protocol` of layout.mojo
 
 
-def gpu_wait(facts: Facts, rank: int, words: CpuWords | GpuWords) -> RankWait:
+def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
     """Reads what a GPU rank does, from what its kernels leave in any case.
 
     They store no time, and none for this. ``is_running``: something is missing that
@@ -302,15 +288,13 @@ def _owners_of_missing_rows(
     header: np.ndarray,
     dispatched: int,
     generation: int,
-    words: CpuWords | GpuWords,
+    words: Words,
 ) -> list[int]:
     """Returns the ranks that have a row of this rank's tokens and have not sent it."""
     half = dispatched & 1
     n = int(header[facts.n_tokens_word + half]) * facts.top_k
     n_places = facts.max_tokens_per_rank * facts.top_k
     choices = words.counters(facts.choices_word + half * n_places, n)
-    pitch = facts.combine_msg_bytes
-    late = []
     # Negative: no row, or one that is here. With a cap on rows, also the position.
     positions, experts = divmod(choices, facts.n_experts)
     kept = words.flags(facts.combine_counts_offset, facts.n_experts)[experts]
@@ -318,14 +302,15 @@ def _owners_of_missing_rows(
     is_dropped &= positions >= (kept & np.uint64(2**32 - 1)).astype(np.int64)
     has_no_row = (choices < 0) | is_dropped
     owners = np.where(has_no_row, -1, experts // facts.n_local_experts)
-    for owner in sorted(set(owners[owners >= 0].tolist())):
-        first = facts.combine_recv_offset + pitch - SOURCE_INFO_BYTES
-        if facts.protocol & MASKS:
-            first += owner * n_places * pitch
-        flags = words.flags(first, n, pitch) >> np.uint64(32)
-        if (flags[owners == owner] != generation).any():
-            late.append(owner)
-    return late
+    late: set[int] = set()
+    for choice, owner in enumerate(owners.tolist()):
+        if owner < 0 or owner in late:
+            continue
+        place = choice + (owner * n_places if facts.protocol & MASKS else 0)
+        behind = (place + 1) * facts.combine_msg_bytes - SOURCE_INFO_BYTES
+        if words.flags(facts.combine_recv_offset + behind, 1) >> 32 != generation:
+            late.add(owner)
+    return sorted(late)
 
 
 def _experts_of(facts: Facts, rank: int) -> int:
@@ -338,18 +323,15 @@ def _experts_of(facts: Facts, rank: int) -> int:
 
 def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
     """Reads all ranks of a group of CPU processes, in one that maps their memory."""
-    ranks = []
+    ranks, n_local = [], memory.n_local_ranks
     for node, owner in sorted(memory.owners.items()):
         state = process_state(owner.pid, owner.started)
         if not state and memory.is_closed(node):
             state = "has closed its memory"
-        for i in range(memory.n_local_ranks):
-            rank = node * memory.n_local_ranks + i
-            words = CpuWords(
-                functools.partial(memory.read_status, node, i),
-                functools.partial(memory.read_region, node, i),
-            )
-            wait = cpu_wait(facts, rank, words, time.monotonic_ns())
+        for i in range(n_local):
+            reads = memory.read_status, memory.read_region
+            words = Words(*(functools.partial(read, node, i) for read in reads))
+            wait = cpu_wait(facts, node * n_local + i, words, time.monotonic_ns())
             wait.pid = owner.pid
             wait.process = f"process {owner.pid} {state}" if state else ""
             ranks.append(wait)
@@ -400,10 +382,9 @@ def answers_of(pid: int, timeout_s: float = 5) -> list[Waits]:
         asked.connect(_SOCKET + str(pid))
         lines = asked.makefile().read().splitlines()
     answers = [json.loads(line) for line in lines]
-    waits = [Waits(a["group"], [RankWait(**r) for r in a["ranks"]]) for a in answers]
-    for wait in (wait for of_group in waits for wait in of_group.ranks):
-        wait.pid = wait.pid or pid
-    return waits
+    for wait in (wait for answer in answers for wait in answer["ranks"]):
+        wait["pid"] = wait["pid"] or pid
+    return [Waits(a["group"], [RankWait(**r) for r in a["ranks"]]) for a in answers]
 
 
 def groups_of(target: str | None = None) -> list[Waits]:
@@ -431,12 +412,12 @@ def groups_of(target: str | None = None) -> list[Waits]:
     found = [Waits(name, [by[r] for r in sorted(by)]) for name, by in groups.items()]
     if target is None:
         return found
-    return [
-        waits
-        for waits in found
-        if waits.group.startswith(target)
-        or target in [str(p) for w in waits.ranks for p in (w.pid, parent_of(w.pid))]
-    ]
+
+    def is_meant(waits: Waits) -> bool:
+        pids = [pid for wait in waits.ranks for pid in (wait.pid, parent_of(wait.pid))]
+        return waits.group.startswith(target) or target in map(str, pids)
+
+    return [*filter(is_meant, found)]
 
 
 def run_who(options: argparse.Namespace) -> int:

@@ -84,6 +84,7 @@ eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
 **BALANCED | dict(max_replicas=0) | max_replicas=0; >= 1
 **BALANCED | dict(num_logical_experts=2) | num_logical_experts=2; top_k=3; n_experts=5
 **BALANCED | dict(num_logical_experts=6) | num_logical_experts=6; n_experts=5
+**BALANCED, eplb_phy2log_plan=[[0, 1, 2, 3], [0]] | phy2log; [n_layers, n_physical]
 **BALANCED, eplb_phy2log_plan=[[0, 1, 2, 3]] | [1, 4]; [2, 5]; num_moe_layers
 **BALANCED, eplb_phy2log_plan=[[0, 1, 2, 2, 0]] * 2 | [2, 5]; 3 logical; experts=4
 **BALANCED, eplb_phy2log_plan=[[0, 1, 2, 4, 0]] * 2 | each logical expert of [0, 5)

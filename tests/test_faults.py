@@ -278,10 +278,10 @@ def test_notes_of_a_later_group_are_left_alone():
 def test_a_group_that_has_no_notes_yet_does_not_run():
     """Node 0 makes the folder while the others look for it."""
     given = f"new-{os.getpid()}", 1, 2, Owner.myself(""), 2.0
-    assert Membership.of_running(*given) is None
-    Membership.create(given[0])
-    assert Membership.of_running(*given) is None
     expelled = Membership(*given)
+    assert not expelled.is_running()
+    Membership.create(given[0])
+    assert not expelled.is_running()
     remove_members(given[0])
     with pytest.raises(RuntimeError, match="the group ended before"):
         expelled.join()

@@ -8,10 +8,10 @@ from harness import to_buffer, to_numpy
 from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.graph import BufferType, DeviceRef, Graph, TensorType, ops
+from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from max_ep.experts import PACKAGE
-from max_ep.extension import load_ops
+from max_ep.extension import add_op
 
 N_Q, N_KV, SIZE, LAYERS, PAGE = 4, 2, 64, 3, 4
 LENGTHS, NEW = [0, 7, 3], [5, 1, 2]
@@ -60,16 +60,12 @@ def test_heads_are_normalized_rotated_and_cached(kind):
         TensorType(u32, [1], host),
     ]
     with Graph("heads", input_types=types) as graph:
-        load_ops(graph, PACKAGE)
-        cache, qkv, *_ = values = graph.inputs
-        (q,) = ops.inplace_custom(
-            "max_ep.norm_rope_store",
-            device=device,
-            values=[cache.buffer, *(value.tensor for value in values[1:])],
-            out_types=[TensorType(dtype, [qkv.tensor.shape[0], N_Q, SIZE], device)],
-            parameters=dict(size=SIZE, epsilon_of_one=10**6),
-        )
-        graph.output(q.tensor)
+        cache, *tensors = graph.inputs
+        values = [cache.buffer, *(value.tensor for value in tensors)]
+        result = TensorType(dtype, [values[1].shape[0], N_Q, SIZE], device)
+        of_one = dict(size=SIZE, epsilon_of_one=10**6)
+        made = add_op("norm_rope_store", device, values, [result], PACKAGE, **of_one)
+        graph.output(*made)
     there = Accelerator() if kind == "gpu" else CPU()
     model = InferenceSession(devices=[CPU(), there]).load(graph)
     random = np.random.default_rng(0)

@@ -13,10 +13,17 @@ from cases import BF16, CASES, F32
 from errors import arguments_of, raises, refused
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
+from max.nn.comm.ep import EPConfig as MaxConfig
 from test_config import F16, TWO  # noqa: F401, for the tables
 
 from max_ep import *  # noqa: F403, for the tables
-from max_ep import EPBatchManager, EPConfig
+from max_ep import (
+    EPBatchManager,
+    EPCommInitializer,
+    EPConfig,
+    call_distributed_ep_combine,
+    call_distributed_ep_dispatch,
+)
 from max_ep.graph.checks import refuse_if_in_turn
 
 CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU(0)
@@ -314,6 +321,17 @@ def test_fp8_is_made_of_bfloat16_and_float32_and_not_combined_as_it_is():
                 manager.ep_combine_async(rows, 0)
 
 
+@pytest.mark.parametrize("made", [EPBatchManager, EPCommInitializer])
+def test_what_is_no_config(made):
+    """Such as MAX's own, if one of two imports was left as it was."""
+    with raises(
+        TypeError, f"{made.__name__} takes a max_ep.EPConfig; a max.nn.comm.ep"
+    ):
+        made(MaxConfig.__new__(MaxConfig))
+    with raises(TypeError, "takes a max_ep.EPConfig; NoneType"):
+        made(None)
+
+
 def test_manager_before_fetch_buffers():
     manager = EPBatchManager(TWO.config())
     with building() as (_, x):
@@ -347,6 +365,25 @@ def test_buffers_of_another_group():
         n, m = (m.config.sizes().counters_words for m in (manager, other))
         with raises(ValueError, f"atomic_counter; [{n}]; [{m}]"):
             other.ep_dispatch_async(x.tokens, x.ids, 0)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_distributed_builders_add_all_ranks(in_turn):
+    """Ranks that run in turn all send before one waits; others have fused ops."""
+    config = TWO.config() if in_turn else TWO.config(n_gpus_per_node=1, n_nodes=2)
+    with building(config) as (m, x):
+        counters, n = m.atomic_counters[0], config.n_gpus_per_node
+        given = [x.tokens] * n, [x.ids] * n, counters
+        outputs = call_distributed_ep_dispatch(*given, *m._pointers(0), config)
+        rows, *_, source = map(list, zip(*outputs))
+        sums = [x.tokens.shape[0]] * n, [x.weights] * n
+        where = *m._pointers(1), config
+        results = call_distributed_ep_combine(rows, source, counters, *where, *sums)
+        added = re.findall(r'op = "(\w+)"', str(Graph.current))
+    assert [list(y.shape) for y in results] == [list(x.tokens.shape)] * n
+    forms = ["async"] * 2 + ["wait"] * 2
+    split = [f"{phase}_{form}" for phase in ("dispatch", "combine") for form in forms]
+    assert added == (split if in_turn else ["dispatch", "combine"])
 
 
 def test_a_second_graph_starts_anew():

@@ -97,6 +97,12 @@ def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, capsys):
     assert "--devices gpu:0" in command_of(model, capsys)
 
 
+def test_float32_is_halved_on_gpus(machine, tmp_path, capsys):
+    machine(SMALL_H100)
+    model = checkpoint(tmp_path, dict(QWEN, torch_dtype="float32"), 6 << 30)
+    assert "--devices gpu:0" in command_of(model, capsys)
+
+
 def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
     model = checkpoint(tmp_path, dict(QWEN, num_experts=9))
     assert command_of(model, capsys).endswith("--ep-size 3")
@@ -128,6 +134,9 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
          "need an H100 or H200, this GPU is NVIDIA A100"),
         (["NVIDIA H100, 1000, 9.0"], QWEN, (),
          "2.1 GB of weights do not fit into 1.0 GB"),
+        # Each GPU has all of the 2.1 GB but the 1.2 GB of the experts.
+        (["NVIDIA H100, 1400, 9.0"] * 2, dict(QWEN, num_hidden_layers=1), (),
+         "3.1 GB of weights do not fit into 2.9 GB"),
         ([H100], QWEN, ("--gpus", "2"), "--gpus 2: this machine has 1"),
         ((), QWEN, ("--ranks", "3"), "--ranks 3 does not divide 128 experts"),
         ((), QWEN, ("--ranks", "0"), "--ranks 0 does not divide 128 experts"),

@@ -124,7 +124,9 @@ def test_devices_that_are_not_there(
 
 
 @refused("""
---torch sm90 | --torch sm90 must be cpu, or as sm_90a
+--torch sm90 | --torch sm90 must be cpu, or an NVIDIA GPU that Mojo knows, from sm_80 on
+--torch sm_20 | --torch sm_20 must be cpu, or an NVIDIA GPU
+--torch sm_81 | --torch sm_81 must be cpu, or an NVIDIA GPU
 --experts 0 | --experts 0 must be an integer from 1 to 65535
 --experts 4000 --torch sm_90a | --experts 4000 must be an integer from 1 to 3840
 --experts 9 | --experts 9 is no multiple of --ranks 2

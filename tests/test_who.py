@@ -16,10 +16,10 @@ from max_ep import who
 from max_ep.cli import main
 from max_ep.who import (
     PHASES,
-    CpuWords,
     Facts,
     RankWait,
     Waits,
+    Words,
     answer_for,
     cpu_wait,
     gpu_wait,
@@ -79,7 +79,7 @@ def look(
     def reads(memory: np.ndarray):
         return lambda at, n_bytes: memory.tobytes()[at : at + n_bytes]
 
-    words = CpuWords(reads(header), reads(region))
+    words = Words(reads(header), reads(region))
     return cpu_wait(facts, rank, words, now_ns=4 * 10**9)
 
 
@@ -127,8 +127,8 @@ class GpuMemory:
     def counters(self, first: int, n: int) -> np.ndarray:
         return np.concatenate([self.header, self.choices])[first : first + n].copy()
 
-    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
-        return self.region[offset:].view(np.uint64)[: n * pitch // 8 : pitch // 8]
+    def flags(self, offset: int, n: int) -> np.ndarray:
+        return self.region[offset:].view(np.uint64)[:n]
 
     def send_row(self, choice: int) -> None:
         start = FACTS.combine_recv_offset + (choice + 1) * FACTS.combine_msg_bytes

@@ -52,10 +52,8 @@ class AllGatherTokenDispatcher:
         """
         n_ranks = n_gpus_per_node * n_nodes
         if n_ranks > MAX_TOP_K:
-            raise ValueError(
-                f"n_gpus_per_node * n_nodes = {n_ranks} ranks; an all-gather has at "
-                f"most {MAX_TOP_K}"
-            )
+            product = f"n_gpus_per_node * n_nodes = {n_ranks} ranks"
+            raise ValueError(f"{product}; an all-gather has at most {MAX_TOP_K}")
         if top_k < 1:
             raise ValueError(f"top_k={top_k} must be 1 or more")
         self.top_k = top_k
@@ -74,6 +72,7 @@ class AllGatherTokenDispatcher:
             **options,
         )
         self._manager = EPBatchManager(self.config)
+        self._ranks = list(range(n_gpus_per_node))
         self._routing_map: list[TensorValue] = []
         self._n_gathered: list[TensorValue] = []
 
@@ -97,10 +96,6 @@ class AllGatherTokenDispatcher:
     def global_tokens(self) -> int:
         """Rows of what is gathered."""
         return self.config.get_max_recv_tokens()
-
-    @property
-    def _ranks(self) -> list[int]:
-        return list(range(self.config.n_gpus_per_node))
 
     def initializer(self) -> EPCommInitializer:
         """Makes what allocates the memory; its ``model_inputs()`` are the EP inputs."""
@@ -141,10 +136,9 @@ class AllGatherTokenDispatcher:
         for rank, tokens in zip(self._ranks, hidden_states):
             device, shape = config.device(rank), [None, config.hidden_size]
             check_value(tokens, "hidden_states", config.dispatch_dtype, shape, device)
-            for what, values, dtype in (
-                ("probs", probs, DType.float32),
-                ("routing_map", routing_map, DType.int32),
-            ):
+            dtypes = dict(probs=DType.float32, routing_map=DType.int32)
+            for what, dtype in dtypes.items():
+                values = lists[what]
                 check_value(values[rank], what, dtype, [None, self.top_k], device)
                 check_same_rows("hidden_states", tokens, what, values[rank])
         gathered = self._manager.ep_dispatch_all(

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from max.dtype import DType
-from max.graph import BufferValue, DeviceRef, Dim, Graph, TensorType, TensorValue
-from max.graph import ops as graph_ops
+from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue
 
 from ..config import EPConfig
-from ..extension import load_ops
+from ..extension import add_op
 from ..limits import NUM_GROUPS
 from . import ops
 from .checks import refuse_if_in_turn
@@ -40,18 +39,10 @@ def call_ep_init(
     uint64 (send, recv and count buffer of dispatch and of combine) and ``my_rank``
     ``[1]`` int32.
     """
-    load_ops(Graph.current)
-    cpu = DeviceRef.CPU()
-    results = graph_ops.inplace_custom(
-        "max_ep.init",
-        device=atomic_counter_group_0.device,
-        values=[atomic_counter_group_0, atomic_counter_group_1, setup],
-        out_types=[
-            TensorType(DType.uint64, [NUM_GROUPS, 3], cpu),
-            TensorType(DType.int32, [1], cpu),
-        ],
-    )
-    return results[0].tensor, results[1].tensor
+    values = [atomic_counter_group_0, atomic_counter_group_1, setup]
+    device_ptrs = TensorType(DType.uint64, [NUM_GROUPS, 3], DeviceRef.CPU())
+    types = [device_ptrs, TensorType(DType.int32, [1], DeviceRef.CPU())]
+    return tuple(add_op("init", atomic_counter_group_0.device, values, types))
 
 
 # ---------------------------------------------------------------------- dispatch

@@ -29,10 +29,8 @@ def check_value(
         )
     dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
     if value.dtype not in dtypes:
-        raise TypeError(
-            f"{what} has dtype {value.dtype}, it must be "
-            f"{' or '.join(str(d) for d in dtypes)}; cast it"
-        )
+        wanted = " or ".join(map(str, dtypes))
+        raise TypeError(f"{what} has dtype {value.dtype}, it must be {wanted}; cast it")
     given = list(value.shape)
     fits = len(given) == len(shape) and all(
         want is None or not isinstance(have, StaticDim) or int(have) == want
@@ -40,10 +38,8 @@ def check_value(
     )
     if not fits:
         wanted = ", ".join("any" if s is None else str(s) for s in shape)
-        raise ValueError(
-            f"{what} has shape [{', '.join(str(d) for d in given)}], it must be "
-            f"[{wanted}]"
-        )
+        have = ", ".join(map(str, given))
+        raise ValueError(f"{what} has shape [{have}], it must be [{wanted}]")
     if device is not None and value.device != device:
         ref = "CPU()" if device.is_cpu() else f"GPU({device.id})"
         raise ValueError(
@@ -80,10 +76,8 @@ def check_all_ranks(
 ) -> None:
     """Raises unless all local ranks are named, and each list has a value for each."""
     if sorted(device_ids) != list(range(config.n_gpus_per_node)):
-        raise ValueError(
-            f"device_ids={device_ids} must name all "
-            f"{config.n_gpus_per_node} ranks of this process"
-        )
+        all_ = f"all {config.n_gpus_per_node} ranks of this process"
+        raise ValueError(f"device_ids={device_ids} must name {all_}")
     check_one_a_rank(len(device_ids), **lists)
 
 
@@ -96,10 +90,8 @@ def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue] | None) -> Non
                 f"the {n_ranks} local ranks"
             )
         if values is not None and len(values) != n_ranks:
-            raise ValueError(
-                f"{what} has {len(values)} tensors for {n_ranks} local ranks; pass "
-                "one for each"
-            )
+            n = f"{len(values)} tensors for {n_ranks} local ranks"
+            raise ValueError(f"{what} has {n}; pass one for each")
 
 
 def refuse_if_in_turn(config: EPConfig, op: str) -> None:
@@ -146,10 +138,8 @@ class OpOrder:
         """Refuses a wait before its send."""
         ranks, waited = self._others(device_id), self._waited[device_id]
         if self._sent[device_id] <= waited:
-            raise ValueError(
-                f"{op} on device {device_id} without "
-                f"ep_{self._phase}_async before it; call that first"
-            )
+            without = f"without ep_{self._phase}_async before it"
+            raise ValueError(f"{op} on device {device_id} {without}; call that first")
         if late := [rank for rank in ranks if self._sent[rank] <= waited]:
             raise ValueError(
                 f"{op} on device {device_id} before "

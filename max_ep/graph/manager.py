@@ -2,8 +2,7 @@
 """EPBatchManager: EP ops of one graph, in an order that can run.
 
 Each method checks the order (``OpOrder``), calls ``builders.py``, and keeps what later
-ops need. One class does dispatch and combine, because combine needs values of dispatch,
-and MAX has one class for both.
+ops need.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from max.graph import (
     ops,
 )
 
-from ..config import EPConfig
+from ..config import EPConfig, check_is_config
 from ..formats import PLAIN_DTYPES
 from ..limits import NUM_GROUPS
 from . import builders
@@ -69,6 +68,7 @@ class EPBatchManager:
 
     def __init__(self, config: EPConfig) -> None:
         """Makes the manager of a group; it has no buffers yet."""
+        check_is_config(config, "EPBatchManager")
         self.config = config
         self._comm: EPCommBuffers | None = None
         self._start()
@@ -194,9 +194,8 @@ class EPBatchManager:
                 "there is no placement of experts: set EPConfig.eplb_enabled=True"
             )
         self.config.device(device_id)  # raises if there is no such rank
-        return Replicas(
-            comm.eplb_log2phy[device_id], comm.eplb_logcnt[device_id], layer
-        )
+        tables = comm.eplb_log2phy[device_id], comm.eplb_logcnt[device_id]
+        return Replicas(*tables, layer)
 
     def ep_balance_ids(
         self, topk_ids: TensorValue, device_id: int, layer: int | TensorValue
@@ -334,9 +333,8 @@ class EPBatchManager:
         if phase not in ("dispatch", "combine"):
             raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
         config, is_combine = self.config, phase == "combine"
-        self._counter(device_id)
-        order = self._order[is_combine]
-        order.check_wait(device_id, f"ep_watch({phase!r})")
+        counter = self._counter(device_id)
+        self._order[is_combine].check_wait(device_id, f"ep_watch({phase!r})")
         if config.masks:
             raise ValueError(
                 "ep_watch with on_timeout='mask': a rank that watches gives no "
@@ -347,14 +345,11 @@ class EPBatchManager:
                 "ep_watch with max_output_rows on GPUs: it would wait for rows that a "
                 "peer has dropped; leave one of them out"
             )
-        types = [
-            TensorType(DType.int64, [config.exchange_ranks], config.device(device_id))
-        ]
-        counter = self._counter(device_id)
         where = self._pointers(is_combine, device_id)[1:]
         values = check_buffers(config, counter, *where)
-        which = {"is_combine": is_combine}
-        return call_op("watch", config, counter, values, types, **which)[0]
+        types = [TensorType(DType.int64, [config.exchange_ranks], counter.device)]
+        given = config, counter, values, types
+        return call_op("watch", *given, is_combine=is_combine)[0]
 
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         """Counts the rows that each expert of a rank got.
@@ -371,12 +366,12 @@ class EPBatchManager:
             )
         config = self.config
         counts = dispatched[1 + config.is_quantized + config.nvfp4_dyn_global_scales]
-        if self.config.is_padded:
+        if config.is_padded:
             return counts
         offsets = ops.cast(counts, DType.int32)
         rows = offsets[1:] - offsets[:-1]
         # The shared expert's group, if any, comes first; experts stand in order.
-        return rows[1:] if self.config.fused_shared_expert else rows
+        return rows[1:] if config.fused_shared_expert else rows
 
     def _check_receive(self, op: str, device_id: int) -> None:
         """Refuses to forget where the rows of a combine under way are."""
@@ -489,8 +484,7 @@ class EPBatchManager:
         n_tokens = topk_ids.shape[0]
         types = [TensorType(t, [n_tokens], device) for t in (DType.bool, DType.float32)]
         counter = self._counter(device_id)
-        flags, share = call_op("degraded", self.config, counter, values, types)
-        return flags, share
+        return tuple(call_op("degraded", self.config, counter, values, types))
 
     def ep_dropped(
         self, topk_ids: TensorValue, device_id: int
@@ -511,10 +505,7 @@ class EPBatchManager:
         numbers = topk_ids.shape[0], self.config.n_local_experts
         types = [TensorType(DType.int32, [n], device) for n in numbers]
         counter = self._counter(device_id)
-        of_tokens, of_experts = call_op(
-            "dropped", self.config, counter, [topk_ids], types
-        )
-        return of_tokens, of_experts
+        return tuple(call_op("dropped", self.config, counter, [topk_ids], types))
 
     def _check_choices(self, topk_ids: TensorValue, device_id: int) -> DeviceRef:
         device = self._counter(device_id).device
@@ -534,7 +525,6 @@ class EPBatchManager:
 
 
 def _current_graph() -> Graph | None:
-    """Returns the graph that is being built, if any."""
     try:
         return Graph.current
     except LookupError:

@@ -25,7 +25,7 @@ from max.graph import (
 )
 
 from ..config import EPConfig
-from ..extension import load_ops
+from ..extension import add_op
 from ..formats import PLAIN_DTYPES
 from ..limits import SOURCE_INFO_BYTES
 from .checks import check_n_tokens, check_same_rows, check_value, differ
@@ -36,12 +36,8 @@ _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
 
 
 def order_buffer(device: DeviceRef) -> BufferValue:
-    """Returns the buffer that puts this graph's EP ops on a device in order.
-
-    MAX runs in-place ops on different buffers concurrently. All EP ops of a graph on a
-    device share this one, so they run in the order in which they were built: the sends
-    of all its ranks before the first wait.
-    """
+    """Returns the buffer that all EP ops of this graph on a device share: MAX runs
+    in-place ops on one buffer in the order in which they were built."""
     of_graph = _order_buffers.setdefault(Graph.current, {})
     if device not in of_graph:
         of_graph[device] = ops.buffer_create(BufferType(DType.int32, [1], device))
@@ -57,24 +53,19 @@ def call_op(
     **parameters: bool | str | DType,
 ) -> list[TensorValue]:
     """Adds an EP op to the current graph, after the earlier ones."""
-    load_ops(Graph.current, with_shmem=config.uses_shmem)
     words = _group(config)
     if name.startswith("dispatch"):
         words += config.token_format.words()
-        parameters["format"] = config.token_format.op_name(
-            config.fp8_power_of_two_scales, config.tokens_are_quantized
-        )
+        how = config.fp8_power_of_two_scales, config.tokens_are_quantized
+        parameters["format"] = config.token_format.op_name(*how)
     elif name in ("combine", "watch"):
         parameters["combine_dtype"] = config.combine_dtype
         parameters["partial_dtype"] = config.combine_wire_dtype
-    results = ops.inplace_custom(
-        f"max_ep.{name}",
-        device=counter.device,
-        values=[counter, order_buffer(counter.device), *values],
-        out_types=out_types,
-        parameters={**parameters, "config": " ".join(words)},
-    )
-    return [result.tensor for result in results]
+    device = counter.device
+    values = [counter, order_buffer(device), *values]
+    parameters["config"] = " ".join(words)
+    shmem = config.uses_shmem
+    return add_op(name, device, values, out_types, with_shmem=shmem, **parameters)
 
 
 def _group(config: EPConfig) -> list[str]:
@@ -116,17 +107,12 @@ def as_sent(
     op: str, config: EPConfig, given: list[TensorValue], **parameters: str
 ) -> TensorValue:
     """Makes tokens as they are sent, bytes."""
-    load_ops(Graph.current, with_shmem=config.uses_shmem)
     n_bytes = config.sizes().dispatch_msg_bytes - SOURCE_INFO_BYTES
-    shape, device = [given[0].shape[0], n_bytes], given[0].device
-    (sent,) = ops.custom(
-        f"max_ep.{op}",
-        device=device,
-        values=given,
-        out_types=[TensorType(DType.uint8, shape, device)],
-        parameters={"hidden_size": config.hidden_size, **parameters},
-    )
-    return sent.tensor
+    device = given[0].device
+    types = [TensorType(DType.uint8, [given[0].shape[0], n_bytes], device)]
+    parameters["hidden_size"] = config.hidden_size
+    shmem = config.uses_shmem
+    return add_op(op, device, given, types, with_shmem=shmem, **parameters)[0]
 
 
 def placeholder(
@@ -238,15 +224,12 @@ def weights_for_op(
     device: DeviceRef,
     phase: str,
 ) -> TensorValue:
-    """Checks router weights; returns them as the ops take them, widened to float32.
-
-    One direction takes them. In the other a tensor stands in their place.
-    """
+    """Checks router weights, which one direction takes; returns them as ops do."""
     used_by = "dispatch" if config.combines_sums else "combine"
     if (router_weights is not None) != (phase == used_by):
-        needs, what = ("needs", "those of all tokens")
+        needs, what = "needs", "those of all tokens"
         if phase != used_by:
-            needs, what = ("takes no", "None")
+            needs, what = "takes no", "None"
         raise ValueError(
             f"{phase} with combine_mode={config.combine_mode!r} {needs} router "
             f"weights: {used_by} takes them; pass {what} to {phase}, or choose another "
@@ -294,19 +277,14 @@ def scales_for_op(
     check_value(input_scales, "input_scales", DType.float32, [None], device)
     n = input_scales.shape[0]
     if not isinstance(n, StaticDim) or int(n) not in (1, config.exchange_experts):
-        raise ValueError(
-            f"input_scales has shape [{n}], it must be [1] or "
-            f"[n_experts={config.exchange_experts}]"
-        )
+        wanted = f"[1] or [n_experts={config.exchange_experts}]"
+        raise ValueError(f"input_scales has shape [{n}], it must be {wanted}")
     return input_scales
 
 
 def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
-    """Returns the types of the eight results of the ops that receive a dispatch.
-
-    The ops see padded rows as rows with gaps between, so in two dimensions. Results
-    that the format or the layout has not are empty.
-    """
+    """Returns the types of the eight results of the ops that receive a dispatch, with
+    padded rows in two dimensions; those that a format or layout has not are empty."""
     n_rows, n_local = config.n_output_rows, config.n_local_experts
     n_groups = n_local + int(config.fused_shared_expert)
     router_top_k = config.router_top_k
@@ -328,13 +306,20 @@ def dispatch_types(config: EPConfig, device: DeviceRef) -> list[TensorType]:
     ]
 
 
+def _scale_tiles(config: EPConfig) -> list[int]:
+    """Returns the sizes of scales in tiles: each expert begins a tile of its own."""
+    n_rows = config.n_output_rows + 128 * config.n_local_experts
+    return [math.ceil(n_rows / 128), math.ceil(config.n_scales / 4), 32, 4, 4]
+
+
 def _scales_shape(config: EPConfig) -> list[int]:
     """Returns the sizes of the scales, in two dimensions."""
     n_rows, n_scales = config.n_output_rows, config.n_scales
     if config.scale_layout == "packed":
         n_scales //= 4
     if config.scale_layout == "tiles":
-        return [math.prod(config.scale_tiles[:-1]), config.scale_tiles[-1]]
+        *outer, n_inner = _scale_tiles(config)
+        return [math.prod(outer), n_inner]
     if config.scale_layout == "rows":
         return [n_rows, n_scales]
     if config.is_padded and n_scales:
@@ -356,7 +341,7 @@ def dispatch_results(
         # Local expert `e` begins with tile `row_offsets[e] // 128 + e`.
         experts = np.arange(config.n_local_experts, dtype=np.uint32)
         scales_offsets = ops.constant(experts, DType.uint32, tokens.device)
-        tiles = scales.reshape(config.scale_tiles)
+        tiles = scales.reshape(_scale_tiles(config))
         return (tokens, tiles, *of_rows, offsets, scales_offsets, ids, src_info)
     if not config.is_padded:
         rest = gathered if config.router_top_k else []

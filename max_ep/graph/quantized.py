@@ -8,7 +8,7 @@ from max.dtype import DType
 from max.graph import StaticDim, TensorValue, ops
 
 from ..config import EPConfig
-from ..formats import widen_bits
+from ..formats import on_target, widen_bits
 
 
 def dequantize(
@@ -56,33 +56,30 @@ def dequantize(
         ("rows", rows, token_format.dtype),
         ("scales", scales, token_format.scale_dtype),
     ):
-        of_cpu = DType.uint8 if dtype.size_in_bytes == 1 else dtype
+        of_cpu = on_target(dtype, "cpu")
         if value.dtype not in (dtype, of_cpu):
             raise TypeError(
                 f"{what} are {value.dtype}; {token_format.name} dispatch "
                 f"delivers {of_cpu} on CPU and {dtype} on GPUs"
             )
-    shape = list(rows.shape)
-    hidden = shape[-1] if len(shape) > 1 else None
-    known = int(hidden) if isinstance(hidden, StaticDim) else 0
-    known *= token_format.values_per_byte
-    n_blocks = known // block if known % block == 0 else 0
-    outer, n_rows = shape[:-2], shape[-2:-1]
-    by_row = [*outer, *n_rows, n_blocks]
-    want = [*outer, n_blocks, *n_rows] if is_transposed else by_row
-    if n_blocks == 0 or list(scales.shape) != want:
+    *by_row, columns = rows.shape
+    known = int(columns) if by_row and isinstance(columns, StaticDim) else 0
+    hidden = known * token_format.values_per_byte
+    by_block = [*by_row, hidden // block]
+    want = [*by_row[:-1], hidden // block, *by_row[-1:]] if is_transposed else by_block
+    if hidden == 0 or hidden % block or list(scales.shape) != want:
         of_row = [f"hidden / {block}", "n_rows"][:: 1 if is_transposed else -1]
         raise ValueError(
             f"rows are {rows.shape} and scales {scales.shape}; for rows [..., n_rows, "
             f"hidden], hidden a multiple of {block}, give scales [..., "
             f"{', '.join(of_row)}], as dispatch delivers them"
         )
-    values = ops.reshape(_widen(rows, token_format.dtype), [*by_row, block])
+    values = ops.reshape(_widen(rows, token_format.dtype), [*by_block, block])
     factors = _widen(scales, token_format.scale_dtype)
     if is_transposed:
         factors = ops.transpose(factors, -1, -2)
     wide = values * ops.unsqueeze(factors, -1)
-    wide = ops.reshape(wide, [*outer, *n_rows, known])
+    wide = ops.reshape(wide, [*by_row, hidden])
     if row_scales is None:
         return wide
     return wide * ops.unsqueeze(row_scales.cast(DType.float32), -1)

@@ -6,17 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from max.dtype import DType
-from max.graph import (
-    BufferValue,
-    DeviceRef,
-    Graph,
-    StaticDim,
-    TensorType,
-    TensorValue,
-    ops,
-)
+from max.graph import BufferValue, DeviceRef, StaticDim, TensorType, TensorValue, ops
 
-from ..extension import load_ops
+from ..extension import add_op
 from ..formats import PLAIN_DTYPES
 from ..limits import MAX_TOP_K
 
@@ -58,25 +50,16 @@ def balance_ids(topk_ids: TensorValue, replicas: Replicas) -> TensorValue:
     """
     if topk_ids.dtype != DType.int32:
         raise TypeError(f"topk_ids are {topk_ids.dtype}; balance_ids takes int32: cast")
-    load_ops(Graph.current)
     tables, layer = replicas.operands()
-    (ids,) = ops.inplace_custom(
-        "max_ep.balance_ids",
-        device=topk_ids.device,
-        values=[*tables, topk_ids, layer],
-        out_types=[topk_ids.type],
-    )
-    return ids.tensor
+    values = [*tables, topk_ids, layer]
+    return add_op("balance_ids", topk_ids.device, values, [topk_ids.type])[0]
 
 
 def own_ids(
     topk_ids: TensorValue, first: int, n_local: int, n_experts: int
 ) -> TensorValue:
-    """Numbers the choices of a rank's own experts from 0, and drops others.
-
-    Those of other ranks become -1, "no expert". Ids that no expert has become -2, which
-    dispatch reports.
-    """
+    """Numbers the choices of a rank's own experts from 0. Those of other ranks become
+    -1, and ids that no expert has -2, which dispatch reports."""
 
     def all_of(value: int) -> TensorValue:
         return ops.constant(value, DType.int32, topk_ids.device)
@@ -139,23 +122,12 @@ def softmax_top_k(
             f"{n_experts} experts; on GPUs softmax_top_k takes up to "
             f"{MAX_GPU_EXPERTS}: use ops.softmax and ops.top_k"
         )
-    load_ops(Graph.current)
-    types = [
-        TensorType(dtype, [n_tokens, top_k], logits.device)
-        for dtype in (DType.int32, DType.float32)
-    ]
+    shape, dtypes = [n_tokens, top_k], (DType.int32, DType.float32)
+    types = [TensorType(dtype, shape, logits.device) for dtype in dtypes]
     parameters = dict(n_experts=n_experts, top_k=top_k, renormalize=renormalize)
-    if replicas is None:
-        name, call, values = "softmax_top_k", ops.custom, [logits]
-    else:
+    name, values = "softmax_top_k", [logits]
+    if replicas is not None:
         tables, layer = replicas.operands()
-        name, call = "softmax_top_k_balanced", ops.inplace_custom
-        values = [*tables, logits, layer]
-    ids, weights = call(
-        f"max_ep.{name}",
-        device=logits.device,
-        values=values,
-        out_types=types,
-        parameters=parameters,
-    )
-    return ids.tensor, weights.tensor
+        name, values = "softmax_top_k_balanced", [*tables, logits, layer]
+    ids, weights = add_op(name, logits.device, values, types, **parameters)
+    return ids, weights

@@ -14,13 +14,11 @@ from .symmetric_memory import no_memory
 
 def out_of_reach(devices: Sequence[Device]) -> list[str]:
     """Returns the pairs of GPUs without peer access."""
-    ids = {device.id: device for device in devices}
+    in_order = sorted({device.id: device for device in devices}.items())
     return [
-        f"GPU {first} and GPU {second}"
-        for first, second in combinations(sorted(ids), 2)
-        if not (
-            ids[first].can_access(ids[second]) and ids[second].can_access(ids[first])
-        )
+        f"GPU {i} and GPU {j}"
+        for (i, first), (j, second) in combinations(in_order, 2)
+        if not (first.can_access(second) and second.can_access(first))
     ]
 
 
@@ -32,7 +30,6 @@ class GpuMemory:
     """
 
     def __init__(self, devices: list[Device], region_bytes: int) -> None:
-        """Allocates a region of ``region_bytes`` on the GPU of each local rank."""
         if len({device.id for device in devices}) > 1:
             try:
                 enable_all_peer_access()

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from .symmetric_memory import PeerMemory, no_memory
 
 _GRANULARITY = 2 << 20
 _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
-_NON_BLOCKING, _HOST, _DEVICE = 1, 1, 2
+_NON_BLOCKING = 1
 _U64, _SIZE = ctypes.c_uint64, ctypes.c_size_t
 _KIND = ctypes.c_int(_POSIX_DESCRIPTOR)
 
@@ -58,7 +57,6 @@ def use_context(device: int) -> None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Calls the driver; raises what it says."""
     result = getattr(_driver(), name)(*arguments)
     if result:
         text = ctypes.c_char_p()
@@ -140,24 +138,6 @@ class GpuSharedMemory(PeerMemory):
             _call("cuMemRelease", _U64(handle))
 
 
-class _Copy2D(ctypes.Structure):
-    """``CUDA_MEMCPY2D``."""
-
-    _fields_ = [
-        (f"{side}_{name}", kind)
-        for side in ("src", "dst")
-        for name, kind in (
-            ("x", ctypes.c_size_t),
-            ("y", ctypes.c_size_t),
-            ("type", ctypes.c_uint),
-            ("host", ctypes.c_void_p),
-            ("device", ctypes.c_uint64),
-            ("array", ctypes.c_void_p),
-            ("pitch", ctypes.c_size_t),
-        )
-    ] + [("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
-
-
 @functools.cache
 def _stream(device: int) -> ctypes.c_void_p:
     """Makes a stream for reads beside kernels."""
@@ -166,31 +146,18 @@ def _stream(device: int) -> ctypes.c_void_p:
     return stream
 
 
-class GpuWords:
-    """The counters and the region of a rank, read while its kernels run."""
+def reader(device: int, address: int) -> Callable[[int, int], bytes]:
+    """Returns what copies bytes behind an address, ``(at, n_bytes)``, also while
+    kernels run; for the thread that asks."""
+    use_context(device)
+    stream = _stream(device)
 
-    def __init__(self, device: int, counters: int, region: int) -> None:
-        """Takes addresses; nothing is read yet."""
-        use_context(device)
-        self._counters, self._region, self._stream = counters, region, _stream(device)
+    def read(at: int, n_bytes: int) -> bytes:
+        found = ctypes.create_string_buffer(n_bytes)
+        if n_bytes:
+            place = found, _U64(address + at), _SIZE(n_bytes), stream
+            _call("cuMemcpyDtoHAsync_v2", *place)
+            _call("cuStreamSynchronize", stream)
+        return found.raw
 
-    def counters(self, first: int, n: int) -> np.ndarray:
-        """Reads words of the counters, int32."""
-        return self._read(self._counters + 4 * first, 1, 4 * n, 4 * n).view(np.int32)
-
-    def flags(self, offset: int, n: int, pitch: int = 8) -> np.ndarray:
-        """Reads flags of the region, ``pitch`` bytes from one to the next."""
-        rows, width = (n, 8) if pitch > 8 else (1, 8 * n)
-        return self._read(self._region + offset, rows, width, pitch).view(np.uint64)
-
-    def _read(self, address: int, rows: int, width: int, pitch: int) -> np.ndarray:
-        found = np.zeros(rows * width, np.uint8)
-        copy = _Copy2D(width=width, height=rows)
-        copy.src_type, copy.src_device, copy.src_pitch = _DEVICE, address, pitch
-        copy.dst_type, copy.dst_host, copy.dst_pitch = _HOST, found.ctypes.data, width
-        if rows * width:
-            if rows == 1:
-                copy.src_pitch = width
-            _call("cuMemcpy2DAsync_v2", ctypes.byref(copy), self._stream)
-            _call("cuStreamSynchronize", self._stream)
-        return found
+    return read

@@ -14,13 +14,21 @@ from max.engine import InferenceSession, Model
 
 from ..balance import Placement
 from ..cache import compile_once
-from ..config import EPConfig
+from ..config import EPConfig, check_is_config
 from ..config_checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
-from ..who import Facts, RankWait, Waits, answer_for, gpu_wait, waits_of_processes
+from ..who import (
+    Facts,
+    RankWait,
+    Waits,
+    Words,
+    answer_for,
+    gpu_wait,
+    waits_of_processes,
+)
 from .gpu import GpuMemory
-from .gpu_shared import GpuSharedMemory, GpuWords
+from .gpu_shared import GpuSharedMemory, reader
 from .masked_ranks import MaskedRanks
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
@@ -48,6 +56,7 @@ class EPCommInitializer(MaskedRanks):
         A ``node_id`` of -1, and the name of a ``group`` of several processes that is
         None, are taken from the environment. GPU processes read it from there only.
         """
+        check_is_config(config, "EPCommInitializer")
         if group and config.uses_shmem:
             raise ValueError(
                 f"group={group!r}: GPU processes of one host take their group's name "
@@ -119,8 +128,7 @@ class EPCommInitializer(MaskedRanks):
             raise
         if config.target == "gpu" or config.n_nodes > 1:
             answer_for(self)
-        has_plan = config.eplb_enabled and config.eplb_phy2log_plan is not None
-        if has_plan and not self._placement:
+        if config.eplb_phy2log_plan is not None and not self._placement:
             plan = Placement(config.eplb_phy2log_plan, config.n_ranks)
             tables = plan.log2phy(config.max_replicas), plan.logcnt
             self.set_eplb_placement(*([t] * config.n_gpus_per_node for t in tables))
@@ -141,21 +149,14 @@ class EPCommInitializer(MaskedRanks):
         return int(text)
 
     def _allocate(self, region_bytes: int) -> _Memory:
-        config = self.config
-        devices = self._rank_devices()
+        config, same = self.config, self._fingerprint()
+        node, n_local = (config.node_id, config.n_nodes), config.n_gpus_per_node
         if config.uses_shmem:
-            return ShmemMemory(
-                config.n_gpus_per_node,
-                config.node_id,
-                config.n_nodes,
-                region_bytes,
-                self._fingerprint(),
-                config.timeout_s,
-            )
+            return ShmemMemory(n_local, *node, region_bytes, same, config.timeout_s)
         if config.n_nodes == 1:
             if config.target == "gpu":
-                return GpuMemory(devices, region_bytes)
-            return LocalMemory(config.n_gpus_per_node, region_bytes)
+                return GpuMemory(self._rank_devices(), region_bytes)
+            return LocalMemory(n_local, region_bytes)
         group = self._group or os.environ.get(GROUP_VARIABLE)
         if not group:
             raise ValueError(
@@ -163,12 +164,10 @@ class EPCommInitializer(MaskedRanks):
                 f"group: pass EPCommInitializer(config, group=...), or set "
                 f"{GROUP_VARIABLE} (max_ep.launch does)"
             )
-        place, same = (group, config.node_id, config.n_nodes), self._fingerprint()
         if config.target == "gpu":
-            return GpuSharedMemory(*place, region_bytes, same)
+            return GpuSharedMemory(group, *node, region_bytes, same)
         status_bytes = -(-4 * config.sizes().counters_words // 256) * 256
-        sizes = config.n_gpus_per_node, region_bytes
-        return SharedMemory(*place, *sizes, same, status_bytes)
+        return SharedMemory(group, *node, n_local, region_bytes, same, status_bytes)
 
     def _allocate_counters(self) -> list[list[Buffer]]:
         """Makes zeroed counters of each group and rank. Those that ops use stand in
@@ -196,13 +195,13 @@ class EPCommInitializer(MaskedRanks):
         self._check_open("who_waits")
         if isinstance(self._memory, SharedMemory):
             return waits_of_processes(Facts.of(self.config), self._memory)
-        first = self.config.node_id * self.config.n_gpus_per_node
-        waits = [RankWait(first + i) for i in range(self.config.n_gpus_per_node)]
-        if self.config.target == "gpu" and not self.config.use_allreduce:
-            for i, device in enumerate(self._rank_devices()):
-                counters = self._counters[0][i]._data_ptr()
-                words = GpuWords(device.id, counters, self._regions[i])
-                waits[i] = gpu_wait(Facts.of(self.config), first + i, words)
+        waits = []
+        for i, device in enumerate(self._rank_devices()):
+            waits.append(RankWait(self._rank_of(i)))
+            if self.config.target == "gpu" and not self.config.use_allreduce:
+                places = self._counters[0][i]._data_ptr(), self._regions[i]
+                words = Words(*(reader(device.id, place) for place in places))
+                waits[i] = gpu_wait(Facts.of(self.config), self._rank_of(i), words)
         return Waits(self._group or f"of process {os.getpid()}", waits)
 
     def _fingerprint(self) -> str:
@@ -211,8 +210,7 @@ class EPCommInitializer(MaskedRanks):
             "dispatch_dtype combine_dtype hidden_size top_k n_experts "
             "max_tokens_per_rank n_gpus_per_node n_nodes protocol combine_mode "
             "combine_wire_dtype fp8_power_of_two_scales tokens_are_quantized "
-            "nvfp4_dyn_global_scales "
-            "router_top_k on_timeout"
+            "nvfp4_dyn_global_scales router_top_k on_timeout"
         ).split()
         return ", ".join(f"{name}={getattr(self.config, name)}" for name in fields)
 
@@ -230,6 +228,9 @@ class EPCommInitializer(MaskedRanks):
         offsets = np.zeros((NUM_GROUPS, 3), np.uint64)
         # What a device was asked before (zeros in the counters) comes first.
         self._synchronize()
+        shape = config.exchange_experts, config.exchange_ranks
+        shape = *shape, config.max_tokens_per_rank, config.top_k
+        messages = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
         # A run of the set-up graph prepares one rank on each device.
         n_devices = config.n_local_devices
         per_device = config.n_gpus_per_node // n_devices
@@ -237,21 +238,9 @@ class EPCommInitializer(MaskedRanks):
             inputs: list[Buffer | np.ndarray] = []
             for device in range(n_devices):
                 rank = device * per_device + i
-                setup = [
-                    self._regions[rank],
-                    0 if config.use_allreduce else self._rank_of(rank),
-                    config.timeout_ms,
-                    int(was_used),
-                    config.exchange_experts,
-                    config.exchange_ranks,
-                    config.max_tokens_per_rank,
-                    config.top_k,
-                    sizes.dispatch_msg_bytes,
-                    sizes.combine_msg_bytes,
-                    sizes.protocol,
-                    readmitted,
-                    *generations,
-                ]
+                number = 0 if config.use_allreduce else self._rank_of(rank)
+                setup = [self._regions[rank], number, config.timeout_ms, was_used]
+                setup += [*shape, *messages, sizes.protocol, readmitted, *generations]
                 inputs += [group[rank] for group in self._counters]
                 inputs.append(np.array(setup, np.int64))
             device_ptrs, *_ = self._model.execute(*inputs)
@@ -260,12 +249,10 @@ class EPCommInitializer(MaskedRanks):
         return offsets
 
     def _rank_devices(self) -> list[Device]:
-        """Returns where each local rank runs."""
         per_device = self.config.n_gpus_per_node // len(self._devices)
         return [device for device in self._devices for _ in range(per_device)]
 
     def _rank_of(self, local_rank: int) -> int:
-        """Returns a local rank's number in the group."""
         return self.config.node_id * self.config.n_gpus_per_node + local_rank
 
     def _check_open(self, method: str) -> None:
@@ -298,11 +285,10 @@ class EPCommInitializer(MaskedRanks):
             record = words[sizes.failure_word :][: sizes.n_failure_words]
             if record[0] != 0:
                 # The text lives in `failures.mojo`.
-                said = (self._rank_of(rank), self.config.timeout_ms, *record)
-                program = ("run", "-I", ".", "failure_text.mojo", *map(str, said))
-                texts.append(run_mojo(*program).strip())
+                said = map(str, (self._rank_of(rank), self.config.timeout_ms, *record))
+                texts.append(run_mojo("run", "-I", ".", "failure_text.mojo", *said))
         if texts:
-            raise RuntimeError("\n".join(texts))
+            raise RuntimeError("\n".join(map(str.strip, texts)))
 
     def model_inputs(self) -> list[Buffer]:
         """Returns the graph's EP inputs, in the order of ``input_types()``.
@@ -333,9 +319,8 @@ class EPCommInitializer(MaskedRanks):
         """
         if self.config.n_nodes > 1:
             raise RuntimeError(
-                "EPCommInitializer.reset works where all ranks are in one "
-                f"process; with n_nodes={self.config.n_nodes} close() and "
-                "ep_init() in every process"
+                "EPCommInitializer.reset works where all ranks are in one process; "
+                f"with n_nodes={self.config.n_nodes} close() and ep_init() in each"
             )
         self._check_open("reset")
         # A kernel that still waits, on another GPU, could write to a rank that
@@ -363,10 +348,8 @@ class EPCommInitializer(MaskedRanks):
         self._devices = self._devices or _devices(config)
         shape = [config.num_moe_layers, config.num_logical_experts, config.max_replicas]
         placement = []
-        for name, given, wanted in (
-            ("log2phy", log2phy, shape),
-            ("logcnt", logcnt, shape[:2]),
-        ):
+        given_tables = ("log2phy", log2phy, shape), ("logcnt", logcnt, shape[:2])
+        for name, given, wanted in given_tables:
             if len(given) != config.n_gpus_per_node:
                 raise ValueError(
                     f"{name} has {len(given)} tables; there must be one for each of "

@@ -44,11 +44,12 @@ class MaskedRanks:
             for kind in range(3)
             for group in range(NUM_GROUPS)
         ]
-        agrees = config.masks and config.n_nodes > 1
-        if agrees:
+        members = None
+        if config.masks and config.n_nodes > 1:
             place = memory.group, config.node_id, config.n_nodes, memory.owner
-            self._members = Membership.of_running(*place, config.timeout_s)
-            if self._members is not None:
+            members = Membership(*place, config.timeout_s)
+            if members.is_running():
+                self._members = members
                 memory.withdraw()
                 self._join()
                 return
@@ -60,13 +61,13 @@ class MaskedRanks:
             try:
                 regions = memory.connect(config.timeout_s)
             except BaseException:
-                if agrees and config.node_id == 0:
+                if members is not None and config.node_id == 0:
                     Membership.discard(memory.group)
                 raise
         self._point_to(range(config.n_ranks), regions)
-        if agrees:
-            self._members = Membership(*place, config.timeout_s)
-            self._members.publish(state=MEMBER)  # one of the first
+        if members is not None:
+            self._members = members
+            members.publish(state=MEMBER)  # one of the first
 
     def _point_to(self, ranks: Sequence[int], regions: Sequence[int]) -> None:
         """Writes ranks' addresses into the table that the graphs' inputs share."""
@@ -85,16 +86,13 @@ class MaskedRanks:
 
     def _ranks(self, nodes: Iterable[int]) -> list[int]:
         n = self.config.n_gpus_per_node
-        return [
-            rank for node in sorted(nodes) for rank in range(node * n, node * n + n)
-        ]
+        return [node * n + i for node in sorted(nodes) for i in range(n)]
 
     def active_ranks(self) -> list[int]:
         """Returns the ranks that no rank of this process masks. No run may go on."""
         return np.flatnonzero(~self._masks("active_ranks").any(axis=0)).tolist()
 
     def _masks(self, method: str) -> np.ndarray:
-        """Reads whom each rank of this process masks."""
         words = self._mask_words(method)
         if not self.config.masks:
             return np.zeros((1, 1), bool)
@@ -114,14 +112,12 @@ class MaskedRanks:
         if not self.config.masks:
             return
         self._synchronize()
-        first = self.config.node_id * self.config.n_gpus_per_node
         for group in self._counters:
             for i, counters in enumerate(group):
                 mask = counters.to(CPU()).to_numpy()[words].copy()
-                mask[[rank for rank in ranks if rank != first + i]] = 1
-                counters[words].inplace_copy_from(
-                    Buffer.from_numpy(mask).to(counters.device)
-                )
+                mask[[rank for rank in ranks if rank != self._rank_of(i)]] = 1
+                masked = Buffer.from_numpy(mask).to(counters.device)
+                counters[words].inplace_copy_from(masked)
         self._synchronize()
 
     def readmit(self, rank: int) -> None:
@@ -169,18 +165,17 @@ class MaskedRanks:
         masked = set(range(self.config.n_ranks)) - set(self.active_ranks())
         if self._members is None:
             return self.active_ranks()
+        nodes = {rank // self.config.n_gpus_per_node for rank in masked}
+        given = nodes, self._generations(), self._heard_s
         try:
-            nodes = {rank // self.config.n_gpus_per_node for rank in masked}
-            given = nodes, self._generations(), self._heard_s
             decision = self._members.reconcile(*given)
         except RankExpelled:
             self._pointers[:] = 0
             raise
         lost = self._map(decision.joined, decision)
         for rank in self._ranks(decision.joined):
-            self._prepare_ranks(
-                was_used=True, readmitted=rank, generations=decision.generations[::2]
-            )
+            at = decision.generations[::2]
+            self._prepare_ranks(was_used=True, readmitted=rank, generations=at)
         self._go_on_with(decision, lost)
         return self.active_ranks()
 

@@ -59,6 +59,9 @@ class Note:
     def is_member(self) -> bool:
         return self.state == MEMBER and self.is_alive()
 
+    def is_joining(self) -> bool:
+        return self.state == JOINING and self.is_alive()
+
 
 @dataclass
 class Decision:
@@ -133,33 +136,28 @@ class Membership:
         with contextlib.suppress(OSError):
             members_folder(group).rmdir()
 
-    @classmethod
-    def of_running(
-        cls, group: str, node: int, n_nodes: int, owner: Owner, timeout_s: float
-    ) -> Membership | None:
-        """Returns the notes of a group that runs without this node, or None.
+    def is_running(self) -> bool:
+        """Returns whether the group runs without this node.
 
         Raises:
             RuntimeError: If the node's old process is alive: it may still write.
+            ValueError: If the group has another configuration.
         """
-        members = cls(group, node, n_nodes, owner, timeout_s)
-        old = members.note(node)
+        old, own = self.note(self._node), self._note.owner["fingerprint"]
         if old is not None and old.is_alive():
             raise RuntimeError(
-                f"max_ep: node {node} of group {group!r} has a process that is alive, "
-                f"{old.owner['pid']}, and can still write: end it, or let it rejoin()"
+                f"max_ep: node {self._node} of group {self._group!r} has a process that"
+                f" is alive, {old.owner['pid']}, and can still write: end it, or let it"
+                " rejoin()"
             )
-        for note in members.notes().values():
-            if not note.is_member():
-                continue
-            if note.owner["fingerprint"] != owner.fingerprint:
-                theirs, own = differing(note.owner["fingerprint"], owner.fingerprint)
-                raise ValueError(
-                    f"max_ep: group {group!r} runs with another configuration: "
-                    f"{theirs}; this process: {own}"
-                )
-            return members
-        return None
+        members = [note for note in self.notes().values() if note.is_member()]
+        if members and members[0].owner["fingerprint"] != own:
+            theirs, own = differing(members[0].owner["fingerprint"], own)
+            raise ValueError(
+                f"max_ep: group {self._group!r} runs with another configuration: "
+                f"{theirs}; this process: {own}"
+            )
+        return bool(members)
 
     # ---------------------------------------------------------------------- notes
 
@@ -237,13 +235,8 @@ class Membership:
             TimeoutError: If fewer than half of the processes alive have come.
         """
         epoch, n_polls = self.decision.epoch + 1, 0
-        self.publish(
-            time_s=time.monotonic(),
-            epoch=epoch,
-            state=MEMBER,
-            masked=sorted(masked),
-            generations=generations,
-        )
+        said = dict(masked=sorted(masked), generations=generations)
+        self.publish(time_s=time.monotonic(), epoch=epoch, state=MEMBER, **said)
         while (decision := self.latest()).epoch < epoch:
             notes, members = self.notes(), self.decision.members
             now_s = time.monotonic()
@@ -266,13 +259,8 @@ class Membership:
                 # There must be time left to meet those that join.
                 is_early = now_s < deadline_s - self._timeout_s / 2
                 # One that is stopped would hold up all.
-                joining = [
-                    n
-                    for n, note in notes.items()
-                    if note.state == JOINING
-                    and now_s - note.time_s < self._timeout_s
-                    and note.is_alive()
-                ]
+                recent = [n for n in notes if now_s - notes[n].time_s < self._timeout_s]
+                joining = [n for n in recent if notes[n].is_joining()]
                 decision = decide(epoch, members, present, joining if is_early else [])
                 self._decide(replace(decision, deadline_s=deadline_s))
                 continue

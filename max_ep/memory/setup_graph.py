@@ -22,10 +22,8 @@ _setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
 
 
 def setup_model(session: InferenceSession, config: EPConfig) -> Model:
-    """Loads the graph that prepares one rank on each device of this process.
-
-    Once a session and kind of devices: the sizes of the group are its inputs.
-    """
+    """Loads the graph that prepares one rank on each device of this process, once a
+    session and kind of devices: the sizes of the group are its inputs."""
     kind = (config.target, config.n_local_devices, config.sizes().setup_words)
     models = _setup_models.setdefault(session, {})
     if kind not in models:
@@ -34,10 +32,8 @@ def setup_model(session: InferenceSession, config: EPConfig) -> Model:
 
 
 def setup_graph(config: EPConfig, module: Module | None = None) -> Graph:
-    """Builds the graph that runs ``max_ep.init`` for one rank per device.
-
-    With other graphs of one ``module`` it compiles in about the time of one.
-    """
+    """Builds the graph that runs ``max_ep.init`` for one rank per device; with others
+    of one ``module`` it compiles in about the time of one."""
     cpu = DeviceRef.CPU()
     types: list[BufferType | TensorType] = []
     n_devices = config.n_local_devices
@@ -50,8 +46,7 @@ def setup_graph(config: EPConfig, module: Module | None = None) -> Graph:
         outputs = []
         for i in range(0, len(types), 3):
             group_0, group_1, words = graph.inputs[i : i + 3]
-            outputs += call_ep_init(
-                group_0.buffer, group_1.buffer, config, setup=words.tensor
-            )
+            groups = group_0.buffer, group_1.buffer
+            outputs += call_ep_init(*groups, config, setup=words.tensor)
         graph.output(*outputs)
     return graph

@@ -24,6 +24,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import cache, partial
 from pathlib import Path
 
 from .gpu_shared import use_context
@@ -44,12 +45,15 @@ MPI_LIBRARY_VARIABLE = "MAX_EP_MPI_LIBRARY"
 """Environment variable that names Open MPI's ``libmpi.so.40``."""
 
 
+def _first_file(*places: Path) -> Path | None:
+    return next((place for place in places if place.is_file()), None)
+
+
 def _find(package: str, path: str) -> Path | None:
     """Returns a file of an installed namespace package, or None."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else ()
-    places = [Path(folder, path) for folder in folders]
-    return next((place for place in places if place.is_file()), None)
+    return _first_file(*(Path(folder, path) for folder in folders))
 
 
 def bitcode_path() -> Path | None:
@@ -65,36 +69,28 @@ def host_library() -> Path | None:
 def mpi_library() -> Path | None:
     """Returns Open MPI's library, or None if it is not found."""
     if MPI_LIBRARY_VARIABLE in os.environ:
-        path = Path(os.environ[MPI_LIBRARY_VARIABLE])
-        return path if path.is_file() else None
-    folders = [Path(sys.prefix) / "lib"]
-    folders += [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
-    for folder in folders:
-        if (folder / "libmpi.so.40").is_file():
-            return folder / "libmpi.so.40"
-    return None
+        return _first_file(Path(os.environ[MPI_LIBRARY_VARIABLE]))
+    more = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    folders = [Path(sys.prefix, "lib"), *filter(None, more)]
+    return _first_file(*(Path(folder, "libmpi.so.40") for folder in folders))
 
 
 def missing_parts() -> list[str]:
     """Returns what SHMEM lacks on this machine; empty if it can be used."""
-    missing = []
-    if bitcode_path() is None:
-        missing.append(f"the device bitcode of {BITCODE_PACKAGE}")
-    if host_library() is None:
-        missing.append("MAX's libnvshmem_host.so.3 (package max-shmem-libs)")
-    if mpi_library() is None:
-        missing.append(f"Open MPI's libmpi.so.40 ({MPI_LIBRARY_VARIABLE} names it)")
-    return missing
+    parts = {
+        f"the device bitcode of {BITCODE_PACKAGE}": bitcode_path(),
+        "MAX's libnvshmem_host.so.3 (package max-shmem-libs)": host_library(),
+        f"Open MPI's libmpi.so.40 ({MPI_LIBRARY_VARIABLE} names it)": mpi_library(),
+    }
+    return [name for name, path in parts.items() if path is None]
 
 
 def check_installed() -> None:
     """Raises with what is missing, if SHMEM cannot be used here."""
-    missing = missing_parts()
-    if missing:
+    if missing := missing_parts():
         raise RuntimeError(
             "max_ep: n_nodes > 1 with target='gpu' goes through SHMEM, which lacks "
-            + " and ".join(missing)
-            + "; pip install 'max_ep[shmem]'"
+            f"{' and '.join(missing)}; pip install 'max_ep[shmem]'"
         )
 
 
@@ -144,9 +140,6 @@ class _Libraries:
         self.mpi.MPI_Allgather(digest, *n_of, everybodys, *n_of, self.world)
         return everybodys.raw == digest * self.size
 
-    def barrier(self) -> None:
-        self.mpi.MPI_Barrier(self.world)
-
 
 class _Pe:
     """One local rank: a thread that runs what it is given, in order."""
@@ -163,11 +156,10 @@ class _Pe:
             future, function, arguments = self._jobs.get()
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001 - handed to the caller
+            except BaseException as error:  # handed to the caller
                 future.set_exception(error)
 
     def submit(self, function, *arguments) -> Future:
-        """Runs a function on this rank's thread."""
         future: Future = Future()
         self._jobs.put((future, function, arguments))
         return future
@@ -216,8 +208,8 @@ class _Membership:
     def __init__(self, n: int, libraries: _Libraries) -> None:
         self.libraries = libraries
         self.pes = [_Pe(i) for i in range(n)]
-        join = lambda i: self.pes[i].join(libraries, i, n)  # noqa: E731
-        numbers = self.run(60.0, join, "joining SHMEM")
+        join = [partial(pe.join, libraries, i, n) for i, pe in enumerate(self.pes)]
+        numbers = self.run(60.0, "joining SHMEM", *join)
         want = [(libraries.rank * n + i, libraries.size * n) for i in range(n)]
         if numbers != want:
             raise RuntimeError(f"max_ep: SHMEM numbers ranks {numbers}, not {want}")
@@ -229,9 +221,9 @@ class _Membership:
         os.environ[_MODULES_VARIABLE] = str(ctypes.addressof(self._table))
         atexit.register(self._leave)
 
-    def run(self, timeout_s: float, function, what: str, n: int | None = None) -> list:
-        """Runs ``function(local_rank)`` on all ranks' threads at once, or on ``n``."""
-        futures = [pe.submit(function, i) for i, pe in enumerate(self.pes[:n])]
+    def run(self, timeout_s: float, what: str, *functions) -> list:
+        """Runs a function on the thread of each rank at once, or of the first ones."""
+        futures = [pe.submit(run) for pe, run in zip(self.pes, functions)]
         try:
             return [future.result(timeout_s) for future in futures]
         except FutureTimeout:
@@ -251,29 +243,27 @@ class _Membership:
                 self._table[2 + 2 * n], self._table[3 + 2 * n] = device_id, module
                 self._table[1] = n + 1
             return status
-        except BaseException as error:  # noqa: BLE001 - must not unwind into the op
+        except BaseException as error:  # must not unwind into the op
             print(f"max_ep: registering kernels failed: {error!r}", file=sys.stderr)
             return -1
 
     def _leave(self) -> None:
-        leave = lambda i: self.pes[i].leave(self.libraries)  # noqa: E731
+        leave = [partial(pe.leave, self.libraries) for pe in self.pes]
         try:
-            self.run(20.0, leave, "leaving SHMEM")
+            self.run(20.0, "leaving SHMEM", *leave)
             self.libraries.mpi.MPI_Finalize()
         except (TimeoutError, RuntimeError) as error:
             print(error, file=sys.stderr)
 
 
-_libraries: _Libraries | None = None
+_libraries = cache(_Libraries)
 _membership: _Membership | None = None
 
 
 def mpi_rank() -> tuple[int, int]:
     """Returns the number of this process and how many there are; starts MPI."""
-    global _libraries
-    if _libraries is None:
-        _libraries = _Libraries()
-    return _libraries.rank, _libraries.size
+    libraries = _libraries()
+    return libraries.rank, libraries.size
 
 
 class ShmemMemory:
@@ -288,11 +278,8 @@ class ShmemMemory:
         fingerprint: str,
         timeout_s: float,
     ) -> None:
-        """Joins SHMEM, if this process has not yet, and allocates; collective.
-
-        Each of the ``n_local`` ranks has the GPU of its number. ``fingerprint`` says
-        what must be the same in all processes.
-        """
+        """Joins SHMEM, if this process has not yet, and allocates; collective. Each of
+        the ``n_local`` ranks has the GPU of its number."""
         global _membership
         rank, size = mpi_rank()
         if (rank, size) != (node_id, n_nodes):
@@ -300,8 +287,7 @@ class ShmemMemory:
                 f"node_id={node_id} of n_nodes={n_nodes}, but MPI says that this is "
                 f"process {rank} of {size}; start the group with `mpirun -np n_nodes`"
             )
-        assert _libraries is not None
-        libraries = _libraries
+        libraries = _libraries()
         if _membership is None:
             _membership = _Membership(n_local, libraries)
         if len(_membership.pes) != n_local:
@@ -310,20 +296,21 @@ class ShmemMemory:
                 f"{len(_membership.pes)}; that cannot change while it runs"
             )
         self._timeout_s = timeout_s
-        self._addresses: list[int] = []
         what = f"{region_bytes} bytes, {fingerprint}"
         # MPI is called by one thread of a process.
-        compare = lambda _: libraries.all_equal(what.encode())  # noqa: E731
-        if not all(_membership.run(timeout_s, compare, "joining", 1)):
+        compare = partial(libraries.all_equal, what.encode())
+        if not all(_membership.run(timeout_s, "joining", compare)):
             raise ValueError(
                 "max_ep: the processes of this group have different "
                 f"configurations; this one ({node_id}): {what}"
             )
-        allocate = lambda _: libraries.shmem.nvshmem_malloc(region_bytes)  # noqa: E731
-        addresses = _membership.run(timeout_s, allocate, "allocating symmetric memory")
-        if not all(addresses):
+        allocate = partial(libraries.shmem.nvshmem_malloc, region_bytes)
+        of_ranks = [allocate] * n_local
+        what = "allocating symmetric memory"
+        self._membership = _membership
+        self._addresses = _membership.run(timeout_s, what, *of_ranks)
+        if not all(self._addresses):
             raise no_memory(f"{region_bytes} bytes of each rank", "SHMEM has less")
-        self._addresses = addresses
         self._first_rank = node_id * n_local
         self._n_ranks = n_nodes * n_local
 
@@ -332,9 +319,9 @@ class ShmemMemory:
 
     def connect(self, timeout_s: float) -> list[int]:
         """Waits for all processes; returns addresses, 0 for ranks reached by puts."""
-        assert _membership is not None
-        barrier = lambda _: _membership.libraries.barrier()  # noqa: E731
-        _membership.run(timeout_s, barrier, "joining the group", 1)
+        libraries = self._membership.libraries
+        barrier = partial(libraries.mpi.MPI_Barrier, libraries.world)
+        self._membership.run(timeout_s, "joining the group", barrier)
         regions = [0] * self._n_ranks
         for i, address in enumerate(self._addresses):
             regions[self._first_rank + i] = address
@@ -342,10 +329,7 @@ class ShmemMemory:
 
     def close(self) -> None:
         """Gives the memory back; collective."""
-        if not self._addresses:
-            return
-        assert _membership is not None
-        addresses, self._addresses = self._addresses, []
-        shmem = _membership.libraries.shmem
-        free = lambda i: shmem.nvshmem_free(addresses[i])  # noqa: E731
-        _membership.run(self._timeout_s, free, "freeing symmetric memory")
+        free = self._membership.libraries.shmem.nvshmem_free
+        frees = [partial(free, address) for address in self._addresses]
+        self._addresses = []
+        self._membership.run(self._timeout_s, "freeing symmetric memory", *frees)

@@ -45,12 +45,9 @@ class LocalMemory:
     """Zeroed regions of ranks that share this process; pages are taken when written."""
 
     def __init__(self, n_ranks: int, region_bytes: int) -> None:
-        self._maps: list[mmap.mmap] = []
         try:
-            for _ in range(n_ranks):
-                self._maps.append(mmap.mmap(-1, region_bytes))
+            self._maps = [mmap.mmap(-1, region_bytes) for _ in range(n_ranks)]
         except OSError as error:
-            self.close()
             what = f"{n_ranks} regions of {region_bytes} bytes"
             raise no_memory(what, error.strerror) from error
 
@@ -76,10 +73,8 @@ def _memory_free() -> int:
 
 
 class PeerMemory(ABC):
-    """A block of memory of each process, which all of them map.
-
-    Processes meet and hand each other a descriptor of their blocks.
-    """
+    """A block of memory of each process, which all of them map: they meet, and hand
+    each other a descriptor."""
 
     def __init__(
         self, group: str, node_id: int, n_nodes: int, fingerprint: str
@@ -108,11 +103,8 @@ class PeerMemory(ABC):
         return self._addresses(self._node_id)
 
     def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
-        """Maps the peers' blocks, and returns the addresses of all regions.
-
-        Nodes that are ``absent`` are not waited for; in place of theirs stands a block
-        of nobody's.
-        """
+        """Maps the peers' blocks, and returns the addresses of all regions; in place of
+        an ``absent`` node's stands a block of nobody's."""
         try:
             self._given = self._meeting.meet(self._descriptor, timeout_s, absent)
             regions = [self.map(node) for node in range(self._n_nodes)]
@@ -178,11 +170,8 @@ class SharedMemory(PeerMemory):
         fingerprint: str,
         status_bytes: int = 0,
     ) -> None:
-        """Makes this process's segment, zeroed.
-
-        In front of the regions stand ``status_bytes`` of each rank, which only the rank
-        writes.
-        """
+        """Makes this process's segment, zeroed: ``status_bytes`` of each rank, which
+        only the rank writes, then the regions."""
         super().__init__(group, node_id, n_nodes, fingerprint)
         self.n_local_ranks = n_local_ranks
         self.region_bytes, self.status_bytes = region_bytes, status_bytes
@@ -217,8 +206,7 @@ class SharedMemory(PeerMemory):
         old = self._maps.get(node)
         if old is not None and descriptor is None:
             return
-        nobodys = -1
-        handle = nobodys if descriptor is None else descriptor
+        handle = -1 if descriptor is None else descriptor  # -1: nobody's
         self._maps[node] = mmap.mmap(handle, self._n_bytes)
         if old is not None:
             old.close()
@@ -227,10 +215,8 @@ class SharedMemory(PeerMemory):
         return self._maps[node][0] == _IS_CLOSED
 
     def read_status(self, node: int, i: int, at: int, n_bytes: int) -> bytes:
-        """Copies bytes of the status of local rank ``i`` of a node.
-
-        For other threads: a ``ValueError`` if this process has closed its memory.
-        """
+        """Copies bytes of the status of local rank ``i`` of a node, for any thread: a
+        ``ValueError`` if this process has closed its memory."""
         first = _PAGE + i * self.status_bytes + at
         return self._maps[node][first : first + n_bytes]
 

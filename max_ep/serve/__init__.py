@@ -7,9 +7,5 @@ docs/serving.md, and what to install there.
 
 from . import deepseek_v3, minimax_m2, qwen3_moe
 
-ARCHITECTURES = [
-    qwen3_moe.architecture,
-    minimax_m2.architecture,
-    deepseek_v3.architecture,
-]
+ARCHITECTURES = [x.architecture for x in (qwen3_moe, minimax_m2, deepseek_v3)]
 """What MAX registers, in place of its own architectures of these names."""

@@ -68,10 +68,8 @@ class DeepseekV3Model(ExpertParallelModel, stock.DeepseekV3Model):
     def _build_graph_for_compile(
         self, session: Any, state_dict: dict[str, Any], model_config: Any
     ) -> tuple[Graph, dict[str, Any]]:
-        group = model_config.ep_config
-        if group is not None:
-            state_dict = place_experts(state_dict, group)
-        return super()._build_graph_for_compile(session, state_dict, model_config)
+        placed = place_experts(state_dict, model_config.ep_config)
+        return super()._build_graph_for_compile(session, placed, model_config)
 
 
 architecture = replace(

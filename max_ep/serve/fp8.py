@@ -9,7 +9,6 @@ stay as they are. A matrix ``NAME.weight`` of float8_e4m3fn has
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from max.pipelines.modeling.config_enums import supported_encoding_dtype
 
 from ..moe_shape import MoeShape, fp8_block
 from ..quantize import float8_e4m3fn_to_float32
-from .settings import keeps_fp8
+from .settings import n_gpus
 
 _Adapter = Callable[..., dict[str, WeightData]]
 _SCALES = "_scale_inv"
@@ -53,44 +52,34 @@ def widen(bits: np.ndarray, scales: np.ndarray, block: list[int]) -> np.ndarray:
     return float8_e4m3fn_to_float32(bits) * each
 
 
-@dataclass
-class _WideningAdapter:
-    """An architecture's weight adapter behind the widening; servers pickle it."""
-
-    adapter: _Adapter
-
-    def __call__(
-        self,
-        weights: dict[str, Any],
-        huggingface_config: Any,
-        pipeline_config: Any,
-        **more: Any,
-    ) -> dict[str, WeightData]:
-        adapt = partial(
-            self.adapter,
-            huggingface_config=huggingface_config,
-            pipeline_config=pipeline_config,
-            **more,
-        )
-        block = fp8_block(huggingface_config)
-        if not block:
-            return adapt(weights)
-        shape = MoeShape.of(huggingface_config)
-        kept = ".experts." if keeps_fp8(pipeline_config, shape) else None
-        encoding = pipeline_config.model.quantization_encoding
-        dtype = supported_encoding_dtype(encoding)
-        for name in [name for name in weights if name.endswith(_SCALES)]:
-            if not (kept and kept in name):
-                of = name.removesuffix(_SCALES)
-                scales = weights.pop(name)
-                weights[of] = _Widened(weights[of], scales, block, dtype)
-        # MAX casts no weights of a checkpoint that has float8, too.
-        return {
-            name: data.astype(dtype) if data.dtype == DType.bfloat16 else data
-            for name, data in adapt(weights).items()
-        }
+def _adapted(
+    adapter: _Adapter,
+    weights: dict[str, Any],
+    huggingface_config: Any,
+    pipeline_config: Any,
+    **more: Any,
+) -> dict[str, WeightData]:
+    """Widens, and calls an architecture's weight adapter."""
+    more |= dict(huggingface_config=huggingface_config, pipeline_config=pipeline_config)
+    adapt = partial(adapter, **more)
+    block = fp8_block(huggingface_config)
+    if not block:
+        return adapt(weights)
+    shape = MoeShape.of(huggingface_config)
+    kept = ".experts." if shape.keeps_fp8(n_gpus(pipeline_config)) else None
+    dtype = supported_encoding_dtype(pipeline_config.model.quantization_encoding)
+    for name in [name for name in weights if name.endswith(_SCALES)]:
+        if not (kept and kept in name):
+            of = name.removesuffix(_SCALES)
+            weights[of] = _Widened(weights[of], weights.pop(name), block, dtype)
+    # MAX casts no weights of a checkpoint that has float8, too.
+    return {
+        name: data.astype(dtype) if data.dtype == DType.bfloat16 else data
+        for name, data in adapt(weights).items()
+    }
 
 
 def widening(adapters: Mapping[Any, _Adapter]) -> dict[Any, _Adapter]:
-    """Puts the widening in front of an architecture's weight adapters."""
-    return {key: _WideningAdapter(adapter) for key, adapter in adapters.items()}
+    """Puts the widening in front of an architecture's weight adapters; servers pickle
+    them."""
+    return {key: partial(_adapted, adapter) for key, adapter in adapters.items()}

@@ -43,8 +43,8 @@ def is_hopper() -> bool:
 
 
 def _is_concerned(value: TensorValue) -> bool:
-    on_gpu = not value.device.is_cpu()
-    return on_gpu and value.dtype == DType.bfloat16 and is_hopper()
+    is_bf16 = value.dtype == DType.bfloat16
+    return is_bf16 and not value.device.is_cpu() and is_hopper()
 
 
 def grouped_matmul_anywhere(
@@ -78,9 +78,7 @@ def experts_anywhere(
         if fits_gpu(gate_up) and fits_gpu(down):
             rows, row_offsets, expert_ids, *_ = dispatched
             return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
-    computed = layer._local_ep_compute(dispatched, x, n_rows)
-    assert computed is not None
-    return computed
+    return layer._local_ep_compute(dispatched, x, n_rows)
 
 
 def _is_swiglu(layer: MoE) -> bool:
@@ -132,11 +130,9 @@ def latent_attention_anywhere(
     selects the prefill kernel; it only bounds the work there.
     """
     if _is_concerned(more["q"]):
-        longest = kv_collection.max_prompt_length
-        one, enough = (
-            ops.constant(n, longest.dtype, DeviceRef.CPU())
-            for n in (1, _PREFILLED_TOKENS)
-        )
+        longest, cpu = kv_collection.max_prompt_length, DeviceRef.CPU()
+        one = ops.constant(1, longest.dtype, cpu)
+        enough = ops.constant(_PREFILLED_TOKENS, longest.dtype, cpu)
         bound = ops.where(longest > one, ops.max(longest, enough), longest)
         kv_collection = replace(kv_collection, max_prompt_length=bound)
     return mla_prefill_decode_graph(*args, kv_collection=kv_collection, **more)

@@ -22,7 +22,7 @@ from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_p
 from ..moe_shape import MoeShape
 from .forward import PlacedMoE, forward_layers
 from .hopper import REPLACED, is_hopper
-from .settings import gathers, is_on_cpu, serving_config, uses_max_ep
+from .settings import gathers, n_gpus, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0
 
@@ -72,7 +72,7 @@ class ExpertParallelModel:
         """Builds, compiles and loads the graph; see MAX's model."""
         # MAX finds the ops of a subgraph only if the whole graph has their package.
         packages = [extension_path()]
-        if is_on_cpu(self.pipeline_config) or is_hopper():
+        if n_gpus(self.pipeline_config) == 0 or is_hopper():
             packages.append(extension_path(experts.PACKAGE))
         ops = default_custom_extensions_scope(*packages)
         with using_max_ep(*self.max_modules, **self.max_names), ops:

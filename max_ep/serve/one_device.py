@@ -68,7 +68,6 @@ class OneDeviceMoe(MoE):
         return result + self.shared_experts(x) if self.has_shared_experts else result
 
     def _through_ranks(self, x: TensorValue) -> TensorValue:
-        """Dispatches, runs the experts of all ranks, and combines."""
         n_ranks = self._manager.config.n_gpus_per_node
         slices = [_slices(values, n_ranks) for values in (x, *route(self.gate, x))]
         experts = self._experts_of, self._layer
@@ -88,11 +87,9 @@ class OneDeviceMoe(MoE):
         rows, row_offsets, expert_ids, *_ = dispatched
         if self._manager.config.target == "cpu":
             n = self._manager.config.n_local_experts
-            gate_up, down = (
-                weights[rank * n : (rank + 1) * n]
-                for weights in (self.gate_up_proj, self.down_proj)
-            )
-            return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
+            own = slice(rank * n, (rank + 1) * n)
+            weights = self.gate_up_proj[own], self.down_proj[own]
+            return grouped_swiglu(rows, *weights, row_offsets, expert_ids)
         n_rows = ops.shape_to_tensor(rows.shape)[0].cast(DType.uint32)
         return experts_anywhere(self, dispatched, rows, n_rows)
 
@@ -136,12 +133,11 @@ class OneDeviceDecoder(Transformer):
         ``dense_layers`` have an MLP in place of the MoE layer, and ``moe_dim`` elements
         stand between an expert's two matmuls.
         """
-        self.config = config
-        self._manager = EPBatchManager(config.ep_config)
-        self._dispatches = not gathers(config.ep_config, moe_dim)
+        self.config, group = config, config.ep_config
+        self._manager = EPBatchManager(group)
+        self._dispatches = not gathers(group, moe_dim)
         dtype, device = config.dtype, config.devices[0]
-        hidden = config.hidden_size
-        norm_dtype = config.norm_dtype or dtype
+        hidden, norm_dtype = config.hidden_size, config.norm_dtype or dtype
         embedding = Embedding(config.vocab_size, hidden, dtype, device)
         head = Linear(hidden, config.vocab_size, dtype, device)
         if config.tie_word_embeddings:
@@ -153,9 +149,6 @@ class OneDeviceDecoder(Transformer):
             max_seq_len=config.max_seq_len,
             head_dim=config.kv_params.head_dim,
         )
-
-        is_fp8 = config.ep_config.is_quantized
-        experts_dtype = config.ep_config.dispatch_dtype if is_fp8 else dtype
 
         def norm() -> RMSNorm:
             eps = config.rms_norm_eps
@@ -171,12 +164,12 @@ class OneDeviceDecoder(Transformer):
                 gate_dtype=getattr(config, "gate_dtype", None) or dtype,
                 devices=config.devices,
                 hidden_dim=hidden,
-                num_experts=config.ep_config.n_experts,
-                num_experts_per_token=config.ep_config.top_k,
+                num_experts=group.n_experts,
+                num_experts_per_token=group.top_k,
                 moe_dim=moe_dim,
                 gate_cls=gate_cls,
-                dtype=experts_dtype,
-                quant_config=config.ep_config.dispatch_quant_config,
+                dtype=group.dispatch_dtype if group.is_quantized else dtype,
+                quant_config=group.dispatch_quant_config,
             )
 
         layers = [
@@ -251,11 +244,10 @@ class OneDeviceDecoder(Transformer):
             *rest: Value[Any],
         ) -> tuple[TensorValue, ...]:
             values = iter(rest)
-            (cache,) = tree.leaves(
-                self.kv_params.unflatten_kv_inputs(values), leaf=KVCacheInputsPerDevice
-            )
+            caches = self.kv_params.unflatten_kv_inputs(values)
+            (cache,) = tree.leaves(caches, leaf=KVCacheInputsPerDevice)
             if self._dispatches:
-                self._manager.fetch_buffers(list(values))
+                self._manager.fetch_buffers(values)
             return self(
                 tokens.tensor, cache, return_n_logits.tensor, row_offsets.tensor
             )

@@ -10,13 +10,7 @@ from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from .. import EPConfig
 from ..moe_shape import MoeShape, check_place
-from .settings import (
-    is_on_cpu,
-    n_devices,
-    rank_bytes,
-    serving_config,
-    uses_max_ep,
-)
+from .settings import n_gpus, rank_bytes, serving_config, uses_max_ep
 
 
 class ExpertParallelPlanner(PagedMemoryPlanner):
@@ -31,7 +25,7 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         self, pipeline_config: Any, arch_config: Any | None = None
     ) -> int:
         """Returns the bytes of MAX's signal buffers; one device has none."""
-        if n_devices(pipeline_config) == 1:
+        if n_gpus(pipeline_config) < 2:
             return 0
         return super().estimate_signal_buffer_memory(pipeline_config, arch_config)
 
@@ -39,8 +33,7 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         self, pipeline_config: Any, huggingface_config: Any
     ) -> int:
         """Returns the bytes of all devices: symmetric memory and expert rows."""
-        n_gpus = 0 if is_on_cpu(pipeline_config) else n_devices(pipeline_config)
-        check_place(huggingface_config.architectures[0], n_gpus)
+        check_place(huggingface_config.architectures[0], n_gpus(pipeline_config))
         if not uses_max_ep(pipeline_config):
             return 0
         shape = MoeShape.of(huggingface_config)
@@ -53,10 +46,9 @@ def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None
     """Refuses a group that is larger than a device's free memory."""
     if is_virtual_device_mode():
         return
-    if is_on_cpu(pipeline_config):
+    n_here, devices = 1, [Accelerator(i) for i in range(n_gpus(pipeline_config))]
+    if not devices:
         n_here, devices = config.n_gpus_per_node, [CPU()]
-    else:
-        n_here, devices = 1, map(Accelerator, range(n_devices(pipeline_config)))
     free = min(int(device.stats["free_memory"]) for device in devices)
     regions, rows = (n_here * n_bytes for n_bytes in rank_bytes(config, shape))
     if regions + rows <= free:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from max.graph import Graph, TensorType, TensorValue, ops
+from max.graph import TensorType, TensorValue, ops
 from max.nn.attention import MHAMaskVariant
 from max.nn.kernels import flash_attention_ragged
 from max.nn.kv_cache import PagedCacheValues
@@ -22,7 +22,7 @@ from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 from max.pipelines.lib.graph_specs import GraphSpec
 
 from ..experts import PACKAGE
-from ..extension import load_ops
+from ..extension import add_op
 from ..moe_shape import dense_layers
 from .fp8 import widening
 from .model import ExpertParallelModel
@@ -54,31 +54,28 @@ class OnePassAttention(Qwen3Attention):
         def here(value: Any) -> TensorValue:
             return ops.cast(value, qkv.dtype).to(qkv.device)
 
-        load_ops(Graph.current, PACKAGE)
-        q = ops.inplace_custom(
-            "max_ep.norm_rope_store",
-            device=qkv.device,
-            values=[
-                kv_collection.kv_blocks,
-                qkv,
-                input_row_offsets,
-                here(freqs_cis),
-                kv_collection.cache_lengths,
-                kv_collection.lookup_table,
-                here(self.q_norm.weight),
-                here(self.k_norm.weight),
-                kv_collection.page_stride,
-                layer_idx.reshape([1]),
-            ],
-            out_types=[
-                TensorType(
-                    qkv.dtype, [qkv.shape[0], self.n_heads, kv.head_dim], qkv.device
-                )
-            ],
-            parameters=dict(
-                size=kv.head_dim, epsilon_of_one=round(1 / self.qk_norm_eps)
-            ),
-        )[0].tensor
+        values = [
+            kv_collection.kv_blocks,
+            qkv,
+            input_row_offsets,
+            here(freqs_cis),
+            kv_collection.cache_lengths,
+            kv_collection.lookup_table,
+            here(self.q_norm.weight),
+            here(self.k_norm.weight),
+            kv_collection.page_stride,
+            layer_idx.reshape([1]),
+        ]
+        heads = [qkv.shape[0], self.n_heads, kv.head_dim]
+        (q,) = add_op(
+            "norm_rope_store",
+            qkv.device,
+            values,
+            [TensorType(qkv.dtype, heads, qkv.device)],
+            PACKAGE,
+            size=kv.head_dim,
+            epsilon_of_one=round(1 / self.qk_norm_eps),
+        )
         attended = flash_attention_ragged(
             kv,
             input=q,
@@ -107,9 +104,7 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
         """Returns the decoder: MAX's on several GPUs, ours on one device."""
         if len(self.devices) > 1:
-            group = model_config.ep_config
-            if group is not None:
-                self.state_dict = place_experts(self.state_dict, group)
+            self.state_dict = place_experts(self.state_dict, model_config.ep_config)
             specs = super().graph_specs(model_config)
             for spec in specs.values():
                 blocks = [x for x in spec.module.layers if isinstance(x.mlp, MoE)]

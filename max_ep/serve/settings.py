@@ -12,6 +12,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from max.dtype import DType
 from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 
@@ -39,27 +40,16 @@ _NOT_OURS = {
 """Flags of MAX that would ask for nothing, and what to use."""
 
 
-def keeps_fp8(pipeline_config: Any, shape: MoeShape) -> bool:
-    """Returns :meth:`MoeShape.keeps_fp8` on the devices that serve."""
-    on_cpu = is_on_cpu(pipeline_config)
-    return shape.keeps_fp8(0 if on_cpu else n_devices(pipeline_config))
+def n_gpus(pipeline_config: Any) -> int:
+    """Returns how many GPUs serve; 0: the CPU does."""
+    specs = pipeline_config.model.device_specs
+    return 0 if specs[0].device_type == "cpu" else len(specs)
 
 
 def uses_max_ep(pipeline_config: Any) -> bool:
-    """Returns whether max_ep spreads a model's experts.
-
-    On one device always, on several with ``--ep-size``: without it MAX splits every
-    expert (tensor parallelism), which needs no dispatch.
-    """
-    return n_devices(pipeline_config) == 1 or pipeline_config.runtime.ep_size > 1
-
-
-def n_devices(pipeline_config: Any) -> int:
-    return len(pipeline_config.model.device_specs)
-
-
-def is_on_cpu(pipeline_config: Any) -> bool:
-    return pipeline_config.model.device_specs[0].device_type == "cpu"
+    """Returns whether max_ep spreads a model's experts: on one device always, on
+    several with ``--ep-size``, without which MAX splits every expert."""
+    return n_gpus(pipeline_config) < 2 or pipeline_config.runtime.ep_size > 1
 
 
 def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPConfig:
@@ -73,22 +63,21 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     for flag, why in _NOT_OURS.items():
         if getattr(runtime, flag, None):
             raise ValueError(f"--{flag.replace('_', '-')} with max_ep.serve: {why}")
-    degree = pipeline_config.model.data_parallel_degree
-    n, on_cpu = n_devices(pipeline_config), is_on_cpu(pipeline_config)
-    if not on_cpu and n > 1 and degree != n:
+    degree, n = pipeline_config.model.data_parallel_degree, n_gpus(pipeline_config)
+    if n > 1 and degree != n:
         raise ValueError(
             f"--data-parallel-degree {degree} with --ep-size {runtime.ep_size} on {n} "
             f"GPUs: max_ep serves with one replica a GPU; pass --data-parallel-degree "
             f"{n}"
         )
-    n_ranks = runtime.ep_size if on_cpu else n
+    n_ranks = n or runtime.ep_size
     if runtime.ep_size not in (1, n_ranks) or (n > 1 and runtime.ep_size != n):
         raise ValueError(
             f"--ep-size {runtime.ep_size} on {n} GPU{'s' * (n > 1)}: max_ep serves on "
             f"one host with a rank on each GPU; pass --ep-size {n}"
         )
     if shape.n_experts % n_ranks:
-        remedy = "pass an --ep-size" if on_cpu else "serve on a number of GPUs"
+        remedy = "serve on a number of GPUs" if n else "pass an --ep-size"
         raise ValueError(
             f"{shape.n_experts} experts cannot be loaded on --ep-size {n_ranks} ranks: "
             f"every rank has the same number of experts; {remedy} that divides "
@@ -98,7 +87,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
     if not runtime.enable_chunked_prefill:
         # A whole prompt may come on top of a full batch.
         n_tokens += pipeline_config.model.max_length or 0
-    is_fp8 = keeps_fp8(pipeline_config, shape)
+    is_fp8 = shape.keeps_fp8(n)
     config = EPConfig(
         dispatch_dtype=DType.float8_e4m3fn if is_fp8 else dtype,
         dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
@@ -114,7 +103,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         n_gpus_per_node=n_ranks,
         n_nodes=1,
         fused_shared_expert=shape.has_shared_expert,
-        target="cpu" if on_cpu else "gpu",
+        target="gpu" if n else "cpu",
         protocol=_protocol(),
         timeout_s=timeout_s_of_environment(),
     )
@@ -134,31 +123,33 @@ def _placed(config: EPConfig) -> EPConfig:
             f"{PLACEMENT_VARIABLE}={path} cannot be read: {error}. Name a file of "
             "`max-ep balance --out`"
         ) from error
+    n_layers, n_physical = placement.phy2log.shape
     have = placement.n_ranks, placement.n_logical
-    is_uneven = placement.phy2log.shape[1] % config.n_ranks != 0
-    if is_uneven or have != (config.n_ranks, config.n_experts):
+    if n_physical % config.n_ranks != 0 or have != (config.n_ranks, config.n_experts):
         raise ValueError(
             f"{PLACEMENT_VARIABLE}={path} has {have[1]} experts on {have[0]} ranks, "
-            f"{placement.phy2log.shape[1]} with replicas; served are "
-            f"{config.n_experts} on {config.n_ranks}. It must be of the same, and all "
-            "ranks have as many replicas: plan again (max-ep balance)"
+            f"{n_physical} with replicas; served are {config.n_experts} on "
+            f"{config.n_ranks}. It must be of the same, and all ranks have as many "
+            "replicas: plan again (max-ep balance)"
         )
     return replace(
         config,
-        n_experts=placement.phy2log.shape[1],
+        n_experts=n_physical,
         num_logical_experts=placement.n_logical,
-        num_moe_layers=len(placement.phy2log),
+        num_moe_layers=n_layers,
         max_replicas=int(placement.logcnt.max()),
         eplb_enabled=True,
         eplb_phy2log_plan=placement.phy2log,
     )
 
 
-def place_experts(state_dict: dict[str, Any], config: EPConfig) -> dict[str, Any]:
+def place_experts(
+    state_dict: dict[str, Any], config: EPConfig | None
+) -> dict[str, Any]:
     """Names the weights of experts by their physical ones; replicas share arrays."""
-    if not config.eplb_enabled:
+    if config is None or not config.eplb_enabled:
         return state_dict
-    experts: dict[int, dict[int, list[tuple[str, str]]]] = {}
+    experts: dict[int, list[tuple[str, int, str]]] = {}
     placed = {}
     for name in state_dict:
         found = re.fullmatch(r"(.*?\blayers\.(\d+)\..*\bexperts\.)(\d+)(\..*)", name)
@@ -166,38 +157,33 @@ def place_experts(state_dict: dict[str, Any], config: EPConfig) -> dict[str, Any
             placed[name] = state_dict[name]
             continue
         before, layer, expert, after = found.groups()
-        of_layer = experts.setdefault(int(layer), {})
-        of_layer.setdefault(int(expert), []).append((before, after))
+        experts.setdefault(int(layer), []).append((before, int(expert), after))
     if len(experts) != config.num_moe_layers:
         raise ValueError(
             f"{PLACEMENT_VARIABLE} has {config.num_moe_layers} layers, and "
             f"{len(experts)} of the model have experts"
         )
-    for of_layer, row in zip(
-        (of_layer for _, of_layer in sorted(experts.items())), config.eplb_phy2log_plan
-    ):
-        for physical, logical in enumerate(row):
-            for before, after in of_layer[int(logical)]:
-                weight = state_dict[f"{before}{logical}{after}"]
+    for layer, row in zip(sorted(experts), config.eplb_phy2log_plan):
+        for before, expert, after in experts[layer]:
+            weight = state_dict[f"{before}{expert}{after}"]
+            for physical in np.flatnonzero(row == expert):
                 placed[f"{before}{physical}{after}"] = weight
     return placed
 
 
 def _protocol() -> str:
-    name = os.environ.get(PROTOCOL_VARIABLE) or "auto"
-    if name not in ("auto", *PROTOCOLS):
+    name, known = os.environ.get(PROTOCOL_VARIABLE) or "auto", ("auto", *PROTOCOLS)
+    if name not in known:
         raise ValueError(
             f"{PROTOCOL_VARIABLE}={name!r} is no protocol; set it to one of "
-            f"{', '.join(['auto', *PROTOCOLS])}, or unset it"
+            f"{', '.join(known)}, or unset it"
         )
     return name
 
 
 def gathers(config: EPConfig, moe_dim: int) -> bool:
-    """Returns whether experts gather their tokens, in place of dispatch and combine.
-
-    That is on one Hopper GPU in bfloat16, without replicas.
-    """
+    """Returns whether experts gather their tokens, in place of dispatch and combine:
+    on one Hopper GPU in bfloat16, without replicas."""
     return (
         config.target == "gpu"
         and config.n_ranks == 1

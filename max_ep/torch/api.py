@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..limits import checked_timeout_s, timeout_s_of_environment
 from ..who import Waits, answer_for
 from .board import Board
-from .communicator import Communicator, Masks, refuse
+from .communicator import Communicator, Masks, refuse, refuse_hosts
 from .compiled import BUFFERS
 from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
@@ -85,29 +85,24 @@ class Buffer(LowLatency, Normal):
         self.explicitly_destroy = explicitly_destroy
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        if group is not None:
-            self.rank, self.group_size = (
-                dist.get_rank(group),
-                dist.get_world_size(group),
-            )
-        else:
-            self.rank, self.group_size = comm.Get_rank(), comm.Get_size()
         self._mpi = comm
+        if group is None:
+            self.rank, self.group_size = comm.Get_rank(), comm.Get_size()
+        else:
+            self.rank = dist.get_rank(group)
+            self.group_size = dist.get_world_size(group)
         where = _device(device)
         if timeout_s is None:
             timeout_s = timeout_s_of_environment()
         timeout_s = checked_timeout_s(timeout_s)
         name = "memory" if memory else "MAX_EP_TORCH_MEMORY"
-        memory = memory or os.environ.get("MAX_EP_TORCH_MEMORY") or "vmm"
+        memory = memory or os.environ.get(name) or "vmm"
         if memory not in ("vmm", "symm"):
             refuse(name, f"={memory!r} is not 'vmm' or 'symm'")
         mine = (socket.gethostname(), uuid.uuid4().hex[:12], where.type, num_nvl_bytes)
         all_ = self._gather(mine)
         if len({host for host, *_ in all_}) > 1:
-            raise NotImplementedError(
-                "max_ep: ranks on several hosts; MAX graphs reach them "
-                "(EPConfig.n_nodes, docs/several_hosts.md)"
-            )
+            refuse_hosts("ranks on several hosts")
         for peer, theirs in enumerate(all_):
             if theirs[2:] != mine[2:]:
                 raise ValueError(
@@ -130,7 +125,6 @@ class Buffer(LowLatency, Normal):
         self._finish.atexit = not explicitly_destroy
 
     def _gather(self, thing: Any) -> list[Any]:
-        """Collects a small object of every rank."""
         if self.group is None:
             return self._mpi.allgather(thing)
         things: list[Any] = [None] * self.group_size
@@ -172,8 +166,8 @@ class Buffer(LowLatency, Normal):
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Says which ranks are masked: 1 for each, into int32 ``[n_ranks]``."""
-        masks, shape = self._masks(), (self._comm.n_ranks,)
-        self._comm.check_tensor("mask_status", mask_status, torch.int32, shape)
+        masks, comm = self._masks(), self._comm
+        comm.check_tensor("mask_status", mask_status, torch.int32, (comm.n_ranks,))
         mask_status.copy_(masks.read())
 
     def low_latency_update_mask_buffer(
@@ -257,7 +251,6 @@ class Buffer(LowLatency, Normal):
 
 
 def _device(wanted: torch.device | str | None) -> torch.device:
-    """Returns where tensors are, with its number."""
     name, has_gpu = "device", torch.cuda.is_available()
     if wanted is None:
         name, default = "MAX_EP_TORCH_DEVICE", "cuda" if has_gpu else "cpu"

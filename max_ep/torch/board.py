@@ -40,11 +40,9 @@ class Board:
     def exchange(
         self, what: str, note: Any = None, absent: set[int] | None = None
     ) -> list[Any]:
-        """Returns every rank's note, which is anything that JSON takes.
-
-        ``what`` is the call, with all that ranks must agree on. Ranks that are
-        ``absent`` are not waited for; if given, one that does not come is added, and
-        its note is None. Otherwise a ``TimeoutError`` names it.
+        """Returns every rank's note, which JSON takes, of the call ``what``, the same
+        on all. Ranks that are ``absent`` are not waited for, and have None; one that
+        does not come is added to them, or named by a ``TimeoutError``.
         """
         self.n_exchanges += 1
         body = json.dumps([what, note]).encode()
@@ -76,7 +74,6 @@ class Board:
         return [theirs for _, theirs in found]
 
     def _read(self, peer: int, what: str, deadline: float) -> tuple[str, Any]:
-        """Waits for a rank's note of this exchange."""
         place = self._notes[peer] + self.n_exchanges % 2 * _NOTE_BYTES
         header = _HEADER.from_address(place)
         n_polls = 0

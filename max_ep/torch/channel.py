@@ -11,15 +11,15 @@ import ctypes
 import struct
 import time
 from collections.abc import Callable
-from ctypes import addressof
+from ctypes import addressof, string_at
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..limits import FP8_BLOCK
-from ..memory.gpu_shared import GpuWords
-from ..who import CpuWords, Facts, RankWait, cpu_wait, gpu_wait
+from ..memory.gpu_shared import reader
+from ..who import Facts, RankWait, Words, cpu_wait, gpu_wait
 from .library import Settings, load
 from .tables import dense, n_table_words
 
@@ -54,13 +54,8 @@ class Region:
         self.masked = self.counters[first : first + comm.n_ranks]
         if comm.is_gpu:
             torch.cuda.synchronize(device)  # the library clears on a stream of its own
-        self.handle = library.open(
-            comm.index,
-            comm.rank,
-            max(1, int(comm.timeout_s * 1000)),
-            address,
-            self.counters.data_ptr(),
-        )
+        place = max(1, int(comm.timeout_s * 1000)), address, self.counters.data_ptr()
+        self.handle = library.open(comm.index, comm.rank, *place)
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
         self.turn: object = None  # of the last dispatch
@@ -88,11 +83,8 @@ class Region:
         waits_ns += waits.clamp_(min=0)
 
     def _phase(self, function: Callable[..., int], form: int, given: bytes) -> None:
-        """Launches a phase, in one launch where that can be.
-
-        Blocks of ranks that share a GPU could wait in it for blocks of another rank
-        that have no place to run.
-        """
+        """Launches a phase, in one launch where that can be."""
+        # Blocks could wait for those of a rank that have no place to run.
         if form == BOTH and self.comm.shares_gpu:
             self._launch(function, SEND, given)
             form = RECEIVE
@@ -128,13 +120,12 @@ class Region:
     def who_waits(self) -> RankWait:
         """Says whom this rank waits for in this region, also while a launch hangs."""
         comm, facts = self.comm, self.facts()
+        places = self.counters.data_ptr(), self._address
         if comm.is_gpu:
-            place = comm.device.index, self.counters.data_ptr(), self._address
-            return gpu_wait(facts, comm.rank, GpuWords(*place))
-        counters, string_at = self.counters.data_ptr(), ctypes.string_at
-        words = CpuWords(
-            lambda at, n_bytes: string_at(counters + at, n_bytes),
-            lambda at, n_bytes: string_at(self._address + at, n_bytes),
+            words = Words(*(reader(comm.index, place) for place in places))
+            return gpu_wait(facts, comm.rank, words)
+        words = Words(
+            *(lambda at, n, place=place: string_at(place + at, n) for place in places)
         )
         return cpu_wait(facts, comm.rank, words, time.monotonic_ns())
 
@@ -183,8 +174,7 @@ class Channel:
             bases = self.memory.connect(comm.timeout_s, absent)
             for i, region in enumerate(self.regions):
                 region.connect([base + i * n_bytes for base in bases])
-                for rank in absent:
-                    region.masked[rank] = 1
+                region.masked[list(absent)] = 1
         except BaseException:
             self.close()
             raise

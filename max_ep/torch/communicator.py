@@ -30,18 +30,21 @@ def refuse(name: str, what: str) -> NoReturn:
     raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
 
 
+def refuse_hosts(what: str) -> NoReturn:
+    """Raises the error of what needs ranks on several hosts."""
+    where = "MAX graphs reach them (EPConfig.n_nodes, docs/several_hosts.md)"
+    raise NotImplementedError(f"max_ep: {what}; {where}")
+
+
 class TorchSymmetricMemory:
     """Symmetric memory of ``torch.distributed._symmetric_memory``."""
 
     def __init__(self, group: Any, n_bytes: int, device: int) -> None:
-        """Allocates this rank's block."""
         import torch.distributed._symmetric_memory as symmetric
 
-        self._group = group
-        self._symmetric = symmetric
-        self._block = symmetric.empty(
-            n_bytes, dtype=torch.uint8, device=f"cuda:{device}"
-        )
+        self._group, self._symmetric = group, symmetric
+        where = dict(dtype=torch.uint8, device=f"cuda:{device}")
+        self._block = symmetric.empty(n_bytes, **where)
 
     def local_addresses(self) -> list[int]:
         return [self._block.data_ptr()]
@@ -50,9 +53,9 @@ class TorchSymmetricMemory:
         """Returns the address of every rank's block; torch's own time-out applies."""
         if absent:
             raise NotImplementedError('max_ep: enable_shrink needs memory="vmm"')
-        found = self._symmetric.rendezvous(self._block, self._group.group_name)
-        self._rendezvous = found
-        return list(found.buffer_ptrs)
+        name = self._group.group_name
+        self._rendezvous = self._symmetric.rendezvous(self._block, name)
+        return list(self._rendezvous.buffer_ptrs)
 
     def close(self) -> None:
         self._rendezvous = self._block = None
@@ -69,10 +72,7 @@ class Communicator:
         memory: str,
         masks: bool = False,
     ) -> None:
-        """Takes the board of the group, this rank's device, and the kind of memory.
-
-        ``masks``: whether the others go on without a rank that is late.
-        """
+        """``masks``: whether the others go on without a rank that is late."""
         self.board = board
         self.rank, self.n_ranks = board.rank, board.n_ranks
         self.timeout_s = board.timeout_s
@@ -125,16 +125,15 @@ class Communicator:
         self,
         name: str,
         tensor: torch.Tensor,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         shape: tuple[int | None, ...],
         any_strides: bool = False,
     ) -> None:
-        """Raises unless a tensor has this dtype and shape; None: any size."""
+        """Raises unless a tensor has this dtype and shape; None: any."""
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"max_ep: {name} must be a tensor, got {type(tensor).__name__}"
-            )
-        if tensor.dtype != dtype:
+            kind = type(tensor).__name__
+            raise TypeError(f"max_ep: {name} must be a tensor, got {kind}")
+        if dtype is not None and tensor.dtype != dtype:
             raise TypeError(f"max_ep: {name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             where = f"is on {tensor.device}, this Buffer on {self.device}"
@@ -154,10 +153,8 @@ class Communicator:
         self.failure, self.has_ended = why, True
 
     def exchange(self, what: str, note: Any = None) -> list[Any]:
-        """Returns every rank's note; after a time-out calls raise.
-
-        If ranks mask, one that does not come is absent from then on.
-        """
+        """Returns every rank's note. Of one that does not come: if ranks mask, it is
+        absent from then on, and otherwise calls raise."""
         self.raise_failure()
         absent = self.masks.absent if self.masks else None
         try:
@@ -167,7 +164,6 @@ class Communicator:
             raise TimeoutError(self.failure) from None
 
     def allocate(self, n_bytes: int) -> Any:
-        """Allocates symmetric memory."""
         about = f"{self.board.n_exchanges}-{len(self.channels)}"
         place = f"{self.board.name}-{about}", self.rank, self.n_ranks
         if not self.is_gpu:
@@ -207,9 +203,9 @@ class Communicator:
     def who_waits(self) -> Waits:
         """Says whom this rank waits for, in the region where it does."""
         self.raise_failure()
-        found = [RankWait(self.rank)]
-        for channel in list(self.channels.values()):
-            found += [region.who_waits() for region in channel.regions]
+        channels = list(self.channels.values())
+        found = [region.who_waits() for c in channels for region in c.regions]
+        found.append(RankWait(self.rank))
         latest = max(found, key=lambda w: (bool(w.missing), w.is_running, w.generation))
         return Waits(self.board.name, [latest])
 
@@ -252,12 +248,10 @@ class Masks:
         self._latest: torch.Tensor | None = None  # of the region used last
 
     def _of_regions(self) -> list[torch.Tensor]:
-        return [
-            region.masked
-            for settings, channel in self._comm.channels.items()
-            if settings.masks
-            for region in channel.regions
-        ]
+        """Returns the masks, after the launches so far."""
+        self._comm.streams.current()
+        channels = [c for c in self._comm.channels.values() if c.settings.masks]
+        return [region.masked for channel in channels for region in channel.regions]
 
     def share(self, region: Region) -> None:
         """Takes over, before a dispatch, whom the region used last has masked."""
@@ -269,7 +263,6 @@ class Masks:
         """Returns which ranks are masked, as a new ``int32 [n_ranks]``."""
         comm = self._comm
         found = torch.zeros(comm.n_ranks, dtype=torch.int32, device=comm.device)
-        comm.streams.current()  # what is read comes after the launches
         for mask in self._of_regions():
             torch.maximum(found, mask, out=found)
         for rank in self.absent:
@@ -278,9 +271,8 @@ class Masks:
 
     def set(self, ranks: Collection[int], value: int) -> None:
         """Masks ranks, or waits for them again."""
-        self._comm.streams.current()
         for mask in self._of_regions():
-            for rank in ranks:
+            for rank in ranks:  # one by one: no index is copied to a GPU
                 mask[rank] = value
         self.absent -= set() if value else set(ranks)
 

@@ -145,23 +145,18 @@ def load(settings: Settings) -> SimpleNamespace:
 
 
 FORMATS = {
-    "bfloat16": "bfloat16",
-    "fp8": "fp8",
-    "fp8-round": "fp8_power_of_two",
-    "fp8-ue8m0": "fp8_power_of_two",
+    "bfloat16": ("bfloat16", 8),
+    "fp8": ("fp8", FP8_BLOCK),
+    "fp8-round": ("fp8_power_of_two", FP8_BLOCK),
+    "fp8-ue8m0": ("fp8_power_of_two", 4 * FP8_BLOCK),
+    "normal": ("bfloat16", 8),
 }
-"""What ``low_latency_dispatch`` sends, by the command line's names."""
-
-MULTIPLES = {
-    "bfloat16": 8,
-    "fp8": FP8_BLOCK,
-    "fp8-round": FP8_BLOCK,
-    "fp8-ue8m0": 4 * FP8_BLOCK,
-    "normal": 8,
-}
-"""What the hidden size is a multiple of."""
+"""What calls send, by the command line's names: the format, and what the hidden size is
+a multiple of."""
 
 _WORDS = 16
+_TARGETS = r"cpu|sm_(8[0679]|90a?|100a?|110|120a?|121)"
+"""Of others Mojo's compiler prints pages. Before sm_80 warps cannot add up words."""
 
 
 def up_to(n: int, multiple: int) -> int:
@@ -169,10 +164,8 @@ def up_to(n: int, multiple: int) -> int:
 
 
 def words_of_row(n_scales: int, top_k: int) -> int:
-    """Counts the int32 that go with a row of the normal calls.
-
-    In steps, so that few numbers of choices need kernels of their own.
-    """
+    """Counts the int32 that go with a row of the normal calls: in steps, so that few
+    numbers of choices need kernels of their own."""
     return max(_WORDS, up_to(n_scales + 2 * top_k, _WORDS))
 
 
@@ -195,8 +188,9 @@ def weights_back(n_weights: int, **group: Any) -> Settings:
 
 def _check_build(options: Any) -> None:
     """Raises for what no call takes: a compiler would say it in its own words."""
-    if not re.fullmatch(r"cpu|sm_\d+[a-z]?", options.target):
-        raise ValueError(f"--torch {options.target} must be cpu, or as sm_90a")
+    if not re.fullmatch(_TARGETS, options.target):
+        known = "an NVIDIA GPU that Mojo knows, from sm_80 on, such as sm_90a"
+        raise ValueError(f"--torch {options.target} must be cpu, or {known}")
     is_normal, is_gpu = options.dispatch == "normal", options.target != "cpu"
     experts = options.experts
     for name, most in (
@@ -211,15 +205,13 @@ def _check_build(options: Any) -> None:
             range_ = f"from 1 to {most}" if most else ">= 1"
             raise ValueError(f"{option} {n} must be an integer {range_}")
     if experts % options.ranks != 0:
-        raise ValueError(
-            f"--experts {experts} is no multiple of --ranks {options.ranks}"
-        )
-    multiple = MULTIPLES[options.dispatch]
+        what = f"is no multiple of --ranks {options.ranks}"
+        raise ValueError(f"--experts {experts} {what}")
+    _, multiple = FORMATS[options.dispatch]
     if options.hidden % multiple != 0:
-        raise ValueError(
-            f"--hidden {options.hidden} must be a multiple of {multiple} with "
-            f"--dispatch {options.dispatch}"
-        )
+        given = f"with --dispatch {options.dispatch}"
+        wanted = f"must be a multiple of {multiple} {given}"
+        raise ValueError(f"--hidden {options.hidden} {wanted}")
 
 
 def run_build(options: Any) -> int:
@@ -236,10 +228,9 @@ def run_build(options: Any) -> int:
         ]
     else:
         group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
-        format = FORMATS[options.dispatch]
-        sizes = dict(hidden=hidden, combine_hidden=hidden)
         group |= dict(packed_scales=options.dispatch == "fp8-ue8m0")
-        wanted = [Settings(format=format, combine="bfloat16", **sizes, **group)]
-    for path in build_all(wanted):
-        print(path)
+        group |= dict(hidden=hidden, combine_hidden=hidden)
+        format, _ = FORMATS[options.dispatch]
+        wanted = [Settings(format=format, combine="bfloat16", **group)]
+    print(*build_all(wanted), sep="\n")
     return 0

@@ -18,7 +18,7 @@ from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .communicator import Communicator, refuse
 from .events import EventOverlap
-from .library import FORMATS, MULTIPLES, Settings
+from .library import FORMATS, Settings
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
@@ -108,8 +108,8 @@ class LowLatency:
             result = (rows, scales_of_rows(scales)) if use_fp8 else rows
             hook = compiled.nothing if return_recv_hook else None
             return result, counts, handle, EventOverlap(), hook
-        if async_finish and return_recv_hook:
-            refuse("async_finish", "and return_recv_hook exclude each other")
+        waits_ns, how = dispatch_wait_recv_cost_stats, (async_finish, return_recv_hook)
+        self._check_how(waits_ns, *how)
         channel = self._low_latency_channel(
             (x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts),
             (use_fp8, round_scale, use_ue8m0),
@@ -119,7 +119,6 @@ class LowLatency:
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
             self._comm.check_tensor(name, stats, torch.int32, (n_local,))
-        self._check_waits(dispatch_wait_recv_cost_stats)
         region = channel.next_region()
         if self._comm.masks:
             self._latest = channel
@@ -148,17 +147,11 @@ class LowLatency:
             src_info + 8 * n_local * capacity,
             src_info,
         )
+        phase = region, region.dispatch, arguments
         tensors = (x, topk_idx, tables, rows, scales, stats)
         after = None if stats is None else lambda: stats.add_(counts)
         turn = channel.take(region)  # now that nothing is refused any more
-        event, hook = self._phase(
-            (region, region.dispatch, arguments),
-            tensors,
-            dispatch_wait_recv_cost_stats,
-            after,
-            async_finish,
-            return_recv_hook,
-        )
+        event, hook = self._phase(phase, tensors, waits_ns, after, *how)
         handle = Handle(self._comm, channel, region, turn, tables, x.shape[0])
         return result, counts, handle, event, hook
 
@@ -213,8 +206,8 @@ class LowLatency:
             refuse("handle", f"is too old: {what}")
         if handle.region.hook is not None and handle.region.hook_is_of_dispatch:
             refuse("handle", "has no rows yet: call the hook of its dispatch")
-        if async_finish and return_recv_hook:
-            refuse("async_finish", "and return_recv_hook exclude each other")
+        waits_ns, how = combine_wait_recv_cost_stats, (async_finish, return_recv_hook)
+        self._check_how(waits_ns, *how)
         channel, n_tokens, comm = handle.channel, handle.n_tokens, self._comm
         if zero_copy:
             if handle.combine_buffer is None:
@@ -224,35 +217,27 @@ class LowLatency:
         comm.check_tensor("x", x, torch.bfloat16, channel.rows_shape)
         comm.check_tensor("topk_idx", topk_idx, torch.int64, choices)
         comm.check_tensor("topk_weights", topk_weights, torch.float32, choices)
-        self._check_waits(combine_wait_recv_cost_stats)
         shape = (n_tokens, channel.settings.hidden)
         if out is None:
             out = x.new_empty(shape)
         else:
             comm.check_tensor("out", out, torch.bfloat16, shape)
-        arguments = (
-            x.data_ptr(),
-            handle.tables.data_ptr(),
-            out.data_ptr(),
-            n_tokens,
-            topk_weights.data_ptr(),
-        )
-        event, hook = self._phase(
-            (handle.region, handle.region.combine, arguments),
-            (x, topk_weights, handle.tables, out),
-            combine_wait_recv_cost_stats,
-            None,
-            async_finish,
-            return_recv_hook,
-        )
+        rows = x.data_ptr(), handle.tables.data_ptr(), out.data_ptr()
+        given = *rows, n_tokens, topk_weights.data_ptr()
+        phase = handle.region, handle.region.combine, given
+        tensors = (x, topk_weights, handle.tables, out)
+        event, hook = self._phase(phase, tensors, waits_ns, None, *how)
         return out, event, hook
 
-    def _check_waits(self, waits_ns: torch.Tensor | None) -> None:
+    def _check_how(
+        self, waits_ns: torch.Tensor | None, async_finish: bool, return_recv_hook: bool
+    ) -> None:
+        if async_finish and return_recv_hook:
+            refuse("async_finish", "and return_recv_hook exclude each other")
         if waits_ns is not None:
+            name, shape = "wait_recv_cost_stats", (self._comm.n_ranks,)
             if self._comm.masks:
-                refuse("wait_recv_cost_stats", "cannot be had with enable_shrink")
-            shape = (self._comm.n_ranks,)
-            name = "wait_recv_cost_stats"
+                refuse(name, "cannot be had with enable_shrink")
             self._comm.check_tensor(name, waits_ns, torch.int64, shape)
 
     def _phase(
@@ -264,10 +249,8 @@ class LowLatency:
         async_finish: bool,
         return_recv_hook: bool,
     ) -> tuple[EventOverlap, Callable[[], None] | None]:
-        """Launches a phase; returns the event, and the hook if one is wanted.
-
-        To measure the waits, or for the hook, it sends and receives in two launches.
-        """
+        """Launches a phase, for the hook or to measure waits in two; returns the event,
+        and the hook if one is wanted."""
         region, launch, arguments = phase
         if region.hook is not None:  # which nobody called
             region.hook()
@@ -330,11 +313,10 @@ class LowLatency:
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
         use_fp8, round_scale, use_ue8m0 = kind
-        format = "bfloat16"
-        if use_fp8:
-            format = "fp8-round" if round_scale else "fp8"
-        packed = MULTIPLES["fp8-ue8m0"]
-        if use_ue8m0 and (format != "fp8-round" or x.shape[-1] % packed != 0):
+        fp8 = ("fp8-ue8m0" if use_ue8m0 else "fp8-round") if round_scale else "fp8"
+        format, multiple = FORMATS[fp8 if use_fp8 else "bfloat16"]
+        is_rounded = use_fp8 and round_scale
+        if use_ue8m0 and not (is_rounded and x.shape[-1] % multiple == 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
@@ -348,19 +330,17 @@ class LowLatency:
         if n_tokens > cap:
             what = f"num_max_dispatch_tokens_per_rank={cap}; raise that on all ranks"
             refuse("x", f"has {n_tokens} rows, {what}")
-        top_k = topk_idx.shape[1]
-        multiple = MULTIPLES[format]
+        top_k, most_k = topk_idx.shape[1], min(MAX_TOP_K, n_experts)
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
         if n_experts % comm.n_ranks != 0:
             what = f"={n_experts} is no multiple of {comm.n_ranks}, the ranks"
             refuse("num_experts", what)
-        if not 1 <= top_k <= min(MAX_TOP_K, n_experts):
-            most = min(MAX_TOP_K, n_experts)
-            refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most}")
+        if not 1 <= top_k <= most_k:
+            refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most_k}")
         settings = Settings(
             target=comm.target,
-            format=FORMATS[format],
+            format=format,
             hidden=hidden,
             combine="bfloat16",
             combine_hidden=hidden,
@@ -399,14 +379,13 @@ class LowLatency:
             given = dict(device=self._comm.device)
             x = torch.empty((0, settings.hidden), dtype=torch.bfloat16, **given)
             ids = torch.empty((0, settings.top_k), dtype=torch.int64, **given)
-            use_fp8 = settings.format != FORMATS["bfloat16"]
             self.low_latency_dispatch(
                 x,
                 ids,
                 settings.tokens,
                 settings.experts,
-                use_fp8=use_fp8,
-                round_scale=settings.format == FORMATS["fp8-round"],
+                use_fp8=settings.format != "bfloat16",
+                round_scale=settings.format == FORMATS["fp8-round"][0],
                 use_ue8m0=settings.packed_scales,
             )
 

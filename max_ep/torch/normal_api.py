@@ -21,10 +21,10 @@ import torch
 from torch._compile import _disable_dynamo
 
 from .channel import BOTH, Channel
-from .communicator import Communicator, refuse
+from .communicator import Communicator, refuse, refuse_hosts
 from .events import Config, EventOverlap
 from .library import rows_out, up_to, weights_back, words_of_row, words_out
-from .normal_layout import Layout, NormalHandle, agree, check_layout
+from .normal_layout import NormalHandle, agree
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _SCALES = (torch.float32, torch.int32)
@@ -161,37 +161,33 @@ class Normal:
         if type(expert_alignment) is not int or expert_alignment < 1:
             refuse("expert_alignment", f"={expert_alignment!r} must be an integer >= 1")
         x, scales = x if isinstance(x, tuple) else (x, None)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"max_ep: x must be a tensor, got {type(x).__name__}")
         if num_tokens_per_rdma_rank is not None:
-            raise NotImplementedError(
-                "max_ep: num_tokens_per_rdma_rank: ranks of several hosts; MAX graphs "
-                "reach them (EPConfig.n_nodes, docs/several_hosts.md)"
-            )
-        comm.check_tensor("x", x, x.dtype, (None, None))
+            refuse_hosts("num_tokens_per_rdma_rank: ranks of several hosts")
+        comm.check_tensor("x", x, None, (None, None))
         n_tokens, hidden = x.shape
         row_bytes = hidden * x.element_size()
         if row_bytes == 0 or row_bytes % 16 != 0:
             refuse("x", f"has rows of {row_bytes} bytes, not a multiple of 16")
         if scales is not None:
+            # Of any strides: matmuls want columns.
+            comm.check_tensor("scales of x", scales, None, (n_tokens, None), True)
             if scales.dtype not in _SCALES:
                 refuse("scales of x", f"are {scales.dtype}, not float32 or int32")
-            # Of any strides: matmuls want columns.
-            shape = (n_tokens, None)
-            comm.check_tensor("scales of x", scales, scales.dtype, shape, True)
             if not 0 < scales.shape[1] <= hidden:
                 refuse("scales of x", f"have {scales.shape[1]} columns")
         n_scales = 0 if scales is None else scales.shape[1]
-        is_new = handle is None
-        counts: list[int] | None = None
-        if handle is None:
-            handle, counts = self._new_handle(
-                (n_tokens, row_bytes, n_scales),
-                (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert),
-                (topk_idx, topk_weights),
-                num_worst_tokens,
-                previous_event,
-            )
+        is_new, counts = handle is None, []
+        if is_new:
+            if previous_event is not None and not num_worst_tokens:
+                previous_event.current_stream_wait()
+            layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+            choices, sizes = (topk_idx, topk_weights), (n_tokens, row_bytes, n_scales)
+            given = sizes, layout, choices, num_worst_tokens
+            top_k, most, n_rows, counts = agree(comm, *given)
+            self._cap = self._enough(most, row_bytes)
+            n_made = comm.n_ranks * self._cap if num_worst_tokens else n_rows
+            sizes = n_rows, n_made, n_tokens, self._cap, n_scales, top_k
+            handle = NormalHandle(comm, *sizes, is_token_in_rank)
         handle = self._known(handle)
         if not is_new and (topk_idx is not None or topk_weights is not None):
             refuse("topk_idx", "is not sent again with a handle")
@@ -202,17 +198,15 @@ class Normal:
         # A handle of other tokens may have no place for scales.
         n_words = max(handle.n_words, words_of_row(n_scales, 0))
         group = self._group(handle.cap)
-        # The bytes of a row travel as they are.
         wanted = [rows_out(row_bytes, **group)]
         has_extras = scales is not None or topk_idx is not None
         if has_extras:
             combine = _COMBINES.get(x.dtype, "bfloat16")
             wanted.append(words_out(n_words, combine, hidden, **group))
         rows, *back = comm.open(wanted, 1)
-        recv_scales = None
+        recv_scales, received = None, ()
         if scales is not None:
             recv_scales = scales.new_empty((handle.n_rows, n_scales))
-        received: tuple[torch.Tensor, ...] = ()
         if topk_idx is not None:
             shape = (handle.n_rows, handle.top_k)
             received = (topk_idx.new_empty(shape), topk_weights.new_empty(shape))
@@ -252,7 +246,7 @@ class Normal:
             result = (result, recv_scales)
         if not is_new:
             return result, None, None, None, None, event
-        counts = [up_to(n, expert_alignment) for n in counts or []]
+        counts = [up_to(n, expert_alignment) for n in counts]
         return result, *(received or (None, None)), counts, handle, event
 
     @_allocates
@@ -281,9 +275,9 @@ class Normal:
         """
         comm = self._comm
         handle = self._known(handle)
-        if isinstance(x, torch.Tensor) and x.dtype not in _COMBINES:
+        comm.check_tensor("x", x, None, (handle.n_rows, None))
+        if x.dtype not in _COMBINES:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
-        comm.check_tensor("x", x, x.dtype, (handle.n_rows, None))
         hidden = x.shape[1]
         if hidden == 0 or hidden * x.element_size() % 16 != 0:
             refuse("x", f"has rows of {hidden} elements, not of whole 16 bytes")
@@ -321,36 +315,6 @@ class Normal:
 
     # ------------------------------------------------------------------- inside
 
-    def _new_handle(
-        self,
-        sizes: tuple[int, int, int],
-        layout: Layout,
-        choices: tuple[torch.Tensor | None, torch.Tensor | None],
-        num_worst_tokens: int,
-        previous_event: EventOverlap | None,
-    ) -> tuple[NormalHandle, list[int]]:
-        """Checks a layout and agrees on it; returns handle and rows by local expert."""
-        comm, n_ranks = self._comm, self._comm.n_ranks
-        n_tokens, row_bytes, n_scales = sizes
-        top_k = check_layout(comm, n_tokens, layout, choices)
-        mask = layout[1]
-        if num_worst_tokens:
-            n_rows, counts = num_worst_tokens, []
-            most = up_to(num_worst_tokens, n_ranks) // n_ranks
-            if n_tokens > most:
-                refuse(
-                    "num_worst_tokens",
-                    f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens",
-                )
-        else:
-            if previous_event is not None:
-                previous_event.current_stream_wait()
-            most, n_rows, counts = agree(comm, sizes, layout, top_k)
-        self._cap = self._enough(most, row_bytes)
-        n_made = n_ranks * self._cap if num_worst_tokens else n_rows
-        sizes = n_rows, n_made, n_tokens, self._cap, n_scales, top_k
-        return NormalHandle(comm, *sizes, mask), counts
-
     def _known(self, handle: Any) -> NormalHandle:
         """Refuses what is no handle of these ranks; takes a tuple of its items, too."""
         comm = self._comm
@@ -360,10 +324,8 @@ class Normal:
         return handle
 
     def _enough(self, n_tokens: int, row_bytes: int) -> int:
-        """Returns how many tokens of a rank channels hold; never less than before.
-
-        All ranks know the same numbers, so all find the same. The first call decides
-        where to start: others of smaller rows find the kernels that are there.
+        """Returns how many tokens of a rank channels hold, the same on all ranks; never
+        less than before, so that calls of smaller rows find the kernels of the first.
         """
         usual = _GPU_BYTES if self._comm.is_gpu else _CPU_BYTES
         budget = (self._comm.is_gpu and self.num_nvl_bytes) or usual
@@ -373,8 +335,7 @@ class Normal:
 
     def _group(self, cap: int) -> dict[str, Any]:
         """Describes a group in which each rank is an expert."""
-        n = self._comm.n_ranks
-        target = self._comm.target
+        n, target = self._comm.n_ranks, self._comm.target
         return dict(target=target, ranks=n, experts=n, top_k=n, tokens=cap)
 
     def _move(
@@ -392,17 +353,10 @@ class Normal:
         for channel, sent, received in moves:
             channel.latest = (handle, self._comm.streams.is_capturing())
             channel.was_captured |= channel.latest[1]
-            channel.regions[0].dispatch(
-                BOTH,
-                sent.data_ptr(),
-                handle.ids.data_ptr(),
-                handle.n_sent,
-                received.data_ptr(),
-                0,
-                counts.data_ptr(),
-                handle.ranges.data_ptr(),
-                handle.src_info.data_ptr(),
-            )
+            sources = sent.data_ptr(), handle.ids.data_ptr(), handle.n_sent
+            tables = (t.data_ptr() for t in (counts, handle.ranges, handle.src_info))
+            region, rows = channel.regions[0], received.data_ptr()
+            region.dispatch(BOTH, *sources, rows, 0, *tables)
 
     def _bring_back(
         self, channel: Channel, handle: NormalHandle, x: torch.Tensor, y: torch.Tensor
@@ -416,14 +370,6 @@ class Normal:
             sent = new((handle.n_sent, channel.settings.hidden))
             received = new((len(handle.src_info), channel.settings.hidden))
             self._move(handle, [(channel, sent, received)])
-        ones = torch.ones(
-            (handle.n_sent, self._comm.n_ranks), dtype=torch.float32, device=x.device
-        )
-        channel.regions[0].combine(
-            BOTH,
-            x.data_ptr(),
-            handle.src_info.data_ptr(),
-            y.data_ptr(),
-            handle.n_sent,
-            ones.data_ptr(),
-        )
+        ones = torch.ones(handle.ids.shape, dtype=torch.float32, device=x.device)
+        tensors = (t.data_ptr() for t in (x, handle.src_info, y))
+        channel.regions[0].combine(BOTH, *tensors, handle.n_sent, ones.data_ptr())

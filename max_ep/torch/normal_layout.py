@@ -11,7 +11,7 @@ import torch
 
 from ..limits import MAX_TOP_K
 from .communicator import Communicator, refuse
-from .library import words_of_row
+from .library import up_to, words_of_row
 from .tables import LazyTuple
 
 Layout = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -135,13 +135,25 @@ def check_layout(
 
 
 def agree(
-    comm: Communicator, sizes: tuple[int, int, int], layout: Layout, top_k: int
-) -> tuple[int, int, list[int]]:
-    """Exchanges counts; returns the most tokens of a rank, the rows that this rank
-    receives, and those of each local expert."""
+    comm: Communicator,
+    sizes: tuple[int, int, int],
+    layout: Layout,
+    choices: tuple[torch.Tensor | None, torch.Tensor | None],
+    num_worst_tokens: int,
+) -> tuple[int, int, int, list[int]]:
+    """Checks a layout, and exchanges counts if the worst is not given; returns ids of a
+    token, the most tokens of a rank, the rows that this rank receives, and those of
+    each local expert."""
     n_ranks = comm.n_ranks
     n_tokens, row_bytes, n_scales = sizes
     _, mask, per_expert = layout
+    top_k = check_layout(comm, n_tokens, layout, choices)
+    if num_worst_tokens:
+        most = up_to(num_worst_tokens, n_ranks) // n_ranks
+        if n_tokens > most:
+            what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
+            refuse("num_worst_tokens", what)
+        return top_k, most, num_worst_tokens, []
     # The mask says what is sent, so rows are counted by it alone.
     mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
     n_experts = per_expert.numel()
@@ -154,4 +166,4 @@ def agree(
     first = 1 + n_ranks + comm.rank * n_local
     counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
     most = max(note[0] for note in notes)
-    return most, sum(note[1 + comm.rank] for note in notes), counts
+    return top_k, most, sum(note[1 + comm.rank] for note in notes), counts

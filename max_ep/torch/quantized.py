@@ -21,24 +21,20 @@ _BLOCKS = {
 
 
 def dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiplies values by the scales of their blocks, in float32.
+    """Multiplies values by the scales of their blocks, as ``max_ep.dequantize`` does.
 
-    ============  ===============  ================================================
-    format        rows             scales
-    ============  ===============  ================================================
-    FP8           float8_e4m3fn    float32 ``[..., hidden / 128]``, or int32 ``[...,
-                                   hidden / 512]``: four UE8M0 in a word
-    MXFP8         float8_e4m3fn    float8_e8m0fnu ``[..., hidden / 32]``
-    NVFP4         uint8            float8_e4m3fn ``[..., hidden / 16]``
-    MXFP4         uint8            float8_e8m0fnu ``[..., hidden / 32]``
-    ============  ===============  ================================================
-
-    Rows of uint8 hold two float4_e2m1fn in a byte, ``[..., hidden / 2]``. Scales may
-    have any strides, as those of ``Buffer``. The numbers are those of
-    ``max_ep.dequantize``.
+    Args:
+        rows: float8_e4m3fn ``[..., hidden]``, or uint8 ``[..., hidden / 2]``: two
+            float4_e2m1fn in a byte.
+        scales: ``[..., hidden / block]``, as docs/formats.md lists them, of any
+            strides; of FP8 also int32 ``[..., hidden / 512]``: four UE8M0 in a word.
 
     Returns:
         float32 ``[..., hidden]``.
+
+    Raises:
+        TypeError: If no format has these dtypes.
+        ValueError: If there is not a scale for each block.
     """
     if rows.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         rows = rows.view(torch.uint8)

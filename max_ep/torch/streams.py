@@ -16,7 +16,6 @@ class Streams:
     """Where the work of a rank goes; CPU ranks have no streams, and do it at once."""
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the streams of ``async_finish``, and of checks beside launches."""
         self.device = device
         self.index = device.index or 0
         self.is_gpu = device.type == "cuda"
@@ -26,11 +25,8 @@ class Streams:
         self._last: tuple[int, Any] = (-1, None)
 
     def current(self) -> int:
-        """Returns the current stream, as kernels take it.
-
-        Launches are in the order of the calls, on whatever streams: those of a region
-        share its counters, and all ranks need one order.
-        """
+        """Returns the current stream, as kernels take it; it waits for the one before:
+        launches of a region share its counters, and all ranks need one order."""
         if not self.is_gpu:
             return -1
         stream = torch._C._cuda_getCurrentRawStream(self.index)
@@ -70,11 +66,8 @@ class Streams:
         async_finish: bool,
         previous_event: EventOverlap | None = None,
     ) -> EventOverlap:
-        """Does work on the current stream, or on one of its own if asynchronous.
-
-        The work waits for ``previous_event``; None: for all of the current stream. The
-        allocator hears of both streams.
-        """
+        """Does work on the current stream, or on one of its own if asynchronous, after
+        ``previous_event``; None: after all of the current stream."""
         if not (self.is_gpu and async_finish):
             if previous_event is not None:
                 previous_event.current_stream_wait()
@@ -103,7 +96,6 @@ class Streams:
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:
-    """Returns whether a graph captures a stream."""
     if stream.cuda_stream == 0:
         return False  # the default stream: nor may one ask during a capture
     with torch.cuda.stream(stream):
