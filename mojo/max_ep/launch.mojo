@@ -87,14 +87,9 @@ def launch_dispatch[
             DispatchByRank(given, dispatched, call.buffers()), queue
         )
     else:
+        var put_bufs = mapped_buffers[group, UInt8](call.send_bufs)
         enqueue[form.sends, form.receives, input_scales](
-            DispatchByExpert(
-                given,
-                dispatched,
-                call.buffers(),
-                mapped_buffers[group, UInt8](call.send_bufs),
-            ),
-            queue,
+            DispatchByExpert(given, dispatched, call.buffers(), put_bufs^), queue
         )
 
 
@@ -125,12 +120,10 @@ def launch_combine[
             queue,
         )
     else:
+        var put_bufs = mapped_buffers[group, UInt8](call.send_bufs)
         enqueue[form.sends, form.receives](
             CombineRows[group, dtype, keeps_rows](
-                given,
-                combined,
-                call.buffers(),
-                mapped_buffers[group, UInt8](call.send_bufs),
+                given, combined, call.buffers(), put_bufs^
             ),
             queue,
         )

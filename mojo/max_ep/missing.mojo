@@ -24,8 +24,7 @@ struct CountDropped[group: Group](Work):
     def do(self, i: Int):
         if i >= self.n_tokens:
             var expert = i - self.n_tokens
-            var n_dropped = self.counters.rows_dropped(expert)[]
-            self.of_experts[unsafe_offset=expert] = n_dropped
+            self.of_experts[unsafe_offset=expert] = self.counters.rows_dropped(expert)[]
             return
         var n_missing = -self.counters.rows_found(i)[]
         for k in range(Self.group.top_k):

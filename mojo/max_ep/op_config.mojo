@@ -54,16 +54,20 @@ def group_of(
     )
 
 
+def _scales_in(config: StringSlice) -> StaticString:
+    if has_word(config, "scales_in_tiles"):
+        return "tiles"
+    if has_word(config, "scales_in_rows"):
+        return "rows"
+    return "packed" if has_word(config, "scales_packed") else "transposed"
+
+
 comptime FormatOfOp[format: StaticString, config: StaticString] = FormatOf[
     format,
     number_in(config, "hidden_size"),
     number_in(config, "top_k"),
     number_in(config, "router_top_k"),
-    "tiles" if has_word(config, "scales_in_tiles") else (
-        "rows" if has_word(config, "scales_in_rows") else (
-            "packed" if has_word(config, "scales_packed") else "transposed"
-        )
-    ),
+    _scales_in(config),
 ]
 
 

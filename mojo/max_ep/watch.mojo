@@ -53,12 +53,6 @@ def _awaited_generation[is_combine: Bool](counters: Counters[...]) -> UInt32:
 
 
 @always_inline
-def _n_counts[group: Group, is_combine: Bool](my_rank: Int, peer_rank: Int) -> Int:
-    var owner = peer_rank if is_combine else my_rank
-    return group.n_experts_on(owner)
-
-
-@always_inline
 def _is_there[
     group: Group, is_combine: Bool
 ](my_counts: BytePointer, peer_rank: Int, i: Int, generation: UInt32) -> Bool:
@@ -88,7 +82,7 @@ def watch_cpu[
         for peer_rank in range(n_ranks):
             if waits_ns[unsafe_offset=peer_rank] != NEVER:
                 continue
-            var n = _n_counts[group, is_combine](my_rank, peer_rank)
+            var n = group.n_experts_on(peer_rank if is_combine else my_rank)
             while first[peer_rank] < n and _is_there[group, is_combine](
                 my_counts, peer_rank, first[peer_rank], generation
             ):
@@ -138,7 +132,7 @@ def watch_kernel[
     var n_items = 0
     if has_expired[unsafe_offset=0] == 0:
         comptime if not is_combine:
-            n_items = _n_counts[group, False](my_rank, peer_rank)
+            n_items = group.n_experts_on(my_rank)
         elif group.has_sums:
             n_items = Int(counters.n_tokens_of(dispatched)[])
         else:

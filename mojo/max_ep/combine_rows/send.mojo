@@ -90,11 +90,8 @@ def send_rows[
                     group.combine_put_offset(src_rank, group.choice(token_idx, k))
                 )
                 put_to = block.recv_bufs[unsafe_offset=block.my_rank] + offset
-        copy_warp[row_bytes](
-            bytes_at(message),
-            given.rows.rows.unsafe_offset(row * row_bytes),
-            block.lane,
-        )
+        var from_ = given.rows.rows.unsafe_offset(row * row_bytes)
+        copy_warp[row_bytes](bytes_at(message), from_, block.lane)
         syncwarp()
         # I2: a message's flag is published after all of the message.
         comptime if group.uses_shmem():
@@ -111,8 +108,5 @@ def send_rows[
                 )
                 continue
         if block.lane == 0:
-            publish(
-                message_flag(bytes_at(message), group.combine_msg_bytes),
-                sent,
-                expert_id,
-            )
+            var flag = message_flag(bytes_at(message), group.combine_msg_bytes)
+            publish(flag, sent, expert_id)

@@ -25,7 +25,7 @@ from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, SEND
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
-from .partials import FEW_TOKENS, PartialFormat, SumSplit
+from .partials import FEW_TOKENS, Share, SumSplit
 from .receive import Receiver
 from .roles import N_CONTROL, N_WARPS_MIN, receive_schedule, SavedRoutes
 from .send import send_partials, sum_to_send
@@ -63,7 +63,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # Chosen before the previous launch has ended, and before the peers' numbers of
         # tokens are known: if these are not few, what is loaded below is not used.
         var source, token_idx = _first_token[
-            group, PartialFormat[group, Self.dtype, Self.partial_dtype].n_steps
+            group, Share[group, Self.dtype, Self.partial_dtype].n_steps
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)

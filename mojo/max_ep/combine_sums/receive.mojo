@@ -8,10 +8,10 @@ from ..counters import NO_ROW, rank_elsewhere, Word
 from ..device.block import Block
 from ..device.kept import await_dropped, record_rows_found
 from ..device.schedule import Schedule
-from ..device.warp import any_lane, any_of_lanes
+from ..device.warp import any_lane, any_of_lanes, has_bit
 from ..layout import Group
 from ..token_format import BytePointer, LaneBytes, SENTINEL
-from .partials import n_rows_at_once, PartialFormat, sum_split
+from .partials import n_rows_at_once, Share, sum_split
 from .roles import NEXT_SUM, receive_schedule, SavedRoutes
 
 comptime MAX_PREFETCHED = 8
@@ -23,8 +23,6 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
     TrivialRegisterPassable
 ):
     """A warp that adds up tokens."""
-
-    comptime Format = PartialFormat[Self.group, Self.dtype, Self.partial_dtype]
 
     var block: Block[Self.group]
     var expert_rows: BytePointer
@@ -38,15 +36,15 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
 
     @always_inline
     def add_tokens[are_few: Bool](self):
-        comptime Format = Self.Format
-        comptime n_vectors = Format.n_partial_vectors
+        comptime LaneShare = Share[Self.group, Self.dtype, Self.partial_dtype]
+        comptime n_vectors = LaneShare.n_partial_vectors
         comptime n_prefetched = Self.group.n_ranks * n_vectors
         comptime prefetches = n_prefetched <= MAX_PREFETCHED
         comptime max_prefetched = n_prefetched if prefetches else n_vectors
         var block = self.block
         var lane = block.lane
         var recv_buf = block.recv_buf()
-        var split = sum_split[Format.n_steps, are_few](self.n_tokens)
+        var split = sum_split[LaneShare.n_steps, are_few](self.n_tokens)
         var schedule = receive_schedule(
             block.warp_idx, Self.group.num_threads // WARP_SIZE
         )
@@ -87,41 +85,37 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             var owners: UInt32 = 0
             comptime if prefetches:
                 owners = any_of_lanes(UInt32(1) << UInt32(owner) if owner >= 0 else 0)
-            var result = self.output_tokens.unsafe_offset(token_idx * Format.row_bytes)
+            var result = self.output_tokens.unsafe_offset(
+                token_idx * LaneShare.row_bytes
+            )
             for step in range(chunk.begin, chunk.end):
-                var share = step * WARP_SIZE + lane
+                var share = LaneShare(step * WARP_SIZE + lane)
                 # The partial sums are under way while rows are added.
                 var loaded = Array[LaneBytes, max_prefetched](fill=LaneBytes(SENTINEL))
                 comptime if prefetches:
                     comptime for rank in range(Self.group.n_ranks):
-                        if (owners >> UInt32(rank)) & 1 != 0:
-                            Format.load_partial[rank * n_vectors](
-                                loaded,
-                                Format.partial_of(recv_buf, rank, token_idx),
-                                share,
+                        if has_bit(owners, rank):
+                            share.load_partial[rank * n_vectors](
+                                loaded, share.partial_of(recv_buf, rank, token_idx)
                             )
-                var sum = Format.Sum(0)
-                Format.add_rows[n_rows_at_once[are_few, max_prefetched]()](
-                    sum, self.expert_rows, share, row, saved.weight
+                var sum = LaneShare.Sum(0)
+                share.add_rows[n_rows_at_once[are_few, max_prefetched]()](
+                    sum, self.expert_rows, row, saved.weight
                 )
                 var is_there = True
                 comptime if prefetches and Self.group.masks:
-                    owners = Format.await_partials(
-                        loaded, recv_buf, token_idx, share, owners, block
+                    owners = share.await_partials(
+                        loaded, recv_buf, token_idx, owners, block
                     )
                 comptime if prefetches:
                     comptime for rank in range(Self.group.n_ranks):
-                        if (owners >> UInt32(rank)) & 1 != 0:
-                            var came = Format.add_partial[
-                                rank * n_vectors, is_there=Self.group.masks
-                            ](
-                                sum,
-                                loaded,
-                                Format.partial_of(recv_buf, rank, token_idx),
-                                share,
-                                rank,
-                                block,
+                        if has_bit(owners, rank):
+                            var partial_sum = share.partial_of(
+                                recv_buf, rank, token_idx
                             )
+                            var came = share.add_partial[
+                                rank * n_vectors, is_there=Self.group.masks
+                            ](sum, loaded, partial_sum, rank, block)
                             is_there = is_there and came
                 else:
                     # The lowest owner that is left, each time.
@@ -134,12 +128,12 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                         if last_owner == Self.group.n_ranks:
                             break
                         # All that are missing are polled at once.
-                        var partial_sum = Format.partial_of(
+                        var partial_sum = share.partial_of(
                             recv_buf, last_owner, token_idx
                         )
-                        Format.load_partial[0](loaded, partial_sum, share)
-                        var came = Format.add_partial[0](
-                            sum, loaded, partial_sum, share, last_owner, block
+                        share.load_partial[0](loaded, partial_sum)
+                        var came = share.add_partial[0](
+                            sum, loaded, partial_sum, last_owner, block
                         )
                         is_there = is_there and came
                 if not Self.group.masks and any_lane(not is_there):
@@ -148,15 +142,14 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                     owner = -1
                     owners = 0
                     row = NO_ROW
-                if share < Format.n_shares:
+                if share.idx < LaneShare.n_shares:
                     comptime if Self.group.fused_shared_expert:
-                        Format.add_shared(
+                        share.add_shared(
                             sum,
                             self.expert_rows.unsafe_offset(
-                                token_idx * Format.row_bytes
+                                token_idx * LaneShare.row_bytes
                             ),
-                            share,
                         )
                     if is_broken:
                         sum = nan[DType.float32]()
-                    Format.store_row(result, share, sum)
+                    share.store_row(result, sum)

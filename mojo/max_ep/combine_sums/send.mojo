@@ -8,7 +8,7 @@ from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
-from .partials import n_rows_at_once, PartialFormat, sum_split
+from .partials import n_rows_at_once, Share, sum_split
 from .roles import NEXT_SEND, SavedRoutes
 
 
@@ -30,7 +30,7 @@ def send_partials[
     prefetched: SavedRoutes,
     block: Block[group],
 ):
-    comptime Format = PartialFormat[group, dtype, partial_dtype]
+    comptime LaneShare = Share[group, dtype, partial_dtype]
     comptime n_others = group.n_ranks - 1
     comptime if n_others > 0:
         comptime if group.drops_rows:
@@ -42,7 +42,7 @@ def send_partials[
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
         var most = block.before.number[Word.MOST_RECEIVED]()
-        var split = sum_split[Format.n_steps, are_few](most)
+        var split = sum_split[LaneShare.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True
         var round = block.warp_idx
@@ -73,14 +73,14 @@ def send_partials[
                 + UInt64(group.partial_offset(my_rank, token_idx))
             )
             for step in range(chunk.begin, chunk.end):
-                var share = step * WARP_SIZE + lane
-                var sum = Format.Sum(0)
-                Format.add_rows[n_rows_at_once[are_few]()](
-                    sum, expert_rows, share, saved.row, saved.weight
+                var share = LaneShare(step * WARP_SIZE + lane)
+                var sum = LaneShare.Sum(0)
+                share.add_rows[n_rows_at_once[are_few]()](
+                    sum, expert_rows, saved.row, saved.weight
                 )
                 if is_waiting:
                     # I3, for partial sums.
                     if not block.await_readers():
                         return
                     is_waiting = False
-                Format.put(to, share, sum)
+                share.put(to, sum)

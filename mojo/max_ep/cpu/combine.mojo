@@ -260,10 +260,6 @@ def cpu_combine_wait[
     var n_rows = _await_rows(rank)
     # AFTER: everything of this generation is visible here and to the workers.
 
-    # Rows that are in the result of each token: added up below.
-    var found = List[Int](length=n_tokens, fill=0)
-    var n_found_of = found.unsafe_ptr()
-
     def reduce_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
             var own = _Terms[dtype, group.top_k]()
@@ -293,7 +289,7 @@ def cpu_combine_wait[
                         message, combined.router_weights[unsafe_offset=choice]
                     )
                     n_found += 1
-            n_found_of[unsafe_offset=token_idx] = n_found
+            rank.counters.rows_found(token_idx)[] = Int32(n_found)
 
             for column in range(0, group.hidden_size, width):
                 var acc = own.add_to[width](0, column)
@@ -302,11 +298,8 @@ def cpu_combine_wait[
                         group.partial_block, group.hidden_size
                     ]
                     for i in range(received.n):
-                        acc = Sums.add(
-                            acc,
-                            BytePointer(unsafe_from_address=received.rows[i]),
-                            column,
-                        )
+                        var row = BytePointer(unsafe_from_address=received.rows[i])
+                        acc = Sums.add(acc, row, column)
                 else:
                     acc = received.add_to[width](acc, column)
                 comptime if group.fused_shared_expert:
@@ -320,9 +313,7 @@ def cpu_combine_wait[
     for_each_chunk(n_tokens, bytes_per_token, reduce_tokens)
     var n_found = 0
     for token_idx in range(n_tokens):
-        n_found += found[token_idx]
-        comptime if group.drops_rows:
-            rank.counters.rows_found(token_idx)[] = Int32(found[token_idx])
+        n_found += Int(rank.counters.rows_found(token_idx)[])
     if n_found != n_rows:
         comptime if has_sums:
             raise rank.error(

@@ -32,6 +32,7 @@ from ..flags import (
     FlagPointer,
     generation_of,
     is_not_before,
+    load_acquire_block,
     load_acquire_sys,
     next_generation,
     POLLS_PER_CLOCK_READ,
@@ -44,12 +45,17 @@ from ..transport import put_flag
 from .liveness import Liveness
 from .shared import share_addresses, shared, SharedAddresses
 from .start import check_header, elect_last_block, mask_of
-from .warp import any_lane, bytes_at
+from .warp import any_lane, bytes_at, has_bit
 
 
 @fieldwise_init
 struct Block[group: Group](TrivialRegisterPassable):
     """The state of a block during a launch, the same in each of its warps."""
+
+    comptime _SENT = (
+        Word.COMBINE_SENT if Self.group.is_combine() else Word.DISPATCH_SENT
+    )
+    """The last generation that this op sent; the word behind it: received."""
 
     var lane: Int
     var warp_idx: Int
@@ -139,13 +145,11 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def sending(self) -> UInt32:
-        return next_generation(self._sent[Self.group.is_combine()]())
+        return next_generation(self.before.generation[Self._SENT]())
 
     @always_inline
     def receiving(self) -> UInt32:
-        comptime is_combine = Self.group.is_combine()
-        comptime word = Word.COMBINE_RECEIVED if is_combine else Word.DISPATCH_RECEIVED
-        return next_generation(self.before.generation[word]())
+        return next_generation(self.before.generation[Self._SENT + 1]())
 
     @always_inline
     def _sent[is_combine: Bool](self) -> UInt32:
@@ -183,6 +187,12 @@ struct Block[group: Group](TrivialRegisterPassable):
     @always_inline
     def word(self, i: Int) -> SharedWord:
         return self.control.unsafe_offset(i)
+
+    @always_inline
+    def await_word(self, i: Int, least: Int):
+        """Waits for other warps of the block, without a deadline of its own."""
+        while load_acquire_block(self.word(i)) < UInt32(least):
+            pass
 
     @always_inline
     def next_work(self, counter: Int) -> Int:
@@ -252,7 +262,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     def is_masked(self, rank: Int) -> Bool:
         comptime if not Self.group.masks:
             return False
-        return (self.mask >> UInt32(rank)) & 1 != 0
+        return has_bit(self.mask, rank)
 
     @always_inline
     def liveness(self) -> Liveness[Self.group]:
@@ -367,15 +377,14 @@ struct Block[group: Group](TrivialRegisterPassable):
     def advance[sends: Bool, receives: Bool](self):
         """Records the generations that the launch sends and receives, with one lane."""
         comptime is_combine = Self.group.is_combine()
-        comptime sent = Word.COMBINE_SENT if is_combine else Word.DISPATCH_SENT
         comptime if sends:
-            self.counters.set_generation(sent, self.sending())
+            self.counters.set_generation(Self._SENT, self.sending())
             comptime if is_combine:
                 self.counters.set_generation(
                     Word.COMBINE_OF, self.before.generation[Word.DISPATCH_RECEIVED]()
                 )
         comptime if receives:
-            self.counters.set_generation(sent + 1, self.receiving())
+            self.counters.set_generation(Self._SENT + 1, self.receiving())
 
     @always_inline
     def end_wait(self):
@@ -423,6 +432,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         """Polls done words of the other direction, so that its next launch need not wait;
         a warp that no other waits for calls it."""
         comptime is_combine = not Self.group.is_combine()
+        comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED
         var generation = self._sent[is_combine]()
         var my_counts = self.my_counts()
         for _ in range(_DONE_POLLS):
@@ -438,10 +448,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             syncwarp()
             if not any_lane(not is_met):
                 if self.lane == 0:
-                    self.counters.set_generation(
-                        Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED,
-                        generation,
-                    )
+                    self.counters.set_generation(drained, generation)
                 return
 
 

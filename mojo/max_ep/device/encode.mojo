@@ -57,10 +57,9 @@ struct EncodedSteps[Format: TokenFormat, in_flight: Int]:
             else:
                 store16(p, bytes)
 
-        comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
         comptime for i in range(Self.in_flight):
             var step = first + i
-            var vector, is_in_chunk = vector_of_lane[n_vectors](step, end, lane)
+            var vector, is_in_chunk = vector_of_lane[Self.Format](step, end, lane)
             if is_in_chunk:
                 store[Self.Format.values_flip](
                     vector * MESSAGE_ALIGN, self.wire[i].values

@@ -16,8 +16,11 @@ def n_steps_of[token_fmt_type: TokenFormat]() -> Int:
 
 
 @always_inline
-def vector_of_lane[n_vectors: Int](step: Int, end: Int, lane: Int) -> Tuple[Int, Bool]:
-    """Returns which 16 bytes of a token a lane moves in a step; in 32 bits."""
+def vector_of_lane[
+    Format: TokenFormat
+](step: Int, end: Int, lane: Int) -> Tuple[Int, Bool]:
+    """Returns which 16 bytes of values a lane moves in a step; in 32 bits."""
+    comptime n_vectors = Format.value_bytes // MESSAGE_ALIGN
     var vector = UInt32(step) * UInt32(WARP_SIZE) + UInt32(lane)
     var is_in_chunk = UInt32(step) < UInt32(end)
     comptime if n_vectors % WARP_SIZE != 0:

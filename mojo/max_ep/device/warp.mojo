@@ -5,6 +5,7 @@ All lanes call reductions. They are intrinsics, which the compiler treats as con
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE
+from std.bit import count_trailing_zeros
 from std.sys import _RegisterPackType, inlined_assembly, is_nvidia_gpu, llvm_intrinsic
 
 from ..layout import MESSAGE_ALIGN
@@ -28,6 +29,19 @@ def any_of_lanes(bits: UInt32) -> UInt32:
     return UInt32(
         llvm_intrinsic["llvm.nvvm.redux.sync.or", Int32](Int32(bits), Int32(-1))
     )
+
+
+@always_inline
+def has_bit(bits: UInt32, i: Int) -> Bool:
+    return (bits >> UInt32(i)) & 1 != 0
+
+
+@always_inline
+def take_lane(mut lanes: UInt32) -> UInt32:
+    """Removes the first of some lanes; returns it."""
+    var lane = count_trailing_zeros(lanes)
+    lanes &= lanes - 1
+    return lane
 
 
 @always_inline

@@ -57,8 +57,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
                 store_release_block(
                     self.block.word(PAIRS_READY), 1 if largest >= 0 else _FAILED
                 )
-        while load_acquire_block(self.block.word(PAIRS_READY)) == 0:
-            pass
+        self.block.await_word(PAIRS_READY, 1)
         if load_acquire_block(self.block.word(PAIRS_READY)) == _FAILED:
             return
         # Slot by slot over all pairs: about the order in which messages arrive.
@@ -146,23 +145,19 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         largest = Int(warp.max(Int32(largest)))
         syncwarp()
         self._lay_out_rows(pair_rows, pair_counts)
-        var n_rows_needed = self.dispatched.tables.n_rows_needed(n_rows)
+        var n_needed = self.dispatched.tables.n_rows_needed(n_rows)
         if is_first_block and lane == 0:
             self.dispatched.tables.write_ends(n_rows)
-            self.block.counters.set_pair_rows(Self.n_pairs, n_rows_needed, largest)
+            self.block.counters.set_pair_rows(Self.n_pairs, n_needed, largest)
         var is_missing = any_lane(is_late)
-        if not is_missing and n_rows_needed <= self.dispatched.n_rows_max:
+        if not is_missing and n_needed <= self.dispatched.n_rows_max:
             return largest
         if is_first_block:
             syncwarp()
             self.dispatched.tables.write_no_rows(lane, WARP_SIZE)
         if not is_missing and lane == 0:
             self.block.refuse(
-                Failure.TOO_MANY_ROWS,
-                RECEIVE,
-                0,
-                n_rows_needed,
-                self.dispatched.n_rows_max,
+                Failure.TOO_MANY_ROWS, RECEIVE, 0, n_needed, self.dispatched.n_rows_max
             )
         return -1
 
@@ -196,13 +191,12 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             if self.block.give_up_if_late(n_polls, missing % group.n_ranks):
                 is_late = missing >= 0
         if is_late:
+            var flag = flag_at(my_counts, group.dispatch_count_offset(missing))
             self.block.fail(
                 Failure.NO_COUNT,
                 missing % group.n_ranks,
                 group.expert_of_pair(my_rank, missing),
-                load_relaxed_sys(
-                    flag_at(my_counts, group.dispatch_count_offset(missing))
-                ),
+                load_relaxed_sys(flag),
             )
         comptime for i in range(in_flight):
             var pair = first + i * WARP_SIZE + lane

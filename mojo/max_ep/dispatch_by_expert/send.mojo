@@ -197,11 +197,8 @@ struct Sender[
             return
         # A rank without tokens publishes zeros: its peers wait for every pair.
         var n_blocks = Int(grid_dim.x)
-        for expert_id in range(
-            Int(block_idx.x) + n_blocks * self.block.lane,
-            group.n_experts,
-            n_blocks * WARP_SIZE,
-        ):
+        var first = Int(block_idx.x) + n_blocks * self.block.lane
+        for expert_id in range(first, group.n_experts, n_blocks * WARP_SIZE):
             var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
             var offset = group.dispatch_count_offset(group.pair(local_expert, my_rank))
             var count = min(
@@ -230,11 +227,8 @@ struct Sender[
         var recv_buf = self.block.recv_buf()
         var n_blocks = Int(grid_dim.x)
         var position = UInt32(sender)
-        for item in range(
-            Int(block_idx.x) + sender * n_blocks,
-            self.schedule.n_items,
-            n_senders * n_blocks,
-        ):
+        var first = Int(block_idx.x) + sender * n_blocks
+        for item in range(first, self.schedule.n_items, n_senders * n_blocks):
             while load_acquire_block(self.block.word(INDEXED)) <= position:
                 pass
             position += UInt32(n_senders)
@@ -295,7 +289,6 @@ struct Sender[
     ):
         """Encodes a token into the messages of an item, with one warp."""
         comptime n_elements = Self.Format.lane_elements
-        comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
         comptime n_steps = n_steps_of[Self.Format]()
         comptime in_flight = steps_in_flight[Self.Format]()
         comptime Elements = SIMD[Self.input_type, n_elements]
@@ -305,7 +298,7 @@ struct Sender[
         for first in range(0, n_steps, in_flight):
             var elements = Array[Elements, in_flight](fill=0)
             comptime for i in range(in_flight):
-                var vector, has = vector_of_lane[n_vectors](first + i, n_steps, lane)
+                var vector, has = vector_of_lane[Self.Format](first + i, n_steps, lane)
                 if has:
                     elements[i] = token.unsafe_load[
                         width=n_elements, alignment=MESSAGE_ALIGN

@@ -172,7 +172,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
         comptime n_at_once = min(
             _SHARED_AT_ONCE, ceildiv(Self.group.n_choices(), num_threads)
         )
-        comptime n_weights = min(n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads))
+        comptime n_weights = (
+            min(n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads))
+        ) if Self._loads_weights else 0
         var n_of_own = Array[UInt32, n_own](fill=0)
         for first in range(me, self.n_choices, n_at_once * num_threads):
             # All loads at once; there is nothing after the last choice.
@@ -180,12 +182,11 @@ struct Choices[group: Group](TrivialRegisterPassable):
             var weights = Array[Float32, n_weights](fill=0)
             comptime for i in range(n_at_once):
                 ids[i] = self.load_id(min(first + i * num_threads, last))
-            comptime if Self._loads_weights:
-                if last < _N_SHARED_WEIGHTS:
-                    comptime for i in range(n_weights):
-                        weights[i] = self.weights[
-                            unsafe_offset=min(first + i * num_threads, last)
-                        ]
+            if last < _N_SHARED_WEIGHTS:
+                comptime for i in range(n_weights):
+                    weights[i] = self.weights[
+                        unsafe_offset=min(first + i * num_threads, last)
+                    ]
             comptime for i in range(n_at_once):
                 var choice = first + i * num_threads
                 if choice <= last:
@@ -193,17 +194,14 @@ struct Choices[group: Group](TrivialRegisterPassable):
                     comptime for n in range(n_own):
                         if ids[i] == Int32(nth_expert_of_block(n)):
                             n_of_own[n] += 1
-            comptime if Self._loads_weights:
-                if last < _N_SHARED_WEIGHTS:
-                    comptime for i in range(n_weights):
-                        var choice = first + i * num_threads
-                        if choice <= last:
-                            self.shared_weights[unsafe_offset=choice] = bitcast[
-                                DType.int32
-                            ](weights[i])
+            if last < _N_SHARED_WEIGHTS:
+                comptime for i in range(n_weights):
+                    var choice = first + i * num_threads
+                    if choice <= last:
+                        var bits = bitcast[DType.int32](weights[i])
+                        self.shared_weights[unsafe_offset=choice] = bits
         comptime for n in range(n_own):
             var count = sum_of_lanes(n_of_own[n])
             if lane_id() == 0:
-                self.counted[unsafe_offset=n * WARP_SIZE + me // WARP_SIZE] = Int32(
-                    count
-                )
+                var place = n * WARP_SIZE + me // WARP_SIZE
+                self.counted[unsafe_offset=place] = Int32(count)

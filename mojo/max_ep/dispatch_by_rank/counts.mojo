@@ -27,25 +27,17 @@ from ..flags import (
 from ..kept_rows import largest_level
 from ..layout import Group, MESSAGE_ALIGN
 from ..row_tables import RowTables
+from ..token_format import BytePointer
 from .numbers import publish_decision, settle
 from .roles import FAILED, N_INDEX_WARPS, SCANNED, SUMMED
 
-comptime _LOADS_OF_LANE = 4
-comptime _PAIRS_OF_LANE = 2 * _LOADS_OF_LANE
-"""Pairs of a lane: a load has two neighbouring words."""
+comptime _PAIRS_OF_LANE = 8
+"""Pairs that a lane reads at once: a load has two neighbouring words."""
 comptime _PAIRS_AT_ONCE = _PAIRS_OF_LANE * WARP_SIZE
-"""Pairs that a warp counts at once: so many have one warp, more have several."""
+"""Pairs that a warp reads at once: so many have one warp, more have several."""
 
-
-def n_scan_warps[group: Group]() -> Int:
-    """The last index warps scan: they index least."""
-    return min(N_INDEX_WARPS, ceildiv(group.n_pairs(), _PAIRS_AT_ONCE))
-
-
-@always_inline
-def _pairs_of_warp[group: Group]() -> Int:
-    comptime stride = ceildiv(group.n_pairs(), n_scan_warps[group]() * _PAIRS_AT_ONCE)
-    return stride * _PAIRS_AT_ONCE
+comptime _LaneCounts = Array[UInt64, _PAIRS_OF_LANE]
+"""Flags that hold the counts of a lane's pairs."""
 
 
 @always_inline
@@ -56,6 +48,13 @@ def pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
 
 struct SharedCounts[group: Group](TrivialRegisterPassable):
     """Row positions of all sources, in shared memory of a block."""
+
+    comptime n_pairs = Self.group.n_pairs()
+    comptime n_scanners = min(N_INDEX_WARPS, ceildiv(Self.n_pairs, _PAIRS_AT_ONCE))
+    """The last index warps scan: they index least."""
+    comptime _pairs_of_scanner = _PAIRS_AT_ONCE * ceildiv(
+        Self.n_pairs, Self.n_scanners * _PAIRS_AT_ONCE
+    )
 
     var block: Block[Self.group]
     var tables: RowTables[Self.group]
@@ -70,10 +69,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     def __init__(out self, block: Block[Self.group], tables: RowTables[Self.group]):
         self.block = block
         self.tables = tables
-        comptime n_scanners = n_scan_warps[Self.group]()
-        self.pair_rows = shared[
-            Int32, n_scanners * _pairs_of_warp[Self.group]() + 1, MESSAGE_ALIGN
-        ]()
+        comptime n_padded = Self.n_scanners * Self._pairs_of_scanner
+        self.pair_rows = shared[Int32, n_padded + 1, MESSAGE_ALIGN]()
         self.sums = shared[Int32, N_INDEX_WARPS]()
         self.largest_of = shared[Int32, N_INDEX_WARPS]()
 
@@ -110,69 +107,53 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_pair_rows(self) -> Bool:
-        comptime n_scanners = n_scan_warps[Self.group]()
-        while load_acquire_block(self.block.word(SCANNED)) < UInt32(n_scanners):
-            pass
+        self.block.await_word(SCANNED, Self.n_scanners)
         return load_acquire_block(self.block.word(FAILED)) == 0
 
     @always_inline
-    def _await_counts(
-        self, mut words: Array[UInt64, _PAIRS_OF_LANE], first: Int, n_pairs: Int
-    ) -> Bool:
-        var generation = self.block.receiving()
+    def _await_counts(self, mut words: _LaneCounts, first: Int, end: Int) -> Bool:
+        """Waits for the counts of a lane's pairs, all that are missing at once."""
         var my_counts = self.block.my_counts()
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
         comptime for i in range(_PAIRS_OF_LANE):
-            is_missing[i] = pair_of_lane(first, i, self.block.lane) < n_pairs
+            is_missing[i] = pair_of_lane(first, i, self.block.lane) < end
         if self.block.mask != 0:
             comptime for i in range(_PAIRS_OF_LANE):
-                var pair = pair_of_lane(first, i, self.block.lane)
-                if self.block.is_masked(pair % Self.group.n_ranks):
+                if self._is_of_masked(pair_of_lane(first, i, self.block.lane)):
                     is_missing[i] = False
         var n_polls = 0
         while True:
-            comptime for i in range(0, _PAIRS_OF_LANE, 2):
-                if is_missing[i] or is_missing[i + 1]:
-                    var pair = pair_of_lane(first, i, self.block.lane)
-                    words[i], words[i + 1] = load_relaxed_sys_2(
-                        flag_at(my_counts, Self.group.dispatch_count_offset(pair))
-                    )
-            var missing = -1
-            comptime for i in range(_PAIRS_OF_LANE):
-                is_missing[i] = is_missing[i] and generation_of(words[i]) != generation
-                if is_missing[i]:
-                    missing = i
+            var missing = self._poll(words, is_missing, my_counts, first)
             if missing < 0:
                 break
             comptime if Self.group.masks:
                 var pair = pair_of_lane(first, missing, self.block.lane)
                 var word = settle(self.block, n_polls, pair % Self.group.n_ranks, pair)
-                if generation_of(word) == generation:
+                if generation_of(word) == self.block.receiving():
                     comptime for i in range(_PAIRS_OF_LANE):
                         if i == missing:
                             words[i] = word
                             is_missing[i] = False
                     # Then at once the next one.
                     n_polls -= 1
-            if not Self.group.masks and self.block.give_up_if_late(n_polls, 0):
-                var pair = pair_of_lane(first, missing, self.block.lane)
-                self.block.fail(
-                    Failure.NO_COUNT,
-                    pair % Self.group.n_ranks,
-                    Self.group.expert_of_pair(self.block.my_rank, pair),
-                    load_relaxed_sys(
-                        flag_at(my_counts, Self.group.dispatch_count_offset(pair))
-                    ),
-                )
-                break
+            else:
+                if self.block.give_up_if_late(n_polls, 0):
+                    var pair = pair_of_lane(first, missing, self.block.lane)
+                    self.block.fail(
+                        Failure.NO_COUNT,
+                        pair % Self.group.n_ranks,
+                        Self.group.expert_of_pair(self.block.my_rank, pair),
+                        load_relaxed_sys(
+                            flag_at(my_counts, Self.group.dispatch_count_offset(pair))
+                        ),
+                    )
+                    break
         comptime if Self.group.masks:
             comptime for i in range(_PAIRS_OF_LANE):
                 var pair = pair_of_lane(first, i, self.block.lane)
-                if self.block.mask != 0 and self.block.is_masked(
-                    pair % Self.group.n_ranks
-                ):
-                    words[i] = flag_word(generation, 0)
-                if pair < n_pairs:
+                if self.block.mask != 0 and self._is_of_masked(pair):
+                    words[i] = flag_word(self.block.receiving(), 0)
+                if pair < end:
                     publish_decision(self.block, words[i], pair)
         var is_late = False
         comptime for i in range(_PAIRS_OF_LANE):
@@ -180,25 +161,54 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         return not any_lane(is_late)
 
     @always_inline
+    def _poll(
+        self,
+        mut words: _LaneCounts,
+        mut is_missing: Array[Bool, _PAIRS_OF_LANE],
+        my_counts: BytePointer,
+        first: Int,
+    ) -> Int:
+        """Loads the counts that are missing; returns one that still is, or -1."""
+        comptime for i in range(0, _PAIRS_OF_LANE, 2):
+            if is_missing[i] or is_missing[i + 1]:
+                var pair = pair_of_lane(first, i, self.block.lane)
+                words[i], words[i + 1] = load_relaxed_sys_2(
+                    flag_at(my_counts, Self.group.dispatch_count_offset(pair))
+                )
+        var missing = -1
+        comptime for i in range(_PAIRS_OF_LANE):
+            is_missing[i] = (
+                is_missing[i] and generation_of(words[i]) != self.block.receiving()
+            )
+            if is_missing[i]:
+                missing = i
+        return missing
+
+    @always_inline
+    def _is_of_masked(self, pair: Int) -> Bool:
+        return self.block.is_masked(pair % Self.group.n_ranks)
+
+    @always_inline
     def _read_counts(self, n_before_all: Int32, scanner: Int) -> Bool:
         var n_held = Self.group.n_experts_on(self.block.my_rank)
-        var begin = scanner * _pairs_of_warp[Self.group]()
-        var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
+        var begin = scanner * Self._pairs_of_scanner
+        var end = min(begin + Self._pairs_of_scanner, Self.n_pairs)
         var n_before = n_before_all
         var largest: Int32 = 0
         for first in range(begin, end, _PAIRS_AT_ONCE):
-            var n_pairs = min(end, n_held * Self.group.n_ranks)
-            var words = Array[UInt64, _PAIRS_OF_LANE](fill=0)
-            if not self._await_counts(words, first, n_pairs):
+            # The places after those of this rank's experts stay empty.
+            var end_held = min(end, n_held * Self.group.n_ranks)
+            var words = _LaneCounts(fill=0)
+            if not self._await_counts(words, first, end_held):
                 return False
             # Neighbouring lanes have read neighbouring words. Now a lane has
             # neighbouring pairs, so that lanes are added up once.
             comptime for i in range(0, _PAIRS_OF_LANE, 2):
                 var pair = pair_of_lane(first, i, self.block.lane)
                 var two = SIMD[DType.int32, 2](0)
-                if pair < n_pairs:
+                if pair < end_held:
                     two[0] = Int32(count_of(words[i]))
-                if pair + 1 < n_pairs:
+                if pair + 1 < end_held:
                     two[1] = Int32(count_of(words[i + 1]))
                 self.pair_rows.unsafe_store[alignment=8](pair, two)
                 largest = max(largest, two.reduce_max())
@@ -224,32 +234,28 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def _add_sums_before(self, n_shared: Int, scanner: Int) -> Int32:
         """Adds the sums of earlier warps to this one's; returns all rows."""
-        comptime n_scanners = n_scan_warps[Self.group]()
-        var summed = self.block.word(SUMMED)
         # Even after a failure: the other warps wait for this without a deadline.
         syncwarp()
         if self.block.lane == 0:
-            arrive_in_block(summed)
-        while load_acquire_block(summed) < UInt32(n_scanners):
-            pass
+            arrive_in_block(self.block.word(SUMMED))
+        self.block.await_word(SUMMED, Self.n_scanners)
         var sum: Int32 = 0
-        if self.block.lane < n_scanners:
+        if self.block.lane < Self.n_scanners:
             sum = self.sums[unsafe_offset=self.block.lane]
         var sums_before = warp.prefix_sum[exclusive=True](sum) + Int32(n_shared)
-        var n_rows = warp.shuffle_idx(sums_before, UInt32(n_scanners))
+        var n_rows = warp.shuffle_idx(sums_before, UInt32(Self.n_scanners))
         var rows_before = warp.shuffle_idx(sums_before, UInt32(scanner))
-        var begin = scanner * _pairs_of_warp[Self.group]()
-        var end = min(begin + _pairs_of_warp[Self.group](), Self.group.n_pairs())
+        var begin = scanner * Self._pairs_of_scanner
+        var end = min(begin + Self._pairs_of_scanner, Self.n_pairs)
         for pair in range(begin + self.block.lane, end, WARP_SIZE):
             self.pair_rows[unsafe_offset=pair] += rows_before
         return n_rows
 
     @always_inline
     def _count_rows(self, n_shared: Int, n_rows_max: Int, scanner: Int):
-        comptime n_scanners = n_scan_warps[Self.group]()
         var failed = self.block.word(FAILED)
         var is_there = self._read_counts(
-            Int32(n_shared) if n_scanners == 1 else 0, scanner
+            Int32(n_shared) if Self.n_scanners == 1 else 0, scanner
         )
         if not is_there:
             self.block.counters.set_broken()
@@ -257,13 +263,13 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 self.sums[unsafe_offset=scanner] = 0
                 store_release_block(failed, 1)
         var n_rows: Int32
-        comptime if n_scanners == 1:
+        comptime if Self.n_scanners == 1:
             syncwarp()
             n_rows = self.sums[unsafe_offset=0]
         else:
             n_rows = self._add_sums_before(n_shared, scanner)
         if scanner == 0 and self.block.lane == 0:
-            self.pair_rows[unsafe_offset=Self.group.n_pairs()] = n_rows
+            self.pair_rows[unsafe_offset=Self.n_pairs] = n_rows
         comptime if Self.group.drops_rows:
             var n_kept = max(n_rows_max - Self.group.n_shared_max(), 0)
             if scanner == 0:
@@ -286,90 +292,83 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     @always_inline
     def _drop_rows(self, n_rows_max: Int):
         """Reduces the rows of pairs to those that fit, with the first scan warp."""
-        comptime n_pairs = Self.group.n_pairs()
-        comptime n_scanners = n_scan_warps[Self.group]()
         # The others have added up their pairs.
-        while load_acquire_block(self.block.word(SCANNED)) < UInt32(n_scanners - 1):
-            pass
+        self.block.await_word(SCANNED, Self.n_scanners - 1)
         syncwarp()
         var lane = self.block.lane
         if block_idx.x == 0:
             for i in range(lane, Self.group.n_local_experts(), WARP_SIZE):
                 self.block.counters.rows_dropped(i)[] = Int32(self._rows_of_expert(i))
         var n_before = self.rows_before(0)
-        if self.rows_before(n_pairs) - n_before <= n_rows_max:
+        if self.rows_before(Self.n_pairs) - n_before <= n_rows_max:
             return
 
         def rows_below(level: Int) {imm} -> Int:
             var n = 0
-            for pair in range(lane, n_pairs, WARP_SIZE):
+            for pair in range(lane, Self.n_pairs, WARP_SIZE):
                 n += min(self._rows_of_pair(pair), level)
             return Int(sum_of_lanes(UInt32(n)))
 
         var level = largest_level(n_rows_max, rows_below)
         var n_left = n_rows_max - rows_below(level)
-        for first in range(0, n_pairs, WARP_SIZE):
+        for first in range(0, Self.n_pairs, WARP_SIZE):
             var pair = first + lane
-            var count = self._rows_of_pair(pair) if pair < n_pairs else 0
+            var count = self._rows_of_pair(pair) if pair < Self.n_pairs else 0
             var have_more = warp.vote[DType.uint32](count > level)
             var n_earlier = pop_count(have_more & ((UInt32(1) << UInt32(lane)) - 1))
             if count > level:
                 count = level + Int(Int(n_earlier) < n_left)
             n_left -= Int(pop_count(have_more))
             var n = Int(warp.prefix_sum[exclusive=True](Int32(count))) + n_before
-            if pair < n_pairs:
+            if pair < Self.n_pairs:
                 self.pair_rows[unsafe_offset=pair] = Int32(n)
             n_before = Int(warp.shuffle_idx(Int32(n + count), UInt32(WARP_SIZE - 1)))
         if lane == 0:
-            self.pair_rows[unsafe_offset=n_pairs] = Int32(n_before)
+            self.pair_rows[unsafe_offset=Self.n_pairs] = Int32(n_before)
 
     @always_inline
     def lay_out_rows(self, n_shared: Int, n_rows_max: Int, indexer: Int):
         """Waits for counts and lays out the rows, with an index warp."""
-        comptime n_scanners = n_scan_warps[Self.group]()
-        var scanner = indexer - (N_INDEX_WARPS - n_scanners)
+        var scanner = indexer - (N_INDEX_WARPS - Self.n_scanners)
         if scanner >= 0:
             self._count_rows(n_shared, n_rows_max, scanner)
         if block_idx.x != 0:
             return
-        # The first block says where rows are: in the outputs, and for combine.
         if not self.await_pair_rows():
             if indexer == 0:
                 self.tables.write_no_rows(self.block.lane, WARP_SIZE)
             return
-        for pair in range(
-            indexer * WARP_SIZE + self.block.lane,
-            Self.group.n_pairs(),
-            N_INDEX_WARPS * WARP_SIZE,
-        ):
+        self._write_tables(indexer)
+
+    @always_inline
+    def _write_tables(self, indexer: Int):
+        """Writes where rows are, for outputs and combine, with the first block."""
+        var first = indexer * WARP_SIZE + self.block.lane
+        for pair in range(first, Self.n_pairs, N_INDEX_WARPS * WARP_SIZE):
             var row = self.rows_before(pair)
             var count = self.rows_before(pair + 1) - row
             var local_expert, src_rank = divmod(pair, Self.group.n_ranks)
             var first_row = Int(self.row_of_pair(pair))
             self.block.counters.set_pair_rows(pair, first_row, count)
-            self.tables.write_pair(
-                pair, row - self.rows_before(Self.group.pair(local_expert, 0)), count
-            )
+            var begin = row - self.rows_before(Self.group.pair(local_expert, 0))
+            self.tables.write_pair(pair, begin, count)
             if src_rank == 0:
                 comptime if Self.group.drops_rows:
                     # It holds the rows that have been announced.
                     self.block.counters.rows_dropped(local_expert)[] -= Int32(
                         self._rows_of_expert(local_expert)
                     )
-                self.tables.write_expert(
-                    local_expert,
-                    first_row,
-                    self.rows_before(pair + Self.group.n_ranks) - row,
-                )
+                var n_rows = self.rows_before(pair + Self.group.n_ranks) - row
+                self.tables.write_expert(local_expert, first_row, n_rows)
         if indexer != 0:
             return
         var largest: Int32 = 0
-        if self.block.lane < n_scanners:
+        if self.block.lane < Self.n_scanners:
             largest = self.largest_of[unsafe_offset=self.block.lane]
         largest = max_of_lanes(largest)
         if self.block.lane == 0:
-            var n_rows = self.rows_before(Self.group.n_pairs())
+            var n_rows = self.rows_before(Self.n_pairs)
             self.tables.write_ends(n_rows)
             self.block.counters.set_pair_rows(
-                Self.group.n_pairs(), self.tables.n_rows_needed(n_rows), Int(largest)
+                Self.n_pairs, self.tables.n_rows_needed(n_rows), Int(largest)
             )

@@ -182,19 +182,19 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
 
     @always_inline
     def place(self, rows: Self.Format.Rows, row: Int, first: Int, end: Int, lane: Int):
-        comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
+        """Puts the steps into a row. Of tokens that were given quantized, the values have
+        scales behind what goes to the row."""
+        comptime n_row_vectors = Self.Format.row_bytes // MESSAGE_ALIGN
         var to = Self.Format.row_values(rows, row)
         comptime for i in range(Self.in_flight):
-            var vector, is_in_chunk = vector_of_lane[n_vectors](first + i, end, lane)
-            comptime n_row_vectors = Self.Format.row_bytes // MESSAGE_ALIGN
-            var is_of_row = is_in_chunk
-            comptime if n_row_vectors < n_vectors:
-                is_of_row = is_in_chunk and vector < n_row_vectors
-                if is_in_chunk and not is_of_row:
-                    Self.Format.place_scales(
-                        rows, row, vector - n_row_vectors, self.values[i]
-                    )
-            if is_of_row:
+            var vector, is_in_chunk = vector_of_lane[Self.Format](first + i, end, lane)
+            if is_in_chunk:
+                comptime if Self.Format.row_bytes < Self.Format.value_bytes:
+                    if vector >= n_row_vectors:
+                        Self.Format.place_scales(
+                            rows, row, vector - n_row_vectors, self.values[i]
+                        )
+                        continue
                 store16(to.unsafe_offset(vector * MESSAGE_ALIGN), self.values[i])
         comptime n = Self.Format.scale_vectors
         comptime assert (

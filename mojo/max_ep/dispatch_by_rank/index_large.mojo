@@ -4,26 +4,27 @@
 Each block but the last has a contiguous run of choices. It counts, for each expert, the
 choices before the run, and publishes the run's entries. The last block counts all
 choices, and publishes the counts. A block reads all choices before its own.
+
+A run is indexed in rounds, of a choice for each thread of the index warps. The position
+of a choice is the number of those of its expert before the round, and in it before the
+choice.
 """
 from max.gpu import block_idx, grid_dim, named_barrier, WARP_SIZE
 from std.math import ceildiv
 
 from ..counters import NO_EXPERT
 from ..device.block import Block
+from ..device.shared import SharedInts
 from ..flags import fetch_add_block, load_acquire_block, SharedWord, store_release_block
 from ..layout import Group, MESSAGE_ALIGN
 from .choices import Choices, n_shared_ids
 from .publish import publish_count, publish_entry
 from .roles import GAVE_UP, N_INDEX_WARPS
 
-# Ids that a lane loads at once from global memory.
+comptime _N_THREADS = N_INDEX_WARPS * WARP_SIZE
+
+# Ids that a lane loads before it uses the first.
 comptime _IDS_AT_ONCE = 16
-
-# Ids of a round that are compared before the next are loaded.
-comptime _EARLIER_IDS = 16
-
-# Barrier 0 is the whole block's.
-comptime _INDEX_BARRIER = Int32(1)
 
 
 @always_inline
@@ -38,15 +39,13 @@ def run_of_block(n_choices: Int, block: Int, n_blocks: Int) -> Tuple[Int, Int]:
 def index_by_blocks[
     group: Group
 ](choices: Choices[group], block: Block[group], indexer: Int, can_write: Bool):
-    comptime n_threads = N_INDEX_WARPS * WARP_SIZE
     # Where ids would be, if they were few.
-    comptime assert (
-        n_shared_ids[group]() >= n_threads + group.n_experts + WARP_SIZE
-    ), "a round and the counts fit"
-    var experts = choices.shared_ids
-    var n_before = experts.unsafe_bitcast[UInt32]().unsafe_offset(n_threads)
+    comptime n_words = _N_THREADS + group.n_experts + WARP_SIZE
+    comptime assert n_shared_ids[group]() >= n_words, "a round and the counts fit"
+    var ids_of_round = choices.shared_ids
+    var n_before = ids_of_round.unsafe_bitcast[UInt32]().unsafe_offset(_N_THREADS)
     var me = indexer * WARP_SIZE + block.lane
-    for expert in range(me, group.n_experts, n_threads):
+    for expert in range(me, group.n_experts, _N_THREADS):
         n_before[unsafe_offset=expert] = 0
     if not can_write and block.lane == 0:
         store_release_block(block.word(GAVE_UP), 1)
@@ -58,39 +57,49 @@ def index_by_blocks[
     # Loaded while the earlier ones are counted.
     var choice = choices.load(begin + me, end)
     if begin < end or is_last:
-        for first in range(me, begin, n_threads * _IDS_AT_ONCE):
+        for first in range(me, begin, _N_THREADS * _IDS_AT_ONCE):
             var ids = Array[Int32, _IDS_AT_ONCE](fill=NO_EXPERT)
             comptime for i in range(_IDS_AT_ONCE):
-                if first + i * n_threads < begin:
-                    ids[i] = choices.load_id(first + i * n_threads)
+                if first + i * _N_THREADS < begin:
+                    ids[i] = choices.load_id(first + i * _N_THREADS)
             comptime for i in range(_IDS_AT_ONCE):
                 _count_id[group](n_before, ids[i], block.lane)
-    for first in range(begin, end, n_threads):
+    for first in range(begin, end, _N_THREADS):
         var number = first + me
         var is_expert = choice.is_expert[group]()
-        experts[unsafe_offset=me] = choice.id if is_expert else NO_EXPERT
+        ids_of_round[unsafe_offset=me] = choice.id if is_expert else NO_EXPERT
         _index_barrier()
         if number < end:
             var position: Int32 = 0
             if is_expert:
                 position = Int32(n_before[unsafe_offset=Int(choice.id)])
-            # Those of this round before it.
-            for i in range(0, (indexer + 1) * WARP_SIZE, _EARLIER_IDS):
-                comptime for j in range(0, _EARLIER_IDS, 4):
-                    var earlier = experts.unsafe_load[width=4, alignment=MESSAGE_ALIGN](
-                        i + j
-                    )
-                    comptime for k in range(4):
-                        if earlier[k] == choice.id and i + j + k < me:
-                            position += 1
+            var n_ids = (indexer + 1) * WARP_SIZE
+            position = _add_earlier(position, choice.id, ids_of_round, n_ids, me)
             publish_entry(number, choice, Int(position), block, 0, 1)
         _index_barrier()
         _count_id[group](n_before, choice.id, block.lane)
-        choice = choices.load(number + n_threads, end)
+        choice = choices.load(number + _N_THREADS, end)
     if is_last:
         _index_barrier()
-        for expert in range(me, group.n_experts, n_threads):
+        for expert in range(me, group.n_experts, _N_THREADS):
             publish_count(expert, Int(n_before[unsafe_offset=expert]), block)
+
+
+@always_inline
+def _add_earlier(
+    n_before: Int32, id: Int32, ids_of_round: SharedInts, n_ids: Int, me: Int
+) -> Int32:
+    """Adds the choices of the round that have an id and are before this thread's."""
+    var n = n_before
+    for i in range(0, n_ids, _IDS_AT_ONCE):
+        comptime for j in range(0, _IDS_AT_ONCE, 4):
+            var earlier = ids_of_round.unsafe_load[width=4, alignment=MESSAGE_ALIGN](
+                i + j
+            )
+            comptime for k in range(4):
+                if earlier[k] == id and i + j + k < me:
+                    n += 1
+    return n
 
 
 @always_inline
@@ -108,4 +117,5 @@ def _count_id[group: Group](n_of: SharedWord, id: Int32, lane: Int):
 @always_inline
 def _index_barrier():
     """Waits for all index warps of the block; each sees what they wrote."""
-    named_barrier[Int32(N_INDEX_WARPS * WARP_SIZE)](_INDEX_BARRIER)
+    # Barrier 0 is the whole block's.
+    named_barrier[Int32(_N_THREADS)](Int32(1))

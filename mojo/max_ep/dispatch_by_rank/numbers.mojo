@@ -100,12 +100,11 @@ struct SharedNumbers[group: Group](TrivialRegisterPassable):
                     word = settle(self.block, n_polls, src_rank, place)
                     if generation_of(word) == generation:
                         break
-                if not Self.group.masks and self.block.give_up_if_late(
-                    n_polls, src_rank
-                ):
-                    self.block.fail(Failure.NO_COUNT, src_rank, -1, word)
-                    is_late = True
-                    break
+                else:
+                    if self.block.give_up_if_late(n_polls, src_rank):
+                        self.block.fail(Failure.NO_COUNT, src_rank, -1, word)
+                        is_late = True
+                        break
                 word = load_relaxed_sys(flag)
             comptime if Self.group.masks:
                 publish_decision(self.block, word, place)
@@ -114,11 +113,9 @@ struct SharedNumbers[group: Group](TrivialRegisterPassable):
             most = max(most, Int32(n))
             comptime if Self.group.has_sums:
                 if block_idx.x == 0:
-                    self.block.counters.received_tokens()[
-                        unsafe_offset=Self.group.relative_rank(
-                            self.block.my_rank, src_rank
-                        )
-                    ] = Int32(n)
+                    var source = Self.group.relative_rank(self.block.my_rank, src_rank)
+                    var received = self.block.counters.received_tokens()
+                    received[unsafe_offset=source] = Int32(n)
         most = warp.max(most)
         if self.block.lane == 0:
             self.n_tokens_of[unsafe_offset=Self.group.n_ranks] = most
@@ -136,8 +133,6 @@ struct SharedNumbers[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_all(self) -> Bool:
-        var ready = self.block.word(TOKENS_READY)
-        while load_acquire_block(ready) == 0:
-            pass
+        self.block.await_word(TOKENS_READY, 1)
         syncwarp()
-        return load_acquire_block(ready) != NO_NUMBERS
+        return load_acquire_block(self.block.word(TOKENS_READY)) != NO_NUMBERS

@@ -41,11 +41,9 @@ def publish_n_tokens[group: Group](n_tokens: Int, block: Block[group]):
 def publish_count[group: Group](expert: Int, n_choices: Int, block: Block[group]):
     """Publishes to an expert's rank how many choices it gets, with one lane."""
     var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
+    var pair = group.pair(local_expert, block.my_rank)
     store_relaxed_sys(
-        block.flag(
-            dst_rank,
-            group.dispatch_count_offset(group.pair(local_expert, block.my_rank)),
-        ),
+        block.flag(dst_rank, group.dispatch_count_offset(pair)),
         block.sending(),
         min(n_choices, group.max_tokens_per_rank),
     )

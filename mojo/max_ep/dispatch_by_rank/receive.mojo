@@ -13,7 +13,7 @@ from ..arguments import DispatchedRows
 from ..counters import NO_EXPERT, NO_ROW, own_row, row_elsewhere
 from ..device.block import Block
 from ..device.schedule import Chunk, inline_split, n_steps_of, Schedule, Split
-from ..device.warp import any_lane, bytes_at, divmod_32
+from ..device.warp import any_lane, bytes_at, divmod_32, take_lane
 from ..flags import flag_at, generation_of
 from ..layout import Group, N_CHUNKS
 from ..token_format import BytePointer, TokenFormat
@@ -31,7 +31,9 @@ struct _Destination(TrivialRegisterPassable):
     var is_late: Bool
     """Whether the entry has not come."""
     var is_here: Bool
+    """Whether the expert is on this rank."""
     var has_row: Bool
+    """Whether it is, and the choice was not dropped."""
     var pair: Int
     var position: Int32
     """Its place among the rows of the pair."""
@@ -65,11 +67,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         var steps = Steps[Self.Format, are_all_inline]()
         var most = self.numbers.most_tokens()
         var inline = inline_split[n_steps](most)
-        var n_items = (
-            most
-            * n_ranks
-            * (inline.n_chunks() if are_all_inline else flagged.n_chunks())
-        )
+        var n_chunks = inline.n_chunks() if are_all_inline else flagged.n_chunks()
+        var n_items = most * n_ranks * n_chunks
         var schedule = receive_schedule(
             self.block.warp_idx, Self.group.num_threads // WARP_SIZE
         )
@@ -88,11 +87,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 item = self.block.next_item(NEXT_RECEIVE)
             if item >= n_items:
                 return
-            var chunk: Chunk
-            comptime if are_all_inline:
-                chunk = inline.chunk(item)
-            else:
-                chunk = flagged.chunk(item)
+            var chunk = inline.chunk(item) if are_all_inline else flagged.chunk(item)
             var token_idx, src_rank = divmod_32(chunk.whole, n_ranks)
             var n_tokens = self.numbers.n_tokens(src_rank)
             if token_idx >= n_tokens:
@@ -128,13 +123,10 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         comptime n_local_experts = Self.group.n_local_experts()
         var my_rank = self.block.my_rank
         var choice = Self.group.choice(token.idx, self.block.lane)
-        var entry = await_words[has_sums](
-            self.recv_buf.unsafe_offset(
-                Self.group.entry_offset(token.src_rank, choice)
-            ),
-            token.src_rank,
-            self.block,
+        var at = self.recv_buf.unsafe_offset(
+            Self.group.entry_offset(token.src_rank, choice)
         )
+        var entry = await_words[has_sums](at, token.src_rank, self.block)
         var is_late = entry[1] != self.block.receiving()
         var words = bitcast[DType.uint64, 2](entry)
         var expert = expert_of_entry(words[0])
@@ -187,7 +179,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         if any_lane(to.is_late):
             self.block.counters.set_broken()
             return False
-        var wanted = warp.vote[DType.uint32](to.has_row)
+        # The lanes whose choices have a row here.
+        var with_row = warp.vote[DType.uint32](to.has_row)
         var is_shared = (
             Self.group.fused_shared_expert and token.src_rank == self.block.my_rank
         )
@@ -203,12 +196,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             )
             var word = self.block.await_message(flag, token.src_rank)
             if any_lane(generation_of(word) != self.block.receiving()):
-                comptime if Self.group.masks:
-                    # Rows of a lost source stay: nobody reads what experts make of them.
-                    return True
-                self.block.counters.set_broken()
-                return False
-
+                return self._go_on_without()
         for first in range(chunk.begin, chunk.end, in_flight):
             if first != chunk.begin or (not are_all_inline and not token.is_loaded):
                 steps.load(token, first, chunk.end, lane)
@@ -216,10 +204,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             if token.is_inline:
                 is_there = steps.await_inline(token, first, chunk.end, self.block)
             if any_lane(not is_there):
-                comptime if Self.group.masks:
-                    return True
-                self.block.counters.set_broken()
-                return False
+                return self._go_on_without()
             # Awaited only now, so that loading the chunk does not wait for the counts.
             if not has_pair_rows:
                 if not self.shared.await_pair_rows():
@@ -233,10 +218,10 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     )
                 if to.has_row:
                     to.row = self.shared.row_of_pair(to.pair) + to.position
-                if chunk.idx == 0 and not self._record(token, to, wanted, is_shared):
+                if chunk.idx == 0 and not self._record(token, to, with_row, is_shared):
                     self.block.counters.set_broken()
                     return False
-            var rest = wanted
+            var rest = with_row
             comptime if Self.group.masks or Self.group.drops_rows:
                 rest = warp.vote[DType.uint32](to.has_row)
             var is_shared_left = is_shared
@@ -244,17 +229,24 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                 var row = token.idx
                 var rows = self.dispatched.rows
                 if rest != 0:
-                    var k = count_trailing_zeros(rest)
-                    rest &= rest - 1
+                    var k = take_lane(rest)
                     row = Int(warp.shuffle_idx(to.row, k))
                     comptime if Self.Format.Rows.depend_on_expert:
-                        rows = self._rows_of_pair(
-                            Int(warp.shuffle_idx(Int32(to.pair), k))
-                        )
+                        var pair = Int(warp.shuffle_idx(Int32(to.pair), k))
+                        rows = self._rows_of_pair(pair)
                 else:
                     is_shared_left = False
                 steps.place(rows, row, first, chunk.end, lane)
         return True
+
+    @always_inline
+    def _go_on_without(self) -> Bool:
+        """Ends the launch after a wait that was not met. If ranks mask, it goes on: nobody
+        reads what experts make of the rows of a lost source."""
+        comptime if Self.group.masks:
+            return True
+        self.block.counters.set_broken()
+        return False
 
     @always_inline
     def _rows_of_pair(self, pair: Int) -> Self.Format.Rows:
@@ -278,7 +270,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
 
     @always_inline
     def _record(
-        self, token: Token, to: _Destination, wanted: UInt32, is_shared: Bool
+        self, token: Token, to: _Destination, with_row: UInt32, is_shared: Bool
     ) -> Bool:
         """Records where the rows of a token come from, with one warp."""
         comptime drops_own = Self.group.drops_rows and not Self.group.has_sums
@@ -298,8 +290,8 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         self._record_choice[has_weight=True](token, to)
         comptime if Self.Format.router_top_k > 0:
             # In an all-gather choices are ranks: only that of this rank has a row here.
-            var k = count_trailing_zeros(wanted)
-            if wanted != 0 and not self._place_metadata(
+            var k = count_trailing_zeros(with_row)
+            if with_row != 0 and not self._place_metadata(
                 token, Int(warp.shuffle_idx(to.row, k))
             ):
                 return False
@@ -313,15 +305,11 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         comptime router_top_k = Self.Format.router_top_k
         var is_late = False
         for k in range(self.block.lane, router_top_k, WARP_SIZE):
-            var found = await_words[True](
-                self.recv_buf.unsafe_offset(
-                    Self.group.metadata_offset(
-                        token.src_rank, token.idx, k, router_top_k
-                    )
-                ),
-                token.src_rank,
-                self.block,
+            var offset = Self.group.metadata_offset(
+                token.src_rank, token.idx, k, router_top_k
             )
+            var at = self.recv_buf.unsafe_offset(offset)
+            var found = await_words[True](at, token.src_rank, self.block)
             is_late = is_late or found[1] != self.block.receiving()
             var words = bitcast[DType.uint64, 2](found)
             Self.Format.place_metadata(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Roles of the warps of a dispatch block, and the control words that they share.
 
-The last `N_INDEX_WARPS` write entries and counts; the last `n_scan_warps` of these then
+The last `N_INDEX_WARPS` write entries and counts; the last `n_scanners` of these then
 read the counts of all ranks. The warps between them and the first send; in async alone,
 index warps send afterwards. All but the index warps receive, and they too where warps
 take work from a counter.

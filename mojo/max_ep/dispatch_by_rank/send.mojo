@@ -20,7 +20,14 @@ from ..device.schedule import (
     n_steps_of,
     vector_of_lane,
 )
-from ..device.warp import any_lane, bytes_at, divmod_32, lanes_like, shuffle_address
+from ..device.warp import (
+    any_lane,
+    bytes_at,
+    divmod_32,
+    lanes_like,
+    shuffle_address,
+    take_lane,
+)
 from ..flags import flag_at, publish
 from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
@@ -73,21 +80,20 @@ struct Targets(TrivialRegisterPassable):
         return Int(pop_count(self.lanes)) + Int(self.is_own)
 
     @always_inline
-    def nth(self, n: Int, my_rank: Int) -> Int:
-        """Finds the rank of one, or -1; all lanes call it, each with its `n`."""
-        var dst_rank = -1
+    def rank_of(self, n: Int, my_rank: Int) -> Int:
+        """Returns the rank of target `n`, or -1; this rank is the last one. All lanes call
+        it, each with an `n` of its own, since they hand ranks to each other."""
+        var found = -1
         var i = 0
         var rest = self.lanes
         while rest != 0:
-            var k = count_trailing_zeros(rest)
-            rest &= rest - 1
-            var rank = warp.shuffle_idx(self.dst_rank, k)
+            var rank = warp.shuffle_idx(self.dst_rank, take_lane(rest))
             if n == i:
-                dst_rank = Int(rank)
+                found = Int(rank)
             i += 1
         if self.is_own and n == i:
-            dst_rank = my_rank
-        return dst_rank
+            found = my_rank
+        return found
 
 
 @fieldwise_init
@@ -107,10 +113,9 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
 
     @always_inline
     def load(mut self, token_idx: Int, first: Int, end: Int, lane: Int):
-        comptime n_vectors = Self.Format.value_bytes // MESSAGE_ALIGN
         comptime n_elements = Self.Format.lane_elements
         comptime for i in range(Self.in_flight):
-            var vector, is_in_chunk = vector_of_lane[n_vectors](first + i, end, lane)
+            var vector, is_in_chunk = vector_of_lane[Self.Format](first + i, end, lane)
             if is_in_chunk:
                 # Not as constants: when this block began, the kernel that wrote
                 # the tokens may not have ended (PDL).
@@ -135,9 +140,8 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
         encoded.encode[is_scaled=False](self.elements, 1, lane)
         var rest = targets.lanes
         while rest != 0:
-            var k = Int(count_trailing_zeros(rest))
-            rest &= rest - 1
-            encoded.store[is_inline](shuffle_address(address, k), first, end, lane)
+            var to = shuffle_address(address, Int(take_lane(rest)))
+            encoded.store[is_inline](to, first, end, lane)
         if targets.is_own:
             encoded.store[is_inline](own, first, end, lane)
 
@@ -309,7 +313,8 @@ struct TokenSender[
             # I2: a chunk's flag is published after all of the chunk. Each lane
             # publishes a flag, so the warp waits only once until its stores arrive.
             for first in range(0, targets.count() << shift, WARP_SIZE):
-                var dst_rank = targets.nth((first + block.lane) >> shift, block.my_rank)
+                var n = (first + block.lane) >> shift
+                var dst_rank = targets.rank_of(n, block.my_rank)
                 if dst_rank >= 0:
                     var chunk_idx = block.lane & ((1 << shift) - 1)
                     var offset = Self.group.chunk_flag_offset(

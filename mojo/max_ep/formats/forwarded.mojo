@@ -29,16 +29,10 @@ comptime LEAST_ROW_MAX = Float32(1e-30)
 
 
 struct ForwardedTokenFormat[
-    Numbers: BlockNumbers,
-    Rows_: ScaledRows,
-    hidden_size_: Int,
-    top_k_: Int,
-    has_row_scale: Bool = False,
+    Numbers: BlockNumbers, Rows_: ScaledRows, hidden_size_: Int, top_k_: Int
 ](TokenFormat):
-    """Sends values and scales as they are given, and delivers them as the format does.
-
-    `has_row_scale`: whether a float32 in 16 bytes, a scale of the token, comes last.
-    """
+    """Sends values and scales as they are given, and delivers them as the format does. If
+    rows have a scale, that of the token comes last: a float32 in 16 bytes."""
 
     comptime Quantizing = BlockScaledTokenFormat[
         Self.Numbers, Self.Rows_, Self.hidden_size_, Self.top_k_
@@ -48,7 +42,7 @@ struct ForwardedTokenFormat[
     comptime top_k = Self.top_k_
     comptime hidden_multiple = Self.Quantizing.hidden_multiple
     comptime token_bytes = Self.Quantizing.token_bytes + (
-        MESSAGE_ALIGN if Self.has_row_scale else 0
+        MESSAGE_ALIGN if Self.Rows_.have_row_scales else 0
     )
     comptime value_bytes = Self.token_bytes
     """All of them are sent alike."""
@@ -90,7 +84,7 @@ struct ForwardedTokenFormat[
     @staticmethod
     @always_inline
     def place_scales(rows: Self.Rows, row: Int, vector: Int, scales: LaneBytes):
-        comptime if Self.has_row_scale:
+        comptime if Self.Rows_.have_row_scales:
             if vector == Self.Quantizing.n_scale_vectors:
                 rows.place_row_scale(row, bitcast[DType.float32](scales[0]))
                 return
@@ -139,6 +133,8 @@ struct QuantizeTokens[input_type: DType, hidden_size: Int](Work):
     """Quantizes tokens to NVFP4, each with a scale of its own."""
 
     comptime by_warp = True
+    comptime Format = BlockScaledTokenFormat[NVFP4, RowByRow, Self.hidden_size, 1]
+    comptime token_bytes = Self.Format.token_bytes + MESSAGE_ALIGN
 
     var joined: BytePointer
     """Result, `[n_tokens]` of what dispatch forwards."""
@@ -147,13 +143,33 @@ struct QuantizeTokens[input_type: DType, hidden_size: Int](Work):
 
     @always_inline
     def do(self, i: Int):
-        comptime Format = BlockScaledTokenFormat[NVFP4, RowByRow, Self.hidden_size, 1]
-        comptime token_bytes = Format.token_bytes + MESSAGE_ALIGN
+        comptime Format = Self.Format
         var lane, n_lanes = 0, 1
         comptime if is_gpu():
             lane, n_lanes = Int(lane_id()), WARP_SIZE
-        var joined = self.joined.unsafe_offset(i * token_bytes)
+        var joined = self.joined.unsafe_offset(i * Self.token_bytes)
         var token = self.tokens.unsafe_offset(i * Self.hidden_size)
+        var row_max = Self._largest(token, lane, n_lanes)
+        for block in range(lane, Format.n_blocks, n_lanes):
+            Format.encode_block[Self.input_type, True](
+                joined, token, NVFP4_MAX / row_max, block
+            )
+        if lane == 0:
+            # Scales of blocks end before their last 16 bytes do.
+            for at in range(Format.value_bytes + Format.n_blocks, Format.token_bytes):
+                joined[unsafe_offset=at] = 0
+            var scale = (row_max / NVFP4_MAX).cast[DType.bfloat16]()
+            var bits = bitcast[DType.uint32](scale.cast[DType.float32]())
+            joined.unsafe_offset(Format.token_bytes).unsafe_bitcast[
+                UInt32
+            ]().unsafe_store(0, LaneBytes(bits, 0, 0, 0))
+
+    @staticmethod
+    @always_inline
+    def _largest(
+        token: ImmPointer[Scalar[Self.input_type]], lane: Int, n_lanes: Int
+    ) -> Float32:
+        """Finds the largest magnitude of a token, with all lanes."""
         var magnitudes = SIMD[DType.uint32, WIDTH](0)
         for first in range(lane * WIDTH, Self.hidden_size, n_lanes * WIDTH):
             var x = token.unsafe_load[width=WIDTH](first).cast[DType.float32]()
@@ -162,18 +178,6 @@ struct QuantizeTokens[input_type: DType, hidden_size: Int](Work):
         comptime if is_gpu():
             comptime for step in range(log2_floor(WARP_SIZE)):
                 largest = max(largest, warp.shuffle_xor(largest, UInt32(1 << step)))
-        var row_max = bitcast[DType.float32](
+        return bitcast[DType.float32](
             max(largest, bitcast[DType.uint32](LEAST_ROW_MAX))
         )
-        for block in range(lane, Format.n_blocks, n_lanes):
-            Format.encode_block[Self.input_type, True](
-                joined, token, NVFP4_MAX / row_max, block
-            )
-        if lane == 0:
-            for at in range(Format.value_bytes + Format.n_blocks, Format.token_bytes):
-                joined[unsafe_offset=at] = 0
-            var scale = (row_max / NVFP4_MAX).cast[DType.bfloat16]()
-            var bits = bitcast[DType.uint32](scale.cast[DType.float32]())
-            joined.unsafe_offset(Format.token_bytes).unsafe_bitcast[
-                UInt32
-            ]().unsafe_store(0, LaneBytes(bits, 0, 0, 0))

@@ -117,11 +117,8 @@ struct PlainTokenFormat[
             return
         if worker == 0:
             rows.n_gathered[] = Int32(n_rows)
-        for place in range(
-            n_rows * Self.router_top_k + worker,
-            n_rows_max * Self.router_top_k,
-            n_workers,
-        ):
+        var first = n_rows * Self.router_top_k + worker
+        for place in range(first, n_rows_max * Self.router_top_k, n_workers):
             rows.expert_ids[unsafe_offset=place] = -1
             rows.probs[unsafe_offset=place] = 0
 

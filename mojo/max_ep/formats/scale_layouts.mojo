@@ -13,6 +13,9 @@ from ..token_format import BytePointer, OutputRows, OutputTensors
 trait ScaledRows(OutputRows):
     """Output tensors of values and scales."""
 
+    comptime have_row_scales: Bool = False
+    """Whether each row has a scale of its own, too."""
+
     def place[
         scale_type: DType, n: Int, //, n_blocks: Int
     ](self, row: Int, first: Int, scales: SIMD[scale_type, n]):
@@ -37,6 +40,7 @@ struct WithRowScales[Rows: ScaledRows](ScaledRows):
     var row_scales: MutPointer[Float32]
     """Scales of rows, `[n_rows_max]`."""
 
+    comptime have_row_scales = True
     comptime depend_on_expert = Self.Rows.depend_on_expert
 
     @staticmethod

@@ -38,26 +38,39 @@ comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles
     RowByRow if scales == "rows" else TransposedRows[scales == "packed"]
 )
 
+
+struct _Kinds[*Formats: TokenFormat]:
+    comptime Of[name: StaticString, is_all_gather: Bool]: TokenFormat = Self.Formats[
+        Self._index(name, is_all_gather)
+    ]
+
+    @staticmethod
+    def _index(name: StaticString, is_all_gather: Bool) -> Int:
+        if is_all_gather or name == "bfloat16" or name == "float32":
+            return 0
+        if name == "nvfp4_dynamic":
+            return 3
+        return 2 if name.endswith("_forwarded") else 1
+
+
 comptime FormatOf[
     name: StaticString,
     hidden_size: Int,
     top_k: Int,
     router_top_k: Int = 0,
     scales: StaticString = "transposed",
-]: TokenFormat = PlainTokenFormat[
-    DType.bfloat16 if name == "bfloat16" else DType.float32,
-    hidden_size,
-    top_k,
-    router_top_k,
-] if router_top_k > 0 or name == "bfloat16" or name == "float32" else (
-    ForwardedTokenFormat[
-        NumbersOf[name], _RowsOf[scales], hidden_size, top_k
-    ] if name.endswith("_forwarded") else ForwardedTokenFormat[
-        NVFP4, WithRowScales[_RowsOf[scales]], hidden_size, top_k, has_row_scale=True
-    ] if name
-    == "nvfp4_dynamic" else BlockScaledTokenFormat[
-        NumbersOf[name], _RowsOf[scales], hidden_size, top_k
-    ]
-)
+]: TokenFormat = _Kinds[
+    PlainTokenFormat[
+        DType.bfloat16 if name == "bfloat16" else DType.float32,
+        hidden_size,
+        top_k,
+        router_top_k,
+    ],
+    BlockScaledTokenFormat[NumbersOf[name], _RowsOf[scales], hidden_size, top_k],
+    ForwardedTokenFormat[NumbersOf[name], _RowsOf[scales], hidden_size, top_k],
+    ForwardedTokenFormat[NVFP4, WithRowScales[_RowsOf[scales]], hidden_size, top_k],
+].Of[
+    name, router_top_k > 0
+]
 """The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
 where scales go: transposed, rows, tiles or packed."""
