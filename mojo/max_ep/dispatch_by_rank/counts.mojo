@@ -116,11 +116,12 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         var my_counts = self.block.my_counts()
         var is_missing = Array[Bool, _PAIRS_OF_LANE](fill=False)
         comptime for i in range(_PAIRS_OF_LANE):
-            is_missing[i] = pair_of_lane(first, i, self.block.lane) < end
-        if self.block.mask != 0:
-            comptime for i in range(_PAIRS_OF_LANE):
-                if self._is_of_masked(pair_of_lane(first, i, self.block.lane)):
-                    is_missing[i] = False
+            var pair = pair_of_lane(first, i, self.block.lane)
+            is_missing[i] = pair < end
+            if self.block.is_masked(pair % Self.group.n_ranks):
+                # Whatever it has sent, the pair has no rows.
+                words[i] = flag_word(self.block.receiving(), 0)
+                is_missing[i] = False
         var n_polls = 0
         while True:
             var missing = self._poll(words, is_missing, my_counts, first)
@@ -151,8 +152,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         comptime if Self.group.masks:
             comptime for i in range(_PAIRS_OF_LANE):
                 var pair = pair_of_lane(first, i, self.block.lane)
-                if self.block.mask != 0 and self._is_of_masked(pair):
-                    words[i] = flag_word(self.block.receiving(), 0)
                 if pair < end:
                     publish_decision(self.block, words[i], pair)
         var is_late = False
@@ -172,9 +171,13 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         comptime for i in range(0, _PAIRS_OF_LANE, 2):
             if is_missing[i] or is_missing[i + 1]:
                 var pair = pair_of_lane(first, i, self.block.lane)
-                words[i], words[i + 1] = load_relaxed_sys_2(
+                var two = load_relaxed_sys_2(
                     flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                 )
+                comptime for j in range(2):
+                    # What was taken in place of a count stays.
+                    if not Self.group.masks or is_missing[i + j]:
+                        words[i + j] = two[j]
         var missing = -1
         comptime for i in range(_PAIRS_OF_LANE):
             is_missing[i] = (
@@ -183,10 +186,6 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             if is_missing[i]:
                 missing = i
         return missing
-
-    @always_inline
-    def _is_of_masked(self, pair: Int) -> Bool:
-        return self.block.is_masked(pair % Self.group.n_ranks)
 
     @always_inline
     def _read_counts(self, n_before_all: Int32, scanner: Int) -> Bool:
