@@ -56,39 +56,6 @@ def test_the_reader_refuses_what_it_cannot_read(line):
         ptx(line)
 
 
-def test_the_reader_says_what_it_cannot_compute():
-    """Halves of words, signed differences, choices; not what is after a branch."""
-    kernel = ptx(
-        *("ld.acquire.sys.b64 %rd1, [%rd2]", "mov.b64 {_, %r1}, %rd1"),
-        *("sub.s32 %r2, %r1, %r9", "setp.gt.s32 %p1, %r2, -1"),
-        *("selp.b32 %r3, 7, 8, %p1", "mul.lo.s32 %r5, %r3, 2", "@%p1 bra $L"),
-        *("add.s32 %r4, %r3, 1", "$L: bra $M", "$M: exit"),
-    )
-    for upper, r3 in ((4, 8), (5, 7), (6, 7)):
-        found = kernel.run(0, {"%rd1": upper << 32 | 99, "%r9": 5})
-        assert found["%r1"] == upper and found["%r3"] == r3
-        assert "%r4" not in found and "%r5" not in found
-    assert kernel.value("%r4", {"%r3": 8}) == 9
-    for unknown in ("%r1", "%r5", "%r6"):
-        assert kernel.value(unknown, {"%r3": 8}) is None
-
-
-@pytest.mark.parametrize("first", ["mov.pred %p1, -1", "setp.eq.b32 %p1, %r1, 0"])
-def test_the_reader_follows_predicates(first):
-    """`while True: if is_waiting: load; is_waiting = False; store`: no store before."""
-    kernel = ptx(
-        *(first, "$L: not.pred %p2, %p1", "@%p2 bra $S"),
-        *("ld.acquire.sys.b64 %rd1, [%rd2]", "mov.pred %p1, 0"),
-        *("$S: st.global.b64 [%rd3], %rd4", "bra $L"),
-    )
-    loaded, stored = kernel.find_kind("load acquire system"), kernel.find_kind("store")
-    assert stored <= kernel.reach_from_start(loaded)
-    is_sure = first.startswith("mov")
-    assert (stored <= kernel.reach_knowing({}, loaded)) != is_sure
-    assert not stored & kernel.reach_knowing({} if is_sure else {"%p1": True}, loaded)
-    assert stored <= kernel.reach_knowing({}, ())
-
-
 def test_the_reader_sees_what_inline_assembly_loads():
     """Under a predicate of its own, which has no number."""
     kernel = ptx(
