@@ -9,6 +9,8 @@ MI300X are in `test_codegen_resources.py`.
 
 import re
 
+import pytest
+from assembly import Kernel, parse_ptx
 from kernels import BY_EXPERT, BY_RANK, N_PAIRS, N_RANKS, kernels
 
 from max_ep.extension import mojo_dir
@@ -20,6 +22,38 @@ def test_all_variants_are_compiled(by_expert, by_rank):
     assert set(by_rank) == set(BY_RANK)
     for x in (*by_expert.values(), *by_rank.values()):
         assert len(x.kernel.reach_from_start([])) == len(x.kernel.ops), x.name
+
+
+def ptx(line: str) -> Kernel:
+    return parse_ptx(f"\n{{\n{line};\nret;\n}}\n")
+
+
+def test_the_reader_sees_what_should_not_be_there():
+    """Else tests that look for it would pass."""
+    for line, found in (
+        ("ld.volatile.b64 %rd1, [%rd2]", "load volatile"),
+        ("fence.acq_rel.sys", "fence acq_rel system"),
+        ("fence.sc.gpu", "fence sc device"),
+        ("red.relaxed.gpu.global.add.u32 [%rd1], 1", "atomic relaxed device"),
+    ):
+        assert ptx(line).ops[0].kind == found
+    assert ptx("st.local.b32 [%rd1], %r1").ops[0].space == "local"
+    assert ptx("ld.global.nc.v4.b32 {%r0, %r1, %r2, %r3}, [%rd4]").ops[0].is_read_only
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cp.async.ca.shared.global [%r1], [%rd1], 16",
+        "multimem.st.relaxed.sys.global.u32 [%rd1], %r1",
+        "mbarrier.arrive.shared.b64 %rd2, [%rd1]",
+        "call.uni (retval0), f, (param0)",
+    ],
+)
+def test_the_reader_refuses_what_it_cannot_read(line):
+    """Else an access would be overlooked, and what is awaited before it."""
+    with pytest.raises(AssertionError, match=line.split()[0].partition(".")[0]):
+        ptx(line)
 
 
 @kernels()
