@@ -18,6 +18,8 @@ from max_ep.who import N_HEADER_WORDS
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
+SPLIT = ("many", "shared", "expert")
+"""Groups whose launches only send or receive."""
 
 
 @dataclass
@@ -84,6 +86,7 @@ class World:
         self.has_sums = s.protocol % MASKS_BIT == 3
         self.memory, self.clock = Memory(1 << 24), Clock()
         self.timeout_ms = timeout_ms
+        self.forms = ("_async", "_wait") if name in SPLIT else ("",)
         self.queues: dict[int, list] | None = None
         self.finds_races = finds_races
         ranks = range(s.n_ranks)
@@ -151,7 +154,7 @@ class World:
         at = (counters or self.counters)[rank] + 4 * self.sizes.masked
         return [self.memory.load(at + 4 * i, 4) for i in range(self.sizes.n_ranks)]
 
-    def dispatch(self, tokens, ids, weights, forms=("",), ranks=None, n_rows_max=None):
+    def dispatch(self, tokens, ids, weights, forms=None, ranks=None, n_rows_max=None):
         """Returns the outputs of each rank."""
         s, memory = self.sizes, self.memory
         params, outputs = {}, {}
@@ -178,11 +181,11 @@ class World:
             params[rank] += [0] * s.n_ranks  # put buffers
             made = memory.allocate(n_rows * s.hidden * 2)
             outputs[rank] = Output(self, rank, n_rows, *out, scales, made)
-        for form in forms:
+        for form in forms or self.forms:
             self.run(f"dispatch{form}", params)
         return outputs
 
-    def combine(self, outputs, weights, forms=("",)):
+    def combine(self, outputs, weights, forms=None):
         """Runs the experts, then a combine; returns where each rank's results are, and
         how many."""
         s, memory = self.sizes, self.memory
@@ -199,7 +202,7 @@ class World:
             params[rank] += self.buffers(rank, s.combine_recv, s.combine_counts)
             params[rank] += [0] * s.n_ranks
         self._enqueue({rank: output.run_experts for rank, output in outputs.items()})
-        for form in forms:
+        for form in forms or self.forms:
             self.run(f"combine{form}", params)
         return results
 

@@ -157,9 +157,10 @@ def main() raises:
     emit_group[small()]("sums")
     # So many experts that several warps count rows.
     emit_group[small(n_experts=269, has_sums=False)]("rows")
-    emit_group[small(max_tokens=20, addressing=Addressing.BY_EXPERT, has_sums=False)](
-        "expert"
+    comptime expert = small(
+        max_tokens=20, addressing=Addressing.BY_EXPERT, has_sums=False
     )
+    emit_group[expert, splits=True]("expert")
     emit_group[small(hidden_size=264, shared=True), splits=True]("shared")
     comptime expert_shared = small(
         hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False, shared=True
