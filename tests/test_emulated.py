@@ -101,6 +101,17 @@ def check_header(world, ranks, step):
             assert world.word(rank, name) == 0, name
 
 
+def check_done_words(world, step):
+    """By expert, all ranks have published that they have read the last step."""
+    s = world.sizes
+    after = (s.dispatch_counts, s.n_local * s.n_ranks), (s.combine_counts, s.n_experts)
+    for region in world.regions:
+        for begin, n in after:
+            first = region + begin + 8 * n
+            done = [world.memory.load(first + 8 * i + 4, 4) for i in range(s.n_ranks)]
+            assert done == [step] * s.n_ranks
+
+
 def run_steps(world, steps, n_wrong=0.15, seed=0):
     """Runs steps: a dispatch of so many tokens, and several combines, or none. Then
     nothing but done words keeps a rank from overwriting what another has not read."""
@@ -158,6 +169,8 @@ def test_rows_and_results(kernel_of, folder, name):
         steps += [([1, 0, 1], 1), ([0, 1, 2], 1)]
     run_steps(world, steps)
     check_header(world, range(3), len(steps))
+    if name == "expert":
+        check_done_words(world, len(steps))
     world.finds_races = False
     tokens, ids, weights = draw(world.sizes, [5, 5, 5], 2)
     ids[1][2, 1] = world.sizes.n_experts  # Nobody's, and recorded.
