@@ -7,10 +7,8 @@ compiler promises; what the hardware makes of that, only a test on a GPU can sho
 
 from __future__ import annotations
 
-import operator
 import re
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -50,17 +48,6 @@ class Op:
             and not self.order
         )
 
-    @property
-    def result(self) -> str:
-        """What it sets: a register, or several; empty if nothing."""
-        found = re.match(r"\S+\s+(%\w+(?:\|%\w+)?|\{[^}]*\}),", self.text)
-        return found[1] if found else ""
-
-    @property
-    def address(self) -> str:
-        """What it has as its address: a register, maybe an offset."""
-        return self.text[self.text.index("[") + 1 : self.text.index("]")]
-
     def moves_16(self, what: str) -> bool:
         return self.is_plain and self.what == what and self.n_bytes == 16
 
@@ -77,14 +64,6 @@ class Kernel:
             for after in op.successors:
                 self._before[after].append(i)
                 self._graph.add_edge(i, after)
-        # The predicates that each operation sets, and where registers are written.
-        found = [_PTX_SET.match(op.text) for op in ops]
-        self._sets = [set(filter(None, x.groups())) if x else set() for x in found]
-        self._written_at: dict[str, list[int]] = defaultdict(list)
-        for i, op in enumerate(ops):
-            if found := _PTX_WRITTEN.match(op.text):
-                for register in re.findall(r"%\w+", found[1]):
-                    self._written_at[register].append(i)
 
     def find(self, where: Callable[[Op], bool]) -> set[int]:
         return {i for i, op in enumerate(self.ops) if where(op)}
@@ -92,150 +71,20 @@ class Kernel:
     def find_kind(self, *kinds: str) -> set[int]:
         return self.find(lambda op: op.kind in kinds)
 
-    def reach(
-        self,
-        starts: Iterable[int],
-        without: Collection[int] = (),
-        within: Collection[int] | None = None,
-    ) -> set[int]:
-        """Finds what may run after some operations. No way may cross `without`, or
-        leave `within`."""
+    def reach(self, starts: Iterable[int], without: Collection[int] = ()) -> set[int]:
+        """Finds what may run after some operations. No way may cross `without`."""
         reached: set[int] = set()
         todo = [after for start in starts for after in self.ops[start].successors]
         while todo:
             i = todo.pop()
-            if i in reached or i in without or within is not None and i not in within:
-                continue
-            reached.add(i)
-            todo += self.ops[i].successors
+            if i not in reached and i not in without:
+                reached.add(i)
+                todo += self.ops[i].successors
         return reached
 
     def reach_from_start(self, without: Collection[int]) -> set[int]:
         """Finds what may run although some operations have not."""
         return set() if 0 in without else {0} | self.reach([0], without)
-
-    def reach_knowing(
-        self, known: dict[str, bool], without: Collection[int] = ()
-    ) -> set[int]:
-        """Finds what may run from the start, with an eye to what PTX predicates are. A
-        way that passes `if is_waiting:` twice, once as if it held and once as if it did
-        not, is none. So predicates that are set to constants are followed, and those
-        that are made of them, for as long as somebody may ask for them."""
-        live = self._live(self._made_of_constants() - set(known))
-        start = (0, frozenset[tuple[str, bool]]())
-        seen, todo = {start}, [start]
-        while todo:
-            i, state = todo.pop()
-            if i in without:
-                continue
-            op, values = self.ops[i], dict(state)
-            successors, now = op.successors, values | known
-            holds = now.get(op.predicate.lstrip("@!"))
-            if len(successors) == 2 and holds is not None:
-                # What comes next, and where a branch leads.
-                successors = [successors[holds != ("!" in op.predicate)]]
-            for register in self._sets[i]:
-                values[register] = None if op.predicate else self._value_set(i, now)
-            for after in successors:
-                kept = {r: v for r, v in values.items() if r in live[after]}
-                then = (after, frozenset(x for x in kept.items() if x[1] is not None))
-                if then not in seen:
-                    seen.add(then)
-                    todo.append(then)
-        return {i for i, _ in seen if i not in without}
-
-    def _made_of_constants(self) -> set[str]:
-        """Finds the predicates that are constants somewhere, or made of such."""
-        made: set[str] = set()
-        n_before = -1
-        while len(made) > n_before:
-            n_before = len(made)
-            for i, op in enumerate(self.ops):
-                found = _PTX_LOGIC.fullmatch(op.text)
-                if found and made & set(found["of"].split(", ")):
-                    made |= self._sets[i]
-                elif _PTX_CONSTANT.fullmatch(op.text):
-                    made |= self._sets[i]
-        return made
-
-    def _live(self, registers: set[str]) -> list[set[str]]:
-        """Finds which of some predicates may be asked for, at each operation."""
-        live: list[set[str]] = [set() for _ in self.ops]
-        todo = list(range(len(self.ops)))
-        while todo:
-            i = todo.pop()
-            op = self.ops[i]
-            asked = set(re.findall(r"%p\d+", op.text)) - self._sets[i]
-            asked.add(op.predicate.lstrip("@!"))
-            later = set().union(*(live[after] for after in op.successors))
-            now = asked & registers | later - (set() if op.predicate else self._sets[i])
-            if now != live[i]:
-                live[i] = now
-                todo += self._before[i]
-        return live
-
-    def _value_set(self, place: int, values: dict[str, bool]) -> bool | None:
-        """Finds what an operation sets a predicate to; None if it may be either."""
-        text = self.ops[place].text
-        if constant := _PTX_CONSTANT.fullmatch(text):
-            return constant[1] == "-1"
-        if not (found := _PTX_LOGIC.fullmatch(text)):
-            return None
-        of = [values.get(register) for register in found["of"].split(", ")]
-        if found["how"] == "not":
-            return None if of[0] is None else not of[0]
-        decides = found["how"] == "or"
-        return decides if decides in of else None if None in of else not decides
-
-    def value(self, operand: str, known: dict[str, int]) -> int | None:
-        """Computes what an operand of PTX holds, from what registers hold. Only by what
-        adds, shifts, compares and chooses: so generations are used. None if it is made
-        of something else, or set in several places."""
-        if operand in known:
-            return known[operand]
-        if re.fullmatch(r"-?\d+", operand):
-            return int(operand)
-        places = self._written_at[operand]
-        if len(places) != 1 or self.ops[places[0]].predicate:
-            return None
-        return self._computed(self.ops[places[0]], operand, known)
-
-    def _computed(self, op: Op, register: str, known: dict[str, int]) -> int | None:
-        """Computes what an operation sets a register to."""
-        name, rest = op.text.split(maxsplit=1)
-        how, *kinds = name.split(".")
-        if rest.startswith("{"):  # the halves of a word
-            halves, _, source = rest.partition("}, ")
-            word = self.value(source, known) if how == "mov" else None
-            shift = 32 * halves.strip("{ ").split(", ").index(register)
-            return None if word is None else word >> shift & 0xFFFF_FFFF
-        of = [self.value(x.strip(), known) for x in rest.split(",")[1:]]
-        if how == "setp" and None not in of and kinds[0] in _PTX_COMPARE:
-            half = 1 << int(kinds[1][1:]) - 1
-            if kinds[1][0] == "s":
-                of = [(x + half) % (2 * half) - half for x in of]
-            return int(_PTX_COMPARE[kinds[0]](*of))
-        if how not in _PTX_ARITHMETIC or None in of:
-            return None
-        mask = (1 << (64 if "64" in kinds[0] else 32)) - 1
-        return _PTX_ARITHMETIC[how](*of) & mask
-
-    def run(self, place: int, known: dict[str, int]) -> dict[str, int]:
-        """Runs what follows an operation, up to a branch; returns what is set."""
-        found: dict[str, int] = {}
-        while len(self.ops[place].successors) == 1:
-            (place,) = self.ops[place].successors
-            op = self.ops[place]
-            for register in re.findall(r"%\w+", op.result):
-                value = (
-                    None
-                    if op.predicate
-                    else self._computed(op, register, known | found)
-                )
-                found.pop(register, None)
-                if value is not None:
-                    found[register] = value
-        return found
 
     def smallest_loops(
         self, around: Collection[int], within: Collection[int] | None = None
@@ -274,16 +123,6 @@ class Loop:
     def find_kind(self, *kinds: str) -> set[int]:
         return self.find(lambda op: op.kind in kinds)
 
-    def reach_in_round(self, starts: Iterable[int]) -> set[int]:
-        """Finds what may run after some operations in the same round of the loop."""
-        return self.kernel.reach(starts, {self.entry}, self.body)
-
-    def reach_from_entry(self, without: Collection[int]) -> set[int]:
-        """Finds what may run in a round although some operations have not."""
-        if self.entry in without:
-            return set()
-        return self.kernel.reach([self.entry], {self.entry, *without}, self.body)
-
 
 _SCOPES = {"sys": "system", "gpu": "device", "cta": "block", "cluster": "cluster"}
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel", "volatile", "sc")
@@ -295,27 +134,6 @@ _PTX_BARRIERS = {
     "vote.sync": "vote",
     "griddepcontrol.wait": "launch_wait",
     "griddepcontrol.launch_dependents": "launch_next",
-}
-
-
-_PTX_CONSTANT = re.compile(r"mov\.pred\s+%p\d+, (0|-1)")
-_PTX_LOGIC = re.compile(r"(?P<how>not|and|or)\.pred\s+%p\d+, (?P<of>.*)")
-_PTX_SET = re.compile(r"\S+\s+(%p\d+)(?:\|(%p\d+))?,")
-_PTX_WRITTEN = re.compile(r"\S+\s+(%\w+|\{[^}]*\})")
-_PTX_ARITHMETIC: dict[str, Callable[..., int]] = {
-    "mov": lambda a: a,
-    "cvt": lambda a: a,
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "neg": lambda a: -a,
-    "or": lambda a, b: a | b,
-    "and": lambda a, b: a & b,
-    "shl": lambda a, b: a << b,
-    "shr": lambda a, b: a >> b,
-    "selp": lambda a, b, choice: a if choice else b,
-}
-_PTX_COMPARE = {
-    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 _PTX_UNKNOWN = "cp ldu multimem mbarrier suld sust sured ldmatrix stmatrix".split()
 _PTX_ENDS = ("bra", "brx", "ret", "exit", "trap")

@@ -41,7 +41,7 @@ finds.
 """
 
 TOGETHER = [
-    ["test_codegen", "test_codegen_by_rank", "test_codegen_resources"],
+    ["test_codegen", "test_codegen_resources"],
     ["test_emulated", "test_emulated_experts", "test_experts"],
     ["test_processes", "test_errors"],
 ]

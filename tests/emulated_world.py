@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of an emulated group's ranks, and its launches."""
 
+import contextlib
 import math
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from emulator import Clock, Launch, Memory, run
-from emulator.grid import SLOW_SHARE
+from emulator import Clock, Launch, Memory, Races, run
 from kernels import counter_word
 
 from max_ep.quantize import bfloat16_to_float32, float32_to_bfloat16
+from max_ep.who import N_HEADER_WORDS
 
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
+SPLIT = ("many", "shared", "expert")
+"""Groups whose launches only send or receive."""
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Sizes:
     dispatch_counts: int
     combine_recv: int
     combine_counts: int
+    is_shared: int
     n_experts: int
     n_ranks: int
     max_tokens: int
@@ -41,6 +46,12 @@ class Sizes:
     @property
     def n_local(self) -> int:
         return -(-self.n_experts // self.n_ranks)
+
+    def experts_of(self, rank: int) -> list[int]:
+        """The experts whose rows a rank makes, in their order."""
+        first = rank * self.n_local
+        shared = [self.n_experts] * self.is_shared
+        return shared + [*range(first, first + self.n_local)]
 
 
 def bf16(x: np.ndarray) -> bytes:
@@ -59,7 +70,15 @@ def words(*numbers: int) -> bytes:
 class World:
     """The memory of all ranks of a group, and its launches."""
 
-    def __init__(self, kernel_of, folder: Path, name: str, timeout_ms=LONG_MS, seed=0):
+    def __init__(
+        self,
+        kernel_of,
+        folder: Path,
+        name: str,
+        timeout_ms=LONG_MS,
+        seed=0,
+        finds_races=True,
+    ):
         lines = (folder / "printed").read_text().splitlines()
         (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
         self.sizes = s = Sizes(*map(int, line))
@@ -67,10 +86,16 @@ class World:
         self.has_sums = s.protocol % MASKS_BIT == 3
         self.memory, self.clock = Memory(1 << 24), Clock()
         self.timeout_ms = timeout_ms
+        self.forms = ("_async", "_wait") if name in SPLIT else ("",)
+        self.queues: dict[int, list] | None = None
+        self.finds_races = finds_races
         ranks = range(s.n_ranks)
         self.regions = [self.memory.allocate(s.region) for _ in ranks]
         self.counters = [self.memory.allocate(4 * s.counters) for _ in ranks]
         self.spare = [self.memory.allocate(4 * s.counters) for _ in ranks]
+        # A lane loads each word of the header; launches record the last ones meanwhile.
+        recorded = range(counter_word("BROKEN"), N_HEADER_WORDS)
+        self.unwatched = [x + 4 * i for x in self.counters for i in recorded]
         self.n_tokens = [0] * s.n_ranks
         for rank in ranks:
             # All flags seem to be of the first generation, and all data to be there.
@@ -89,7 +114,7 @@ class World:
         )
         params = [words(self.counters[rank]), words(self.spare[rank]), setup]
         launch = Launch(self.kernel_of("set_up"), params, 2, 64)
-        run([launch], self.memory, self.clock)
+        run([[launch]], self.memory, self.clock)
 
     def buffers(self, rank: int, recv: int, counts: int) -> list[int]:
         found = [region + recv for region in self.regions]
@@ -100,11 +125,27 @@ class World:
         return Launch(made, [words(*params)], N_BLOCKS, N_THREADS)
 
     def run(self, kernel: str, params: dict[int, list[int]]) -> None:
-        launches = [self.launch(kernel, x) for x in params.values()]
+        self._enqueue({rank: self.launch(kernel, x) for rank, x in params.items()})
+
+    def _enqueue(self, of_ranks: dict[int, Launch | Callable[[], None]]) -> None:
+        if self.queues is None:
+            with self.without_waiting():
+                return self._enqueue(of_ranks)
+        for rank, launch in of_ranks.items():
+            self.queues.setdefault(rank, []).append(launch)
+
+    @contextlib.contextmanager
+    def without_waiting(self) -> Iterator[None]:
+        """Runs at its end all that is in it: no rank waits till others have ended."""
+        self.queues = {}
+        yield
+        queues, self.queues = self.queues, None
         self.seed += 1
         # Where ranks have a deadline, warps that are slow would miss it.
-        slow_share = SLOW_SHARE if self.timeout_ms == LONG_MS else 0
-        run(launches, self.memory, self.clock, self.seed, slow_share)
+        is_even = self.timeout_ms != LONG_MS
+        found = Races(len(queues), N_BLOCKS, N_THREADS, self.unwatched)
+        how = self.seed, is_even, found if self.finds_races else None
+        run(queues.values(), self.memory, self.clock, *how)
 
     def word(self, rank: int, name: str) -> int:
         return self.memory.load(self.counters[rank] + 4 * counter_word(name), 4)
@@ -113,7 +154,7 @@ class World:
         at = (counters or self.counters)[rank] + 4 * self.sizes.masked
         return [self.memory.load(at + 4 * i, 4) for i in range(self.sizes.n_ranks)]
 
-    def dispatch(self, tokens, ids, weights, forms=("",), ranks=None, n_rows_max=None):
+    def dispatch(self, tokens, ids, weights, forms=None, ranks=None, n_rows_max=None):
         """Returns the outputs of each rank."""
         s, memory = self.sizes, self.memory
         params, outputs = {}, {}
@@ -129,8 +170,8 @@ class World:
             ]
             out = [
                 memory.allocate(n_rows * s.hidden * 2),
-                memory.allocate(4 * (s.n_local + 1)),
-                memory.allocate(4 * s.n_local),
+                memory.allocate(4 * (s.n_local + s.is_shared + 1)),
+                memory.allocate(4 * (s.n_local + s.is_shared)),
                 memory.allocate(8 * n_rows),
             ]
             scales = memory.allocate(n_rows * s.hidden // 8)
@@ -138,31 +179,32 @@ class World:
             params[rank] = [*given, out[0], *rows, n_rows, *out[1:]]
             params[rank] += self.buffers(rank, s.dispatch_recv, s.dispatch_counts)
             params[rank] += [0] * s.n_ranks  # put buffers
-            outputs[rank] = Output(self, rank, n_rows, *out, scales)
-        for form in forms:
+            made = memory.allocate(n_rows * s.hidden * 2)
+            outputs[rank] = Output(self, rank, n_rows, *out, scales, made)
+        for form in forms or self.forms:
             self.run(f"dispatch{form}", params)
         return outputs
 
-    def combine(self, rows, outputs, weights, forms=("",)):
+    def combine(self, outputs, weights, forms=None):
+        """Runs the experts, then a combine; returns where each rank's results are, and
+        how many."""
         s, memory = self.sizes, self.memory
         params, results = {}, {}
         for rank, output in outputs.items():
-            expert_rows = memory.put(bf16(rows[rank]))
-            given = [expert_rows, output.n_rows_max]
+            given = [output.made, output.n_rows_max]
             n = self.n_tokens[rank]
-            results[rank] = memory.allocate(max(1, n * s.hidden * 2))
+            results[rank] = memory.allocate(max(1, n * s.hidden * 2)), n
             router = memory.put(weights[rank].astype(np.float32).tobytes())
-            combined = [results[rank], n, router]
+            combined = [*results[rank], router]
             if not self.has_sums:
                 given.append(output.src_info)
             params[rank] = given + combined
             params[rank] += self.buffers(rank, s.combine_recv, s.combine_counts)
             params[rank] += [0] * s.n_ranks
-        for form in forms:
+        self._enqueue({rank: output.run_experts for rank, output in outputs.items()})
+        for form in forms or self.forms:
             self.run(f"combine{form}", params)
-        return {
-            rank: self.numbers(at, self.n_tokens[rank]) for rank, at in results.items()
-        }
+        return results
 
     def numbers(self, at: int, n_rows: int) -> np.ndarray:
         return of_bf16(self.memory, at, n_rows, self.sizes.hidden)
@@ -180,6 +222,8 @@ class Output:
     expert_ids: int
     src_info: int
     scales: int
+    made: int
+    """What experts make of the rows."""
 
     def bytes_of(self, at: int, *shape: int) -> np.ndarray:
         n = math.prod(shape)
@@ -188,21 +232,33 @@ class Output:
 
     def read(self) -> tuple[np.ndarray, ...]:
         s, bytes_ = self.world.sizes, self.world.memory.bytes
-        at, n = self.offsets, s.n_local + 1
+        at, n = self.offsets, s.n_local + s.is_shared + 1
         offsets = np.frombuffer(bytes_[at : at + 4 * n], np.uint32)
         n_rows = int(offsets[-1])
         at = self.src_info
         info = np.frombuffer(bytes_[at : at + 8 * n_rows], np.int32)
         return offsets, self.world.numbers(self.rows, n_rows), info.reshape(-1, 2)
 
+    def run_experts(self) -> None:
+        """Adds its expert's number to each row."""
+        offsets, rows, _ = self.read()
+        sizes = self.world.sizes
+        made = np.zeros((self.n_rows_max, sizes.hidden))
+        experts = np.repeat(sizes.experts_of(self.rank), np.diff(offsets.astype(int)))
+        made[: len(rows)] = rows + experts[:, np.newaxis]
+        self.world.memory.bytes[self.made : self.made + 2 * made.size] = bf16(made)
+
 
 def rows_of(rank, ids, sizes) -> list[list[tuple[int, int, int]]]:
-    """Lists source, token and k of each local expert's rows, in order."""
-    found: list[list] = [[] for _ in range(sizes.n_local)]
-    for src, of_rank in ids.items():
-        for local in range(sizes.n_local):
-            expert = rank * sizes.n_local + local
+    """Lists source, token and k of the rows of each expert of a rank, in order."""
+    found: list[list] = []
+    for expert in sizes.experts_of(rank):
+        if expert == sizes.n_experts and sizes.is_shared and not found:
+            found.append([(rank, token, -1) for token in range(len(ids[rank]))])
+            continue
+        found.append([])
+        for src, of_rank in ids.items():
             if expert < sizes.n_experts:
                 choices = [(src, *x) for x in np.argwhere(of_rank == expert).tolist()]
-                found[local] += choices[: sizes.max_tokens]
+                found[-1] += choices[: sizes.max_tokens]
     return found

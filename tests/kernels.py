@@ -63,9 +63,8 @@ class Compiled:
 
     def __post_init__(self) -> None:
         kernel, name, is_by_rank = self.kernel, self.name, self.is_by_rank
-        find, is_set_up = kernel.find, name.startswith("set_up")
+        is_set_up = name.startswith("set_up")
         self.is_dispatch = name.startswith("dispatch")
-        self.phase = "dispatch" if self.is_dispatch else "combine"
         # Whether it has the send phase, and the receive phase.
         self.sends = "_wait." not in name and not is_set_up
         self.receives = "_async." not in name and not is_set_up
@@ -83,83 +82,13 @@ class Compiled:
         has_chunks = not is_by_rank or self.is_dispatch and self.has("chunks")
         self.receives_chunks = self.receives and has_chunks
 
-        # Where data is stored and loaded that is its own flag, and where `SENTINEL` is
-        # put back; all other ordinary accesses of 16 bytes, and all accesses of them.
-        relaxed = "store relaxed system"
-        self.inline_stores = find(lambda op: op.kind == relaxed and op.n_bytes == 16)
-        # To each rank of eight, after the words of 256 pairs and two of each rank.
-        beat = f"+{8 * (256 + 2 * 8)}]"
-        self.heartbeats = find(
-            lambda op: op.kind == relaxed and op.n_bytes == 8 and beat in op.text
-        )
-        polled = "load relaxed system"
-        self.inline_polls = find(lambda op: op.kind == polled and ".b128" in op.text)
-        end = "{-1, -1, -1, -1}"
-        self.sentinel_stores = find(
-            lambda op: op.what == "store" and op.text.endswith(end)
-        )
-        self.loads_16 = find(lambda op: op.moves_16("load"))
-        self.stores_16 = find(lambda op: op.moves_16("store")) - self.sentinel_stores
-        self.moved = find(lambda op: op.n_bytes == 16)
-
-        # Loops that write chunks or messages and publish their flags; loops that await
-        # what was sent, and use it; where done words are published and loaded outside.
-        release, acquire = "store release system", "load acquire system"
-        loops = kernel.loops()
-        flagged = [loop for loop in loops if loop.find_kind(release)]
-        self.send_loops = [loop for loop in flagged if loop.body & self.stores_16]
-        used = self.sentinel_stores if is_by_rank else self.loads_16
-        self.receive_loops = [
-            loop
-            for loop in loops
-            if loop.body & used and (is_by_rank or loop.find_kind(acquire))
-        ]
-        sent, received = (
-            set().union(*(loop.body for loop in of))
-            for of in (self.send_loops, self.receive_loops)
-        )
-        # Where a warp waits for others of its block: in a loop that writes nothing.
-        acquired = kernel.find_kind("load acquire block")
-        waits = [x.body for x in kernel.smallest_loops(acquired)]
-        writes = find(lambda op: op.what in ("store", "atomic"))
-        self.block_polls = acquired.intersection(
-            set().union(*(wait for wait in waits if not wait & writes))
-        )
-        self.done_words = kernel.find_kind(release) - sent
-        self.done_polls = kernel.find_kind(acquire) - received
+        self.loads_16 = kernel.find(lambda op: op.moves_16("load"))
 
     def has(self, word: str) -> bool:
         return word in self.name.partition(".")[2].split("_")
 
     def shown(self, places: set[int]) -> list[str]:
         return [self.kernel.ops[i].text for i in sorted(places)]
-
-    def header_words(self) -> dict[str, int]:
-        """Returns the registers that hold a word of the counters' header. By rank
-        the lanes of a warp have a word each, and hand them out."""
-        shuffle = r"shfl\.sync\.idx\.b32\s+(%r\d+), %r\d+, (\d+), 31, -1"
-        load = r"ld\.global\.b32\s+(%r\d+), \[%rd\d+\+(\d+)\]"
-        words = {}
-        for op in self.kernel.ops:
-            if found := re.fullmatch(shuffle if self.is_by_rank else load, op.text):
-                words[found[1]] = int(found[2]) // (1 if self.is_by_rank else 4)
-        return words
-
-    def ends_at(self, place: int) -> set[int]:
-        """Finds from which number on a wait for an arrival word ends."""
-        (register,) = re.findall(r"%\w+", self.kernel.ops[place].result)
-        runs = [self.kernel.run(place, {register: n}) for n in range(9)]
-        of_each = [[run.get(x) for run in runs] for x in runs[0] if x.startswith("%p")]
-        return {x.index(1 - x[0]) for x in of_each if set(x) == {0, 1}}
-
-    def generations(self) -> dict[str, int]:
-        """Gives each register with a word of the header a number of its own."""
-        return {r: 1000 * word for r, word in self.header_words().items()}
-
-
-def generation(word: str) -> int:
-    """The number that `Compiled.generations` gives to a word."""
-    return 1000 * counter_word(f"{word.upper()}")
 
 
 def compiled(program: str) -> Path:

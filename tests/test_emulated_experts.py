@@ -77,7 +77,7 @@ class Product:
 
 def launch(of: Product, made: Emulated, params: list[int], maps: list, seed=0) -> None:
     grid = Launch(made, [b"", b"", words(*params)], 2, 384, maps)
-    run([grid], of.memory, Clock(), seed)
+    run([[grid]], of.memory, Clock(), seed)
 
 
 def test_groups_in_bfloat16(folder):
@@ -139,7 +139,7 @@ def launched(folder, name: str, memory: Memory, params: list[int], shape) -> Non
     made = kernel(folder, name)
     is_struct = name in ("sort", "add", "heads")
     given = [words(*params)] if is_struct else [words(x) for x in params]
-    run([Launch(made, given, grid, block)], memory, Clock(), seed=5)
+    run([[Launch(made, given, grid, block)]], memory, Clock(), seed=5)
 
 
 @pytest.mark.parametrize("n_tokens", [3, 1400])
@@ -174,7 +174,7 @@ def test_few_rows(folder):
         made = kernel(folder, "linear")
         given = [words(x) for x in params]
         grid = Launch(made, given, n // 16, 256)
-        run([grid], memory, Clock(), seed=n_rows)
+        run([[grid]], memory, Clock(), seed=n_rows)
         found = of_bf16(memory, y, n_rows, n)
         np.testing.assert_allclose(found, x @ weight.T, rtol=2**-8)
 

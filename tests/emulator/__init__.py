@@ -2,14 +2,14 @@
 """Runs the PTX of GPU kernels, thread by thread, where there is no GPU.
 
 A kernel becomes a Python generator, which a thread runs up to where it waits: for its
-warp, for its block, or for a word that another thread writes. Memory is in order, so a
-missing order does not show; `test_codegen.py` looks for those. What raises: an access
-outside of what was allocated, lanes of a warp in different exchanges, a launch that
-does not end.
+warp, for its block, or for a word that another thread writes. Memory is in order;
+`races.py` finds what has no order of its own. What raises, too: an access outside of
+what was allocated, lanes of a warp in different exchanges, a launch that does not end.
 """
 
 from .grid import Emulated, Launch, run
 from .hopper import TensorMap
 from .memory import Clock, Memory
+from .races import Races
 
-__all__ = ["Clock", "Emulated", "Launch", "Memory", "TensorMap", "run"]
+__all__ = ["Clock", "Emulated", "Launch", "Memory", "Races", "TensorMap", "run"]

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from . import numbers
 from .hopper import Hopper, TensorMap, mma
 from .memory import Clock, Memory
-from .translation import M32, Translation
+from .races import Races, Thread, meet
+from .translation import M32, POLLS, Translation
 
 WARP = 32
 IDLE_ROUNDS = 600
@@ -19,6 +20,8 @@ NS_OF_IDLE_ROUND = 1_000_000
 SLOW_SHARE = 0.2
 """Of warps that run far more seldom than the others, so that races show."""
 SLOW_TURNS = 0.05
+LATE_SHARE = 0.3
+"""How often half of its lanes are late."""
 
 
 def exchanged(what: str, given: list) -> list:
@@ -61,12 +64,15 @@ class Warp:
     requests: list = field(default_factory=lambda: [None] * WARP)
     answers: list = field(default_factory=lambda: [None] * WARP)
     n_left: int = 0
+    is_slow: bool = False
+    watched: list[Thread] = field(default_factory=list)
 
-    def turn(self) -> bool:
-        """Runs each lane to where it waits; returns whether any did more than poll."""
+    def turn(self, late: int) -> bool:
+        """Runs each lane that is not late to where it waits, or has published; returns
+        whether any did more than poll."""
         is_busy = False
         for lane, thread in enumerate(self.threads):
-            if thread is None or self.requests[lane] is not None:
+            if thread is None or self.requests[lane] is not None or late >> lane & 1:
                 continue
             try:
                 request = thread.send(self.answers[lane])
@@ -76,8 +82,8 @@ class Warp:
                 is_busy = True
                 continue
             self.answers[lane] = None
-            if request is not None:
-                is_busy = True
+            is_busy |= request is not POLLS
+            if request:
                 self.requests[lane] = request
                 if request[0] == "barrier":
                     self.block.arrive(self, lane, request)
@@ -93,6 +99,8 @@ class Warp:
             raise RuntimeError(f"lanes take part in different exchanges: {kinds}")
         if first[0].startswith("wgmma"):
             return self.block.join(self)
+        if first[0] == "meet" and self.watched:
+            meet(self.watched)
         self.answers = exchanged(first[0], [x[2] for x in self.requests])
         self.requests = [None] * WARP
         return True
@@ -127,6 +135,8 @@ class Block:
         there.append((warp, lane))
         if len(there) == n_wanted:
             of.arrived[which] = []
+            if warp.watched:
+                meet([other.watched[of_lane] for other, of_lane in there])
             for other, of_lane in there:
                 other.requests[of_lane] = None
 
@@ -166,22 +176,36 @@ class Emulated:
         exec(compile(self._translation.source(), "kernel", "exec"), names)
         self._thread: Callable[..., Generator] = names["thread"]
 
-    def warps(self, launch: Launch, memory: Memory, clock: Clock) -> list[Warp]:
+    def warps(
+        self,
+        launch: Launch,
+        memory: Memory,
+        clock: Clock,
+        rank: int,
+        found: Races | None,
+    ) -> list[Warp]:
         blocks: list[Block] = []
+        watched = found.begin(rank) if found else []
         for block_idx in range(launch.n_blocks):
             shared = Memory(1 << 18, gap=16)
             for begin, n_bytes in self._translation.shared.values():
                 shared.open(begin, n_bytes)
             block = Block(Hopper(memory, shared, launch.maps))
+            of_block = watched[block_idx * launch.n_threads :][: launch.n_threads]
+            seen = [(memory, shared)] * launch.n_threads
+            if found:
+                seen = found.memories(of_block, memory, shared)
             threads = [
                 self._thread(
                     *(tid, block_idx, launch.n_threads, launch.n_blocks),
-                    *(launch.params, memory, shared, clock, block.hopper),
+                    *(launch.params, *seen[tid], clock, block.hopper),
                 )
                 for tid in range(launch.n_threads)
             ]
             for first in range(0, launch.n_threads, WARP):
-                block.warps.append(Warp(threads[first : first + WARP], block))
+                warp = Warp(threads[first : first + WARP], block)
+                warp.watched = of_block[first : first + WARP]
+                block.warps.append(warp)
             blocks.append(block)
         n = 2 if self._translation.is_cluster else 1
         for i, block in enumerate(blocks):
@@ -191,33 +215,39 @@ class Emulated:
 
 
 def run(
-    queues: Sequence[Launch | list[Launch]],
+    queues: Iterable[Sequence[Launch | Callable[[], None]]],
     memory: Memory,
     clock: Clock,
     seed: int = 0,
-    slow_share: float = SLOW_SHARE,
+    is_even: bool = False,
+    found: Races | None = None,
 ) -> None:
     """Runs launches of all ranks at once, those of a queue one after another, and warps
-    in an order that is drawn."""
+    in an order that is drawn. A queue may have functions of the host. `is_even`: no
+    warp is slow, and no lane late."""
     random_ = random.Random(seed)
-    waiting = [queue if isinstance(queue, list) else [queue] for queue in queues]
-    running: list[list[Warp]] = [[] for _ in queues]
-    slow: set[int] = set()
+    waiting = [list(queue) for queue in queues]
+    running: list[list[Warp]] = [[] for _ in waiting]
+    slow_share, late_share = (0, 0) if is_even else (SLOW_SHARE, LATE_SHARE)
     n_idle = 0
     while any(running) or any(waiting):
         for i, queue in enumerate(waiting):
-            if queue and not running[i]:
-                running[i] = queue[0].kernel.warps(queue[0], memory, clock)
-                waiting[i] = queue[1:]
-                slow |= {id(x) for x in running[i] if random_.random() < slow_share}
+            while queue and not running[i]:
+                if isinstance(launch := queue.pop(0), Launch):
+                    running[i] = launch.kernel.warps(launch, memory, clock, i, found)
+                    for warp in running[i]:
+                        warp.is_slow = random_.random() < slow_share
+                else:
+                    launch()
         warps = [warp for of_queue in running for warp in of_queue]
         random_.shuffle(warps)
         is_busy = False
         for warp in warps:
-            if id(warp) in slow and random_.random() > SLOW_TURNS:
+            if warp.is_slow and random_.random() > SLOW_TURNS:
                 continue
+            late = random_.getrandbits(WARP) if random_.random() < late_share else 0
             for _ in range(random_.randrange(1, 9)):
-                if not warp.turn():
+                if not warp.turn(late):
                     break
                 is_busy = True
         running = [[w for w in x if w.n_left < len(w.threads)] for x in running]

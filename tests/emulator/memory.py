@@ -21,6 +21,14 @@ class Memory:
         self.loads = {n: load for n, (load, _) in access.items()}
         self.stores = {n: store for n, (_, store) in access.items()}
 
+    @property
+    def unordered(self) -> Memory:
+        """Itself, for ordered accesses; of memory that is watched what is below."""
+        return self
+
+    def order(self, *_: object) -> None:
+        """Is called at each ordered access."""
+
     def allocate(self, n_bytes: int, align: int = 256) -> int:
         begin = -(-self._end // align) * align
         self._end = begin + n_bytes + self._gap

@@ -51,6 +51,23 @@ def to_fp8(bits: int) -> int:
     return byte | bits >> 24 & 0x80
 
 
+def sum_bf16x2(a: int, b: int) -> int:
+    low, high = (
+        to_bits(to_float(x & 0xFFFF_0000) + to_float(y & 0xFFFF_0000))
+        for x, y in ((a << 16, b << 16), (a, b))
+    )
+    return to_bf16(high) << 16 | to_bf16(low)
+
+
+def fp8_to_f16x2(both: int) -> int:
+    low, high = FP8[[both & 255, both >> 8 & 255]].astype(np.float16).view(np.uint16)
+    return int(high) << 16 | int(low)
+
+
+def f16_to_bits(half: int) -> int:
+    return to_bits(struct.unpack("<e", struct.pack("<H", half & 0xFFFF))[0])
+
+
 def permuted(a: int, b: int, how: int) -> int:
     both = a | b << 32
     return sum((both >> 8 * (how >> 4 * i & 7) & 255) << 8 * i for i in range(4))

@@ -8,8 +8,11 @@ import re
 from assembly import Op, parse_ptx
 
 from .hopper import FIRST_MAP, RANK_SHIFT
-from .memory import SIZES, Memory
+from .memory import Memory
+from .races import ORDERS, SCOPES
 
+POLLS = None
+"""What a thread yields that polls; others yield an exchange, or 0 to go on later."""
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
 _FLOAT = {
@@ -36,6 +39,8 @@ _WAIT = (
     r"LAB_WAIT:\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 P1, (\[.*?\]), (%r\d+);"
     r"\s*@P1 bra DONE;\s*bra LAB_WAIT;\s*DONE:"
 )
+_ACCESS = dict(load="loads", store="stores")
+_ACCESS |= dict(get="unordered.loads", set="unordered.stores")
 _SPECIAL = {
     "%cluster_ctarank": "(ctaid & 1)",
     "%tid.x": "tid",
@@ -112,12 +117,10 @@ class Translation:
             "def thread(tid, ctaid, ntid, nctaid, params, mem, sh, clock, block):",
             " b = 0",
         ]
+        found = re.findall(r"\b((mem|sh)_(load|store|get|set)_(\d))\(", str(blocks))
         out += [
-            f" {of}_{how}_{n} = {of}.{how}s[{n}]"
-            for of in ("mem", "sh")
-            for how in ("load", "store")
-            for n in SIZES
-            if any(f"{of}_{how}_{n}(" in line for lines in blocks for line in lines)
+            f" {name} = {of}.{_ACCESS[how]}[{n}]"
+            for name, of, how, n in sorted({*found})
         ]
         out += [" " + " = ".join(registers) + " = 0xDEAD"]
         out += [" " + " = ".join([*predicates, "word", "p"]) + " = False"]
@@ -223,6 +226,9 @@ class Translation:
         if kind == "f32":
             values = [f"to_float({x})" for x in of]
             return f"to_bits({_FLOAT[how].format(*values)})"
+        if kind == "bf16x2" and how == "add":
+            return f"sum_bf16x2({of[0]}, {of[1]})"
+        assert kind[0] in "bsu", kinds
         if how in _PLAIN:
             value = f"{of[0]} {_PLAIN[how]} {of[1]}"
             return f"({value}) & {mask}" if how in ("add", "sub") else value
@@ -257,6 +263,8 @@ class Translation:
             return f"divided({of[0]}, {of[1]}, {bits}) & {mask}"
         if how == "rem" and kind[0] == "u":
             return f"{of[0]} % {of[1]}"
+        if how == "rem":
+            return f"({of[0]} - divided({of[0]}, {of[1]}, {bits}) * {of[1]}) & {mask}"
         if how == "popc":
             return f"{of[0]}.bit_count()"
         if how == "prmt":
@@ -276,6 +284,10 @@ class Translation:
             return f"to_bf16({of[0]}) << 16 | to_bf16({of[1]})"
         if (to, source) == ("e4m3x2", "f32"):
             return f"to_fp8({of[0]}) << 8 | to_fp8({of[1]})"
+        if (to, source) == ("f16x2", "e4m3x2"):
+            return f"fp8_to_f16x2({of[0]})"
+        if (to, source) == ("f32", "f16"):
+            return f"f16_to_bits({of[0]})"
         if (to, source) == ("bf16", "f32"):
             return f"to_bf16({of[0]})"
         if (to, source) == ("f32", "u32"):
@@ -318,40 +330,47 @@ class Translation:
                 loads.append(f"{self.operand(x)} = {_extended(kinds[-1], value)}")
             return loads
         memory = "sh" if "shared" in kinds else "mem"
-        at = self.address(place)
+        load, store = f"{memory}_load_{n_bytes}", f"{memory}_store_{n_bytes}"
+        lines = [f"a = {self.address(place)}"]
+        order = next(
+            (x for x in kinds if x in ORDERS), "relaxed" * (how[0] not in "ls")
+        )
+        if order:
+            load, store = f"{memory}_get_{n_bytes}", f"{memory}_set_{n_bytes}"
+            scope = next((x for x in kinds if x in SCOPES), "")
+            lines.append(f"{memory}.order(a, {n_bytes}, '{how}', '{order}', '{scope}')")
+        # A load may poll; what follows a release must not be needed by whom it is for.
+        waits = [f"yield {POLLS}"] if order and how == "ld" else []
+        goes_on = ["yield 0"] if order in ("release", "acq_rel") else []
         if n_bytes == 16:
             if how == "ld":
-                low, high = (f"mem_load_8({at} + {i})" for i in (0, 8))
-                return ["yield None", f"word = {low} | {high} << 64"]
-            return [f"mem_store_8({at} + {i}, word >> {8 * i})" for i in (0, 8)]
-        orders = ("relaxed", "acquire", "acq_rel", "release", "volatile")
-        waits = ["yield None"] if any(x in kinds for x in orders) else []
+                low, high = (f"mem_get_8(a + {i})" for i in (0, 8))
+                return [*waits, *lines, f"word = {low} | {high} << 64"]
+            stores = [f"mem_set_8(a + {i}, word >> {8 * i})" for i in (0, 8)]
+            return [*lines, *stores]
         if how == "ld":
             names = rest[: rest.index("[")].strip().rstrip(",").strip("{} ").split(",")
-            lines = [f"a = {at}"] if len(names) > 1 else []
             for i, x in enumerate(names):
-                of = f"a + {n_bytes * i}" if lines else at
-                value = f"{memory}_load_{n_bytes}({of})"
+                value = f"{load}(a + {n_bytes * i})"
                 lines.append(f"{self.operand(x)} = {_extended(kinds[-1], value)}")
             return waits + lines
         after = rest[rest.index("]") + 1 :].lstrip(", ").strip()
         if how == "st":
             names = after.strip("{} ").split(",")
-            lines = [f"a = {at}"]
             for i, x in enumerate(names):
                 value = self.operand(x, 8 * n_bytes)
-                lines.append(f"{memory}_store_{n_bytes}(a + {n_bytes * i}, {value})")
-            return lines
+                lines.append(f"{store}(a + {n_bytes * i}, {value})")
+            return lines + goes_on
         of = [self.operand(x, 8 * n_bytes) for x in after.split(",")]
         to = self.operand(rest.partition(",")[0]) if how == "atom" else "_"
-        lines = [f"a = {at}", f"old = {memory}_load_{n_bytes}(a)"]
+        lines.append(f"old = {load}(a)")
         if kinds[-2] == "cas":
-            lines.append(f"if old == {of[0]}: {memory}_store_{n_bytes}(a, {of[1]})")
+            lines.append(f"if old == {of[0]}: {store}(a, {of[1]})")
         elif kinds[-2] == "add":
-            lines.append(f"{memory}_store_{n_bytes}(a, old + {of[0]})")
+            lines.append(f"{store}(a, old + {of[0]})")
         else:
             raise NotImplementedError(f"{how}.{'.'.join(kinds)}")
-        return [*lines, f"{to} = old"]
+        return [*lines, f"{to} = old", *goes_on]
 
     def _of_hopper(
         self, place: int, how: str, kinds: list[str], rest: str

@@ -22,32 +22,42 @@ from max_ep.token_format import TokenFormat
 from max_ep_experts.heads import heads_kernel
 
 comptime B16 = DType.bfloat16
+comptime F8 = DType.float8_e4m3fn
 
 
 def small(
     *,
     n_experts: Int = 7,
     max_tokens: Int = 5,
+    hidden_size: Int = 520,
     addressing: Addressing = Addressing.BY_RANK,
     has_sums: Bool = True,
     masks: Bool = False,
     drops_rows: Bool = False,
+    shared: Bool = False,
+    partial_block: Int = 0,
 ) -> Group:
-    """Describes a group of three ranks and few tokens, whose last step is not whole."""
+    """Describes a group of three ranks and few tokens, whose last step is not whole. With
+    a shared expert ranks share a GPU."""
+    var combine_msg = combine_msg_bytes[B16](hidden_size)
+    if partial_block != 0:
+        combine_msg = combine_msg_bytes[F8](hidden_size, partial_block)
     return Group(
         n_experts=n_experts,
         n_ranks=3,
         max_tokens_per_rank=max_tokens,
         top_k=3,
-        hidden_size=520,
-        dispatch_msg_bytes=combine_msg_bytes[B16](520),
-        combine_msg_bytes=combine_msg_bytes[B16](520),
+        hidden_size=hidden_size,
+        dispatch_msg_bytes=combine_msg_bytes[B16](hidden_size),
+        combine_msg_bytes=combine_msg,
         addressing=addressing,
         has_sums=has_sums,
-        shares_gpu=False,
+        fused_shared_expert=shared,
+        shares_gpu=shared,
         num_threads=320,
         masks=masks,
         drops_rows=drops_rows,
+        partial_block=partial_block,
     )
 
 
@@ -96,7 +106,8 @@ def emit_group[group: Group, splits: Bool = False](name: String) raises:
     else:
         emit_form[DispatchByExpert[there, Format, B16], splits]("dispatch", name)
     comptime if group.has_sums:
-        emit_form[CombineSums[back, B16, B16], splits]("combine", name)
+        comptime partial = B16 if group.partial_block == 0 else F8
+        emit_form[CombineSums[back, B16, partial], splits]("combine", name)
     else:
         emit_form[CombineRows[back, B16], splits]("combine", name)
     describe(group, name)
@@ -131,6 +142,7 @@ def describe(group: Group, name: String):
         group.dispatch_counts_offset(),
         group.combine_recv_offset(),
         group.combine_counts_offset(),
+        Int(group.fused_shared_expert),
         end="",
     )
     for word in group.words():
@@ -143,10 +155,18 @@ def main() raises:
     emit[set_up_kernel, links=False]("set_up")
     emit[heads_kernel[B16, 64], links=False]("heads")
     emit_group[small()]("sums")
-    emit_group[small(n_experts=6, has_sums=False)]("rows")
-    emit_group[small(max_tokens=20, addressing=Addressing.BY_EXPERT, has_sums=False)](
-        "expert"
+    # So many experts that several warps count rows.
+    emit_group[small(n_experts=269, has_sums=False)]("rows")
+    comptime expert = small(
+        max_tokens=20, addressing=Addressing.BY_EXPERT, has_sums=False
     )
+    emit_group[expert, splits=True]("expert")
+    emit_group[small(hidden_size=264, shared=True), splits=True]("shared")
+    comptime expert_shared = small(
+        hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False, shared=True
+    )
+    emit_group[expert_shared]("expert_shared")
+    emit_group[small(hidden_size=384, partial_block=128)]("fp8_sums")
     emit_group[small(masks=True)]("masks")
     emit_group[small(n_experts=270, drops_rows=True)]("drops")
     emit_group[MANY, splits=True]("many")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds races of emulated threads, whatever order they happen to run in.
+
+Two accesses to a word, not both ordered ones, must be in an order that barriers, or a
+release and the acquire that reads it, make. Each thread has a clock for each other one:
+how far that was, when what it did then was last made visible to this one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from .memory import SIZES, Memory
+
+ORDERS = ("nc", "relaxed", "acquire", "release", "acq_rel", "volatile")
+SCOPES = ("cta", "gpu", "sys")
+
+
+class Race(Exception):
+    """Two accesses that nothing orders."""
+
+
+NOBODY: dict[int, int] = {}
+"""Is not written to."""
+
+
+class Word:
+    """Who has accessed a word, and when, since an ordinary store has written it."""
+
+    __slots__ = "writer written reads loads stores observers launch releases".split()
+    is_watched = True
+
+    def __init__(self) -> None:
+        self.releases: tuple[tuple[Thread, str, array], ...] = ()
+        """Who has released what is there, with which scope, and the clocks."""
+        self.write(-1, 0)
+
+    def write(self, writer: int, written: int) -> None:
+        self.writer, self.written = writer, written
+        self.reads = self.loads = self.stores = self.observers = NOBODY
+        """`loads` and `stores` are ordered; `observers` have loaded the last store."""
+        self.launch = 0
+        """That of the observers; the next one polls for what is stored next."""
+
+    def add(self, kind: str, thread: Thread) -> None:
+        if getattr(self, kind) is NOBODY:
+            setattr(self, kind, {})
+        getattr(self, kind).setdefault(thread.number, thread.now)
+
+
+class Unwatched(Word):
+    """A word that lanes read without using it."""
+
+    is_watched = False
+
+
+class Thread:
+    """A thread of a launch; the next launch of the rank has the same ones."""
+
+    def __init__(self, number: int, rank: int, block: int, n_threads: int) -> None:
+        self.number, self.rank, self.block = number, rank, block
+        self.now, self.seen = 1, array("I", [0]) * n_threads
+        self.launch = 0
+
+    def clocks(self) -> array:
+        """Copies what it has seen, and goes on."""
+        found = self.seen[:]
+        found[self.number] = self.now
+        self.now += 1
+        return found
+
+    def hear(self, other: Thread, clocks: array) -> None:
+        if self.seen[other.number] < clocks[other.number]:
+            joined = np.maximum(np.asarray(self.seen), np.asarray(clocks))
+            self.seen = array("I", joined.tobytes())
+
+    def check(self, at: int, what: str, others: Iterable[tuple[int, int]]) -> None:
+        for other, when in others:
+            if other != self.number and self.seen[other] < when:
+                raise Race(f"thread {self.number} {what} {at:#x}; {other} was there")
+
+    def is_in(self, scope: str, other: Thread) -> bool:
+        """Returns whether another thread is in a scope around this one."""
+        if self.rank != other.rank:
+            return scope == "sys"
+        return scope != "cta" or self.block == other.block
+
+
+def meet(threads: list[Thread]) -> None:
+    """Each has then seen what the others have done."""
+    seen = list({id(x.seen): x.seen for x in threads}.values())
+    joined = seen[0][:]
+    if len(seen) > 1:
+        joined = array("I", np.maximum.reduce([np.asarray(x) for x in seen]).tobytes())
+    for thread in threads:
+        joined[thread.number] = thread.now
+        thread.now += 1
+    for thread in threads:
+        thread.seen = joined
+
+
+class Watched:
+    """Memory as a thread sees it."""
+
+    def __init__(self, thread: Thread, memory: Memory, words: dict[int, Word]) -> None:
+        self.thread, self.words, self.unordered = thread, words, memory
+        access = {n: self._access(n) for n in SIZES}
+        self.loads = {n: load for n, (load, _) in access.items()}
+        self.stores = {n: store for n, (_, store) in access.items()}
+
+    def _access(self, n_bytes: int) -> tuple[Callable, Callable]:
+        """Makes functions of ordinary loads and stores of so many bytes."""
+        load_it, store_it = (
+            of[n_bytes] for of in (self.unordered.loads, self.unordered.stores)
+        )
+        thread, words = self.thread, self.words
+        number, offsets = thread.number, (0, 1)[: 1 + n_bytes // 8]
+
+        def load(at: int) -> int:
+            for i in offsets:
+                word = words[(at >> 2) + i]
+                if word.is_watched:
+                    if thread.seen[word.writer] < word.written:
+                        thread.check(at, "reads", [(word.writer, word.written)])
+                    if word.stores:
+                        thread.check(at, "reads", word.stores.items())
+                    if word.reads is NOBODY:
+                        word.reads = {}
+                    word.reads[number] = thread.now
+            return load_it(at)
+
+        def store(at: int, value: int) -> None:
+            for i in offsets:
+                word = words[(at >> 2) + i]
+                if word.is_watched:
+                    if thread.seen[word.writer] < word.written:
+                        thread.check(at, "writes", [(word.writer, word.written)])
+                    for others in (word.reads, word.loads):
+                        if others:
+                            thread.check(at, "writes", others.items())
+                    if word.stores and number not in word.observers:
+                        thread.check(at, "writes", word.stores.items())
+                    word.write(number, thread.now)
+            store_it(at, value)
+
+        return load, store
+
+    def order(self, at: int, n_bytes: int, how: str, order: str, scope: str) -> None:
+        """Is called at each ordered access."""
+        thread, stores = self.thread, how != "ld"
+        for place in range(at >> 2, at + n_bytes + 3 >> 2):
+            word = self.words[place]
+            if not word.is_watched:
+                break
+            if thread.seen[word.writer] < word.written:
+                thread.check(at, order, [(word.writer, word.written)])
+            if order == "nc" and (word.writer >= 0 or word.stores):
+                raise Race(f"{at:#x} is read as a constant, and was written")
+            if stores:
+                thread.check(at, order, word.reads.items())
+                if how == "st" and order == "relaxed":
+                    # Data: what was stored before must have been read.
+                    thread.check(at, order, word.observers.items())
+                word.observers, word.launch = NOBODY, 0
+                word.add("stores", thread)
+                word.stores[thread.number] = thread.now
+            else:
+                if word.stores and word.launch in (0, thread.launch):
+                    word.launch = thread.launch
+                    word.add("observers", thread)
+                word.add("loads", thread)
+                word.loads[thread.number] = thread.now
+        word = self.words[at >> 2]
+        if how == "st":
+            word.releases = ()
+        elif word.releases and order in ("acquire", "acq_rel"):
+            for there, scope_there, clocks in word.releases:
+                if thread.is_in(scope, there) and there.is_in(scope_there, thread):
+                    thread.hear(there, clocks)
+        if stores and order in ("release", "acq_rel"):
+            word.releases += ((thread, scope, thread.clocks()),)
+
+
+class Races:
+    """Watches the launches of a group, all of one size; those of a rank follow each
+    other. `unwatched`: addresses of words that are read without being used."""
+
+    def __init__(
+        self, n_ranks: int, n_blocks: int, n_threads: int, unwatched: Iterable[int] = ()
+    ) -> None:
+        n = n_blocks * n_threads
+        self.threads = [
+            [Thread(rank * n + i, rank, i // n_threads, n_ranks * n) for i in range(n)]
+            for rank in range(n_ranks)
+        ]
+        self.words = defaultdict(Word, {at >> 2: Unwatched() for at in unwatched})
+
+    def begin(self, rank: int) -> list[Thread]:
+        """Begins a launch: it sees all that those before it have done."""
+        meet(self.threads[rank])
+        for thread in self.threads[rank]:
+            thread.launch += 1
+        return self.threads[rank]
+
+    def memories(self, threads: list[Thread], memory: Memory, shared: Memory) -> list:
+        """What the threads of a block see."""
+        words = defaultdict(Word)
+        return [
+            (Watched(x, memory, self.words), Watched(x, shared, words)) for x in threads
+        ]
