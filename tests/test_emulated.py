@@ -305,7 +305,7 @@ def test_rows_that_do_not_fit_are_dropped(kernel_of, folder):
         check_header(world, range(3), step + 1)
 
 
-@pytest.mark.parametrize("name", ["sums", "rows", "expert"])
+@pytest.mark.parametrize("name", ["sums", "rows", "expert", "expert_shared"])
 def test_rows_that_do_not_fit_are_refused(kernel_of, folder, name):
     """Then there are none."""
     world = World(kernel_of, folder, name)

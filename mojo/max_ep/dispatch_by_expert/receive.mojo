@@ -236,7 +236,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
         comptime n_warps = group.num_threads // WARP_SIZE
         var n_blocks = Int(grid_dim.x)
         var n_tokens = min(self.n_shared, self.dispatched.n_rows_max)
-        var schedule = SendSchedule.of(n_tokens, group.top_k, n_blocks)
+        var schedule = SendSchedule.of(self.n_shared, group.top_k, n_blocks)
         var recv_buf = self.block.recv_buf()
         for token_idx in range(self.block.warp_idx, n_tokens, n_warps):
             # The block that sends the first item of a token stages it.
