@@ -202,12 +202,10 @@ def test_many_at_once_some_cancelled(served):
             stop.set()
         assert sum(leaver.result() for leaver in leavers) >= 8
     print(f"{len(rounds)} rounds of {len(asked)} requests")
-    for answers in rounds:
-        for prompt, answer, one_by_one in zip(asked, answers, alone):
-            if answer == one_by_one:
-                continue
+    for prompt, one_by_one, *answers in zip(asked, alone, *rounds):
+        for answer in {tuple(answer) for answer in answers} - {tuple(one_by_one)}:
             assert served.dtype != "float32" and len(answer) == len(one_by_one)
-            served.reference.check(prompt, answer, served.tolerance)
+            served.reference.check(prompt, list(answer), served.tolerance)
     print(served.reference.tally)
 
 

@@ -13,6 +13,7 @@ from errors import raises
 from max.dtype import DType
 from torch_member import (
     CAP,
+    COMPILE_S,
     TIMEOUT_S,
     E,
     H,
@@ -133,7 +134,7 @@ def modes(buffer: Buffer) -> None:
     """What is made in inference mode is changed outside it; a handle of a compiled
     dispatch is combined outside that."""
     with torch.inference_mode():
-        other = open_buffer()
+        other = open_buffer(timeout_s=COMPILE_S)
         rows, _, handle, *_ = dispatch(other)
         to = other.get_next_low_latency_combine_buffer(handle)
     to.copy_(rows)

@@ -174,7 +174,8 @@ class Channel:
             bases = self.memory.connect(comm.timeout_s, absent)
             for i, region in enumerate(self.regions):
                 region.connect([base + i * n_bytes for base in bases])
-                region.masked[list(absent)] = 1
+                for rank in absent:
+                    region.masked[rank] = 1
         except BaseException:
             self.close()
             raise
