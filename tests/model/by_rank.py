@@ -187,7 +187,7 @@ def read_numbers(a: Agent) -> None:
 
 def lay_out_rows(a: Agent, indexer: int) -> None:
     n, _ = a.next("dispatch_received")
-    n_scanners = a.world.n_scan_warps
+    n_scanners = a.world.n_scanners
     scanner = indexer - (a.world.n_index_warps - n_scanners)
     if scanner >= 0:
         _count_rows(a, scanner)
@@ -200,7 +200,7 @@ def lay_out_rows(a: Agent, indexer: int) -> None:
 
 def _count_rows(a: Agent, scanner: int) -> None:
     """One word stands for the rows before all pairs of a warp."""
-    n_scanners = a.world.n_scan_warps
+    n_scanners = a.world.n_scanners
     _read_counts(a, scanner)
     if n_scanners > 1:
         a.block_arrive("SUMMED")
@@ -214,7 +214,7 @@ def _count_rows(a: Agent, scanner: int) -> None:
 def _read_counts(a: Agent, scanner: int) -> None:
     n, generation = a.next("dispatch_received")
     pairs = [(e, src) for e in a.world.experts_of(a.rank) for src in a.world.ranks]
-    for expert, src in pairs[scanner :: a.world.n_scan_warps]:
+    for expert, src in pairs[scanner :: a.world.n_scanners]:
         place, truth = (
             ("dispatch_count", a.rank, expert, src),
             ("count", n, src, expert),
@@ -289,8 +289,8 @@ def _await_words(a: Agent, place: tuple, meant: tuple) -> None:
 
 
 def _are_counted(a: Agent) -> None:
-    a.block_load_acquire("SCANNED", a.world.n_scan_warps)
-    for scanner in range(a.world.n_scan_warps):
+    a.block_load_acquire("SCANNED", a.world.n_scanners)
+    for scanner in range(a.world.n_scanners):
         a.load(("block_pair_rows", a.rank, a.block, scanner), is_=1)
 
 

@@ -145,7 +145,7 @@ class World:
         return self.mutation is not None and mutation in self.mutation.switches
 
     @property
-    def n_scan_warps(self) -> int:
+    def n_scanners(self) -> int:
         return min(self.n_index_warps, self.most_scan_warps)
 
     @property
