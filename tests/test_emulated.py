@@ -221,7 +221,7 @@ def test_tokens_in_chunks(kernel_of, folder):
 
 
 def test_a_rank_is_masked_and_comes_back(kernel_of, folder):
-    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS, finds_races=False)
+    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
     run_steps(world, [([5, 2, 4], 1)])
     here = [0, 1]
     for step in (1, 2):
@@ -250,7 +250,7 @@ def test_a_rank_is_masked_and_comes_back(kernel_of, folder):
 def test_two_ranks_are_masked_at_once(kernel_of, folder):
     """One load reads the counts of both. That of the first stays 0 while the second is
     awaited; what stands in memory is of the generation before."""
-    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS, finds_races=False)
+    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
     run_steps(world, [([5, 5, 5], 1)])
     for step in (1, 2):
         tokens, ids, weights = draw(world.sizes, [4, 0, 0], step)
@@ -265,7 +265,7 @@ def test_two_ranks_are_masked_at_once(kernel_of, folder):
 def test_a_rank_that_waits_is_not_masked(kernel_of, folder):
     """Rank 2 waits long for rank 1, which rank 0 has masked. Rank 0 waits for rank 2,
     and hears that it lives."""
-    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS, finds_races=False)
+    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
     world.set_up(2, timeout_ms=3 * MASKED_MS)
     at = world.counters[0] + 4 * world.sizes.masked
     world.memory.stores[4](at + 4, 1)
@@ -279,7 +279,7 @@ def test_a_rank_that_waits_is_not_masked(kernel_of, folder):
 
 
 def test_rows_that_do_not_fit_are_dropped(kernel_of, folder):
-    world = World(kernel_of, folder, "drops", finds_races=False)
+    world = World(kernel_of, folder, "drops")
     sizes = world.sizes
     experts = [0, 1, 90, 179, 269]  # So many that several warps count rows.
     for step, n_rows in enumerate([40, 7]):

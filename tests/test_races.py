@@ -90,3 +90,17 @@ def test_races(of, first, second, has_race):
             run(queues, memory, Clock(), seed, found=Races(*of))
             found += 1
     assert found == 0 if has_race else found == 8
+
+
+@pytest.mark.parametrize("order", ["", "relaxed.sys."])
+@pytest.mark.parametrize("value, lets_equal", [(0, True), (7, True), (0, False)])
+def test_stores_of_what_is_there(order, value, lets_equal):
+    """A lane reads a zero that another one stores again, or changes."""
+    stored = f"st.{order}global.b32 [%rd1], {value}"
+    kernel = Emulated(PROGRAM.format(first=READ, second=stored))
+    memory = Memory(1 << 12)
+    launch = Launch(kernel, [words(memory.put(bytes(512))), words(0)], *LANES[1:])
+    found = Races(*LANES, lets_equal=lets_equal)
+    is_fine = lets_equal and value == 0
+    with contextlib.nullcontext() if is_fine else pytest.raises(Race):
+        run([[launch]], memory, Clock(), found=found)

@@ -106,8 +106,15 @@ def meet(threads: list[Thread]) -> None:
 class Watched:
     """Memory as a thread sees it."""
 
-    def __init__(self, thread: Thread, memory: Memory, words: dict[int, Word]) -> None:
+    def __init__(
+        self,
+        thread: Thread,
+        memory: Memory,
+        words: dict[int, Word],
+        lets_equal: bool,
+    ) -> None:
         self.thread, self.words, self.unordered = thread, words, memory
+        self.lets_equal = lets_equal
         access = {n: self._access(n) for n in SIZES}
         self.loads = {n: load for n, (load, _) in access.items()}
         self.stores = {n: store for n, (_, store) in access.items()}
@@ -134,6 +141,8 @@ class Watched:
             return load_it(at)
 
         def store(at: int, value: int) -> None:
+            if self.lets_equal and load_it(at) == value & (1 << 8 * n_bytes) - 1:
+                return
             for i in offsets:
                 word = words[(at >> 2) + i]
                 if word.is_watched:
@@ -149,9 +158,22 @@ class Watched:
 
         return load, store
 
-    def order(self, at: int, n_bytes: int, how: str, order: str, scope: str) -> None:
-        """Is called at each ordered access."""
+    def order(
+        self,
+        at: int,
+        n_bytes: int,
+        how: str,
+        order: str,
+        scope: str,
+        stored: int | None,
+    ) -> None:
+        """Is called at each ordered access; some say what is stored."""
         thread, stores = self.thread, how != "ld"
+        if self.lets_equal and stored is not None and order == "relaxed":
+            loads = self.unordered.loads
+            there = [loads[min(n_bytes, 8)](at + i) for i in range(0, n_bytes, 8)]
+            if sum(x << 64 * i for i, x in enumerate(there)) == stored:
+                return
         for place in range(at >> 2, at + n_bytes + 3 >> 2):
             word = self.words[place]
             if not word.is_watched:
@@ -187,10 +209,16 @@ class Watched:
 
 class Races:
     """Watches the launches of a group, all of one size; those of a rank follow each
-    other. `unwatched`: addresses of words that are read without being used."""
+    other. `unwatched`: addresses of words that are read without being used.
+    `lets_equal`: what stores the value that is there changes nothing."""
 
     def __init__(
-        self, n_ranks: int, n_blocks: int, n_threads: int, unwatched: Iterable[int] = ()
+        self,
+        n_ranks: int,
+        n_blocks: int,
+        n_threads: int,
+        unwatched: Iterable[int] = (),
+        lets_equal: bool = False,
     ) -> None:
         n = n_blocks * n_threads
         self.threads = [
@@ -198,6 +226,7 @@ class Races:
             for rank in range(n_ranks)
         ]
         self.words = defaultdict(Word, {at >> 2: Unwatched() for at in unwatched})
+        self.lets_equal = lets_equal
 
     def begin(self, rank: int) -> list[Thread]:
         """Begins a launch: it sees all that those before it have done."""
@@ -210,5 +239,9 @@ class Races:
         """What the threads of a block see."""
         words = defaultdict(Word)
         return [
-            (Watched(x, memory, self.words), Watched(x, shared, words)) for x in threads
+            (
+                Watched(x, memory, self.words, self.lets_equal),
+                Watched(x, shared, words, self.lets_equal),
+            )
+            for x in threads
         ]

@@ -338,7 +338,12 @@ class Translation:
         if order:
             load, store = f"{memory}_get_{n_bytes}", f"{memory}_set_{n_bytes}"
             scope = next((x for x in kinds if x in SCOPES), "")
-            lines.append(f"{memory}.order(a, {n_bytes}, '{how}', '{order}', '{scope}')")
+            stored = None
+            if how == "st" and "{" not in rest:
+                names = rest[rest.index("]") + 1 :].lstrip(", ")
+                stored = "word" if n_bytes == 16 else self.operand(names, 8 * n_bytes)
+            about = f"a, {n_bytes}, '{how}', '{order}', '{scope}', {stored}"
+            lines.append(f"{memory}.order({about})")
         # A load may poll; what follows a release must not be needed by whom it is for.
         waits = [f"yield {POLLS}"] if order and how == "ld" else []
         goes_on = ["yield 0"] if order in ("release", "acq_rel") else []

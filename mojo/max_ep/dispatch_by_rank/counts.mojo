@@ -319,6 +319,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 count = level + Int(Int(n_earlier) < n_left)
             n_left -= Int(pop_count(have_more))
             var n = Int(warp.prefix_sum[exclusive=True](Int32(count))) + n_before
+            # All lanes have read what one of them writes.
+            syncwarp()
             if pair < Self.n_pairs:
                 self.pair_rows[unsafe_offset=pair] = Int32(n)
             n_before = Int(warp.shuffle_idx(Int32(n + count), UInt32(WARP_SIZE - 1)))
