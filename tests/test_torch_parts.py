@@ -124,9 +124,9 @@ def test_devices_that_are_not_there(
 
 
 @refused("""
---torch sm90 | --torch sm90 must be cpu, or an NVIDIA GPU that Mojo knows, from sm_80 on
---torch sm_20 | --torch sm_20 must be cpu, or an NVIDIA GPU
---torch sm_81 | --torch sm_81 must be cpu, or an NVIDIA GPU
+--torch sm90 | --torch sm90 must be cpu, sm_80, sm_86
+--torch sm_20 | --torch sm_20 must be cpu, sm_80
+--torch sm_81 | --torch sm_81 must be cpu, sm_80
 --experts 0 | --experts 0 must be an integer from 1 to 65535
 --experts 4000 --torch sm_90a | --experts 4000 must be an integer from 1 to 3840
 --experts 9 | --experts 9 is no multiple of --ranks 2
@@ -147,6 +147,7 @@ def test_build_refuses_what_no_call_takes(
     monkeypatch.setattr(library, "build_all", lambda wanted: [])
     given = "--torch cpu --ranks 2 --experts 8 --top-k 2 --hidden 256 --tokens 8"
     assert cli.main(["build", *given.split()]) == 0
+    assert cli.main(["build", *given.split(), "--torch", "sm_103a"]) == 0
     assert cli.main(["build", *given.split(), *arguments.split()]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1

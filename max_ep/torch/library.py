@@ -155,8 +155,6 @@ FORMATS = {
 a multiple of."""
 
 _WORDS = 16
-_TARGETS = r"cpu|sm_(8[0679]|90a?|100a?|110|120a?|121)"
-"""Of others Mojo's compiler prints pages. Before sm_80 warps cannot add up words."""
 
 
 def up_to(n: int, multiple: int) -> int:
@@ -188,9 +186,13 @@ def weights_back(n_weights: int, **group: Any) -> Settings:
 
 def _check_build(options: Any) -> None:
     """Raises for what no call takes: a compiler would say it in its own words."""
-    if not re.fullmatch(_TARGETS, options.target):
-        known = "an NVIDIA GPU that Mojo knows, from sm_80 on, such as sm_90a"
-        raise ValueError(f"--torch {options.target} must be cpu, or {known}")
+    # Of others the compiler prints pages. Before sm_80 warps cannot add up words.
+    listed = re.findall(
+        r"^ *(sm_(\d+)\w*)", run_mojo("build", "--print-supported-accelerators"), re.M
+    )
+    known = [name for name, number in listed if int(number) >= 80]
+    if options.target not in ("cpu", *known):
+        raise ValueError(f"--torch {options.target} must be cpu, {', '.join(known)}")
     is_normal, is_gpu = options.dispatch == "normal", options.target != "cpu"
     experts = options.experts
     for name, most in (
