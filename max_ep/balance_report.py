@@ -38,11 +38,16 @@ def run_balance(options: argparse.Namespace) -> int:
         if n_replicas is None:
             # An eighth, and as many as all ranks can hold equally.
             n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
-    given = dict(top_k=options.top_k, n_hosts=options.hosts)
-    given |= dict(max_replicas=options.max_replicas)
-    old = before if options.current else None
     try:
-        after = plan(counts, n_ranks, n_replicas, old=old, **given)
+        after = plan(
+            counts,
+            n_ranks,
+            n_replicas,
+            top_k=options.top_k,
+            n_hosts=options.hosts,
+            max_replicas=options.max_replicas,
+            old=before if options.current else None,
+        )
     except ValueError as error:
         raise ValueError(in_options(str(error), _OPTIONS)) from None
     print(text(counts, before, after))

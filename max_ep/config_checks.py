@@ -59,8 +59,15 @@ def _check_integer(
 
 def check_sizes(config: EPConfig) -> None:
     """Checks numbers, and that they fit each other."""
-    sizes = "hidden_size top_k n_experts max_tokens_per_rank n_gpus_per_node n_nodes"
-    for field in (*sizes.split(), "ranks_per_gpu"):
+    for field in (
+        "hidden_size",
+        "top_k",
+        "n_experts",
+        "max_tokens_per_rank",
+        "n_gpus_per_node",
+        "n_nodes",
+        "ranks_per_gpu",
+    ):
         _check_integer(config, field)
     for field in ("n_sms", "router_top_k"):
         _check_integer(config, field, 0)

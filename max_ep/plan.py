@@ -91,12 +91,15 @@ def run_plan(options: argparse.Namespace) -> int:
     if config.n_ranks == 1:
         print("MAX's EP needs two ranks or more.")
         return 0
-    same = (
-        "hidden_size dispatch_dtype combine_dtype max_tokens_per_rank n_experts top_k"
-    )
-    sizes = {name: getattr(config, name) for name in same.split()}
     theirs = max_ep_config.NUM_GROUPS * max_ep_config.estimate_ep_memory_usage(
-        n_nodes=1, n_gpus_per_node=config.n_ranks, **sizes
+        hidden_size=config.hidden_size,
+        dispatch_dtype=config.dispatch_dtype,
+        combine_dtype=config.combine_dtype,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        n_experts=config.n_experts,
+        n_nodes=1,
+        n_gpus_per_node=config.n_ranks,
+        top_k=config.top_k,
     )
     print(f"MAX's EP would take {theirs:,} B ({human(theirs)}), by its own estimate.")
     return 0

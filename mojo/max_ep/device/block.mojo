@@ -55,7 +55,11 @@ struct Block[group: Group](TrivialRegisterPassable):
     comptime _SENT = (
         Word.COMBINE_SENT if Self.group.is_combine() else Word.DISPATCH_SENT
     )
-    """The last generation that this op sent; the word behind it: received."""
+    """The last generation that this op sent."""
+    comptime _RECEIVED = (
+        Word.COMBINE_RECEIVED if Self.group.is_combine() else Word.DISPATCH_RECEIVED
+    )
+    """The last one that it received."""
 
     var lane: Int
     var warp_idx: Int
@@ -149,7 +153,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def receiving(self) -> UInt32:
-        return next_generation(self.before.generation[Self._SENT + 1]())
+        return next_generation(self.before.generation[Self._RECEIVED]())
 
     @always_inline
     def _sent[is_combine: Bool](self) -> UInt32:
@@ -384,7 +388,7 @@ struct Block[group: Group](TrivialRegisterPassable):
                     Word.COMBINE_OF, self.before.generation[Word.DISPATCH_RECEIVED]()
                 )
         comptime if receives:
-            self.counters.set_generation(Self._SENT + 1, self.receiving())
+            self.counters.set_generation(Self._RECEIVED, self.receiving())
 
     @always_inline
     def end_wait(self):
