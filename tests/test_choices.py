@@ -130,8 +130,7 @@ def test_a_layer_on_one_device():
         TensorType(f32, [n_experts, 2 * moe_dim, HIDDEN], cpu),
         TensorType(f32, [n_experts, HIDDEN, moe_dim], cpu),
     ]
-    with Graph("layer", input_types=types) as graph:
-        graph.output(routed_swiglu(*(value.tensor for value in graph.inputs)))
+    graph = Graph("layer", routed_swiglu, types)
     model = InferenceSession(devices=[CPU()]).load(graph)
     rng = np.random.default_rng(0)
     shapes = [[n_tokens, *map(int, types[0].shape[1:])], [n_tokens, top_k]]
@@ -178,6 +177,5 @@ def test_refusals(arguments, words):
     if op is gate_up:
         op, given, *more = gate_up(given, *more)
     types = [TensorType(dtype, shape, DeviceRef.GPU(0)) for dtype, shape in given]
-    with Graph("refused", input_types=types) as graph:
-        with raises((TypeError, ValueError), words):
-            op(*(value.tensor for value in graph.inputs), *more)
+    with raises((TypeError, ValueError), words):
+        Graph("refused", lambda *values: op(*values, *more), types)

@@ -31,6 +31,11 @@ FP8_OPS = {"_fp8": grouped_matmul, "_gate_up_fp8": grouped_gate_up}
 LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd_k": (256, 2112)}
 
 
+def in_fp8(op: Callable) -> Callable:
+    """Takes rows and weights with their scales one after another."""
+    return lambda x, of_x, w, of_w, *groups: op((x, of_x), (w, of_w), *groups)
+
+
 def make_graphs() -> Iterator[tuple[str, Graph]]:
     gpu = DeviceRef.GPU(0)
     for name, (n, k) in FP8_SHAPES.items():
@@ -44,11 +49,7 @@ def make_graphs() -> Iterator[tuple[str, Graph]]:
             TensorType(DType.int32, ["n_groups"], gpu),
         ]
         for end, op in FP8_OPS.items():
-            with Graph(f"experts_{name}{end}", input_types=types) as graph:
-                values = [value.tensor for value in graph.inputs]
-                made = op((*values[:2],), (*values[2:4],), *values[4:])
-                graph.output(*(made if isinstance(made, tuple) else [made]))
-            yield f"{name}{end}", graph
+            yield f"{name}{end}", Graph(f"experts_{name}{end}", in_fp8(op), types)
     for name, (n, k) in SHAPES.items():
         types = [
             TensorType(DType.bfloat16, ["n_rows", k], gpu),
@@ -57,22 +58,17 @@ def make_graphs() -> Iterator[tuple[str, Graph]]:
             TensorType(DType.int32, ["n_groups"], gpu),
         ]
         for end, op in OPS.items():
-            with Graph(f"experts_{name}{end}", input_types=types) as graph:
-                graph.output(op(*(value.tensor for value in graph.inputs)))
-            yield f"{name}{end}", graph
+            yield f"{name}{end}", Graph(f"experts_{name}{end}", op, types)
         if gather_takes(N_EXPERTS, n, k):
             types.append(TensorType(DType.int32, ["n_rows_of_tokens"], gpu))
-            with Graph(f"experts_{name}_gathered", input_types=types) as graph:
-                graph.output(grouped_gate_up(*(value.tensor for value in graph.inputs)))
+            graph = Graph(f"experts_{name}_gathered", grouped_gate_up, types)
             yield f"{name}_gathered", graph
     for name, (n, k) in LINEARS.items():
         types = [
             TensorType(DType.bfloat16, ["n_rows", k], gpu),
             TensorType(DType.bfloat16, [n, k], gpu),
         ]
-        with Graph(f"linear_{name}", input_types=types) as graph:
-            graph.output(linear(*(value.tensor for value in graph.inputs)))
-        yield name, graph
+        yield name, Graph(f"linear_{name}", linear, types)
 
 
 @pytest.fixture(scope="module")

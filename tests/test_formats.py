@@ -303,8 +303,7 @@ def add_graphs(module: Module) -> None:
         TensorType(DType.uint8, [3, 5, HIDDEN], CPU_DEVICE),
         TensorType(DType.float32, [3, HIDDEN // 128, 5], CPU_DEVICE),
     ]
-    with Graph("dequantize_padded", input_types=padded, module=module) as graph:
-        graph.output(dequantize(*(x.tensor for x in graph.inputs), FP8))
+    Graph("dequantize_padded", dequantize, padded, module=module, config=FP8)
     graph_of_all(CPU_DEVICE, module=module)
 
 
@@ -368,9 +367,8 @@ def test_refusals(arguments, words):
         return TensorType(DType[dtype], shape, CPU_DEVICE)
 
     given = eval(arguments, dict(rows=make, scales=make))
-    with Graph("refused", input_types=given) as graph:
-        with raises((TypeError, ValueError), words):
-            dequantize(*(value.tensor for value in graph.inputs), FP8)
+    with raises((TypeError, ValueError), words):
+        Graph("refused", dequantize, given, config=FP8)
 
 
 def test_rows_of_gpus_are_float8():
@@ -380,9 +378,7 @@ def test_rows_of_gpus_are_float8():
         TensorType(DType.float8_e4m3fn, ["n_rows", HIDDEN], gpu),
         TensorType(DType.float32, [HIDDEN // 128, "n_rows"], gpu),
     ]
-    with Graph("of_gpu", input_types=given) as graph:
-        rows = dequantize(*(value.tensor for value in graph.inputs), FP8)
-        graph.output(rows)
+    (rows,) = Graph("of_gpu", dequantize, given, config=FP8).output_types
     assert (rows.dtype, rows.device) == (DType.float32, gpu)
     assert list(rows.shape) == list(given[0].shape)
 

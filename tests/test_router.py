@@ -35,9 +35,8 @@ CHOICES = {
 def choice_graph(name: str, device: DeviceRef, **where: Module) -> Graph:
     dtype, n_experts, top_k, renormalize = CHOICES[name]
     types = [TensorType(dtype, ["n_tokens", n_experts], device)]
-    with Graph(f"choose_{name}", input_types=types, **where) as graph:
-        graph.output(*softmax_top_k(graph.inputs[0].tensor, top_k, renormalize))
-    return graph
+    how = dict(top_k=top_k, renormalize=renormalize)
+    return Graph(f"choose_{name}", softmax_top_k, types, **where, **how)
 
 
 LAYERS, PHYSICAL, MOST = 2, 53, 5
@@ -219,9 +218,8 @@ def test_oracles_choice_is_that_of_transformers():
 def test_refusals(arguments, words):
     dtype, shape, top_k, *device = eval(arguments, globals())
     types = [TensorType(DType[dtype], shape, *(device or [DeviceRef.CPU()]))]
-    with Graph("refused", input_types=types) as graph:
-        with raises((TypeError, ValueError), words):
-            softmax_top_k(graph.inputs[0].tensor, top_k)
+    with raises((TypeError, ValueError), words):
+        Graph("refused", softmax_top_k, types, top_k=top_k)
 
 
 def test_gpu_assembly():
