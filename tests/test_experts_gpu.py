@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matmuls that served models use on Hopper, against torch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 
 from max_ep.experts import gather_takes, grouped_gate_up, grouped_matmul, linear
-
-if TYPE_CHECKING:
-    import torch
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -72,9 +68,7 @@ def make_graphs() -> Iterator[tuple[str, Graph]]:
 
 
 @pytest.fixture(scope="module")
-def multiply() -> Iterator[Callable]:
-    import torch
-
+def multiply() -> Callable:
     session = InferenceSession(devices=[CPU(), Accelerator()])
     made = list(make_graphs())
     graphs = dict(made)
@@ -103,7 +97,19 @@ def multiply() -> Iterator[Callable]:
         found = [tensor(output) for output in outputs]
         return found if len(found) > 1 else found[0]
 
-    yield run
+    return run
+
+
+def groups_of(rows: list[int], expert_ids: list[int]) -> tuple[list[slice], tuple]:
+    """Makes groups of so many rows: where each is, and what an op is given of them."""
+    ends = torch.tensor([0, *rows]).cumsum(0)
+    places = [slice(*ends[i : i + 2].tolist()) for i in range(len(rows))]
+    offsets = ends.to(torch.int32).view(torch.uint32).cuda()
+    return places, (offsets, torch.tensor(expert_ids, dtype=torch.int32).cuda())
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
 
 
 @pytest.mark.parametrize("end", OPS)
@@ -127,34 +133,24 @@ def test_so_have_many_groups(multiply, shape, n_groups):
 
 
 def check_groups(multiply, shape, end, rows, expert_ids):
-    import torch
-
     n, k = SHAPES[shape]
-    device, n_behind = "cuda", 3
+    n_behind = 3
     torch.manual_seed(0)
-    x = torch.randn(sum(rows) + n_behind, k, device=device).bfloat16()
-    weights = torch.randn(N_EXPERTS, n, k, device=device).bfloat16()
-    ends = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
-    y = multiply(
-        shape + end,
-        x,
-        weights,
-        ends.view(torch.uint32).cuda(),
-        torch.tensor(expert_ids, dtype=torch.int32, device=device),
-    )
+    x, weights = draw(sum(rows) + n_behind, k), draw(N_EXPERTS, n, k)
+    places, groups = groups_of(rows, expert_ids)
+    y = multiply(shape + end, x, weights, *groups)
     assert y.shape == (sum(rows) + n_behind, n // 2 if end else n)
-    for i, expert in enumerate(expert_ids):
-        begin, until = int(ends[i]), int(ends[i + 1])
-        want = x[begin:until].double() @ weights[expert].double().T
+    for place, expert in zip(places, expert_ids, strict=True):
+        want = x[place].double() @ weights[expert].double().T
         if end:
             gate, up = want.tensor_split(2, dim=1)
             want = torch.nn.functional.silu(gate) * up
             # An error of a sum is multiplied by the other factor.
-            off = (y[begin:until].double() - want).abs()
+            off = (y[place].double() - want).abs()
             error = k**0.5 * 1e-5 * (1 + gate.abs() + up.abs())
             assert bool((off <= want.abs() * 2**-8 + error).all())
         else:
-            check_product(y[begin:until], want, k)
+            check_product(y[place], want, k)
 
 
 @pytest.mark.parametrize("shape", ["wide", "odd"])
@@ -171,15 +167,11 @@ def check_groups(multiply, shape, end, rows, expert_ids):
 )
 def test_gathered_rows_have_the_same_product(multiply, shape, n_tokens, rows):
     """To the bit, also of a token in many rows. What is no token spoils no other."""
-    import torch
-
     n, k = SHAPES[shape]
-    torch.manual_seed(sum(rows))
     n_rows = sum(rows)
-    x = torch.randn(n_tokens, k, device="cuda").bfloat16()
-    weights = torch.randn(N_EXPERTS, n, k, device="cuda").bfloat16()
-    ends = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
-    groups = ends.view(torch.uint32).cuda(), torch.tensor(EXPERT_IDS).int().cuda()
+    torch.manual_seed(n_rows)
+    x, weights = draw(n_tokens, k), draw(N_EXPERTS, n, k)
+    _, groups = groups_of(rows, EXPERT_IDS)
     token_of_row = torch.randint(n_tokens, (n_rows + 3,), device="cuda").int()
     wanted = multiply(f"{shape}_gate_up", x[token_of_row], weights, *groups)
     y = multiply(f"{shape}_gathered", x, weights, *groups, token_of_row)
@@ -198,8 +190,6 @@ def test_gathered_rows_have_the_same_product(multiply, shape, n_tokens, rows):
 )
 def test_each_group_has_its_product_in_fp8(multiply, shape, rows):
     """Of elements and scales; sums are rounded as the tensor cores do."""
-    import torch
-
     n, k = FP8_SHAPES[shape]
     torch.manual_seed(0)
     n_rows = sum(rows) + 3
@@ -209,17 +199,14 @@ def test_each_group_has_its_product_in_fp8(multiply, shape, rows):
     of_blocks = torch.rand(N_EXPERTS, n // 128, 1, k // 128, 1, device="cuda") + 0.1
     weights = torch.randn(N_EXPERTS, n // 128, 128, k // 128, 128, device="cuda")
     weights, weight_scales = in_blocks((weights * of_blocks).view(-1, n, k), 128)
-    ends = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
-    given = x, x_scales.T.contiguous(), weights, weight_scales
-    given = *given, ends.view(torch.uint32).cuda()
-    given = *given, torch.tensor(EXPERT_IDS, dtype=torch.int32, device="cuda")
+    places, groups = groups_of(rows, EXPERT_IDS)
+    given = x, x_scales.T.contiguous(), weights, weight_scales, *groups
     y = multiply(f"{shape}_fp8", *given)
     activated, scales = multiply(f"{shape}_gate_up_fp8", *given)
     exact_x = x.double() * x_scales.double().repeat_interleave(128, 1)
     by_row = weight_scales.double().repeat_interleave(128, 1)
     exact = weights.double() * by_row.repeat_interleave(128, 2)
-    for i, expert in enumerate(EXPERT_IDS):
-        of_group = slice(int(ends[i]), int(ends[i + 1]))
+    for of_group, expert in zip(places, EXPERT_IDS):
         if of_group.start == of_group.stop:
             continue
         want = exact_x[of_group] @ exact[expert].T
@@ -241,8 +228,6 @@ def test_each_group_has_its_product_in_fp8(multiply, shape, rows):
 
 def in_blocks(x: torch.Tensor, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes; a scale is of 128 columns of so many rows."""
-    import torch
-
     blocks = x.unflatten(-1, (-1, 128)).unflatten(-3, (-1, n_rows))
     scales = blocks.abs().amax((-3, -1), keepdim=True) / 448
     values = (blocks / scales).to(torch.float8_e4m3fn).view(x.shape)
@@ -260,12 +245,9 @@ def check_product(y: torch.Tensor, want: torch.Tensor, k: int) -> None:
     "n_rows", [1, 7, 8, 9, 32, 33, 64, 65, 127, 128, 129, 255, 700]
 )
 def test_a_linear_layer_is_the_product(multiply, shape, n_rows):
-    import torch
-
     n, k = LINEARS[shape]
     torch.manual_seed(n_rows)
-    x = torch.randn(n_rows, k, device="cuda").bfloat16()
-    weight = torch.randn(n, k, device="cuda").bfloat16()
+    x, weight = draw(n_rows, k), draw(n, k)
     y = multiply(shape, x, weight)
     assert y.shape == (n_rows, n)
     check_product(y, x.double() @ weight.double().T, k)
@@ -274,12 +256,9 @@ def test_a_linear_layer_is_the_product(multiply, shape, n_rows):
 @pytest.mark.parametrize("shape", ["odd", "narrow"])
 def test_offsets_of_a_failed_dispatch_reach_nothing(multiply, shape):
     """Groups behind the rows, and of experts that there are not, have no product."""
-    import torch
-
     n, k = SHAPES[shape]
     torch.manual_seed(0)
-    x = torch.randn(9, k, device="cuda").bfloat16()
-    weights = torch.randn(N_EXPERTS, n, k, device="cuda").bfloat16()
+    x, weights = draw(9, k), draw(N_EXPERTS, n, k)
     # The first group is right; the second ends, the others begin behind all rows.
     ends = torch.tensor([0, 4, 2**31 - 1, 2**30, 2**31 - 1, 77], dtype=torch.int32)
     experts = torch.tensor([3, 0, -1, 2**31 - 1, 2], dtype=torch.int32)
