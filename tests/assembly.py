@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import networkx
@@ -20,9 +20,8 @@ from same_code import sections
 class Op:
     text: str
     what: str = ""
-    """load, store, atomic, fence, barrier (of the block), some_barrier (of some of its
-    warps), warp_barrier, vote, launch_wait (for the kernel before), launch_next (lets
-    the kernel after it begin); empty for what has nothing to do with memory."""
+    """load, store, atomic, fence, launch_wait (for the kernel before), launch_next
+    (lets the kernel after it begin); empty for all else."""
     n_bytes: int = 0  # Bytes that one lane moves
     space: str = ""
     """global, shared, local, param, or generic: that is found out at run time."""
@@ -48,9 +47,6 @@ class Op:
             and not self.order
         )
 
-    def moves_16(self, what: str) -> bool:
-        return self.is_plain and self.what == what and self.n_bytes == 16
-
 
 class Kernel:
     """The operations of a kernel; the first is where it starts."""
@@ -59,10 +55,8 @@ class Kernel:
         self.ops = ops
         self._graph = networkx.DiGraph()
         self._graph.add_nodes_from(range(len(ops)))
-        self._before: list[list[int]] = [[] for _ in ops]
         for i, op in enumerate(ops):
             for after in op.successors:
-                self._before[after].append(i)
                 self._graph.add_edge(i, after)
 
     def find(self, where: Callable[[Op], bool]) -> set[int]:
@@ -71,20 +65,16 @@ class Kernel:
     def find_kind(self, *kinds: str) -> set[int]:
         return self.find(lambda op: op.kind in kinds)
 
-    def reach(self, starts: Iterable[int], without: Collection[int] = ()) -> set[int]:
-        """Finds what may run after some operations. No way may cross `without`."""
+    def reach_from_start(self, without: Collection[int]) -> set[int]:
+        """Finds what may run although some operations have not."""
         reached: set[int] = set()
-        todo = [after for start in starts for after in self.ops[start].successors]
+        todo = [0]
         while todo:
             i = todo.pop()
             if i not in reached and i not in without:
                 reached.add(i)
                 todo += self.ops[i].successors
         return reached
-
-    def reach_from_start(self, without: Collection[int]) -> set[int]:
-        """Finds what may run although some operations have not."""
-        return set() if 0 in without else {0} | self.reach([0], without)
 
     def smallest_loops(
         self, around: Collection[int], within: Collection[int] | None = None
@@ -103,9 +93,10 @@ class Kernel:
         loops = []
         for body in networkx.strongly_connected_components(graph):
             if len(body) > 1 or graph.has_edge(*body, *body):
-                entries = {j for j in body if not body.issuperset(self._before[j])}
+                before = self._graph.predecessors
+                entries = {j for j in body if not body.issuperset(before(j))}
                 assert len(entries) == 1, "a loop that is entered at several places"
-                loops.append(Loop(self, body, entries.pop()))
+                loops.append(Loop(body, entries.pop()))
         return loops
 
 
@@ -113,25 +104,14 @@ class Kernel:
 class Loop:
     """A loop of a kernel, with the loops in it."""
 
-    kernel: Kernel
     body: set[int]
     entry: int
-
-    def find(self, where: Callable[[Op], bool]) -> set[int]:
-        return {i for i in self.body if where(self.kernel.ops[i])}
-
-    def find_kind(self, *kinds: str) -> set[int]:
-        return self.find(lambda op: op.kind in kinds)
 
 
 _SCOPES = {"sys": "system", "gpu": "device", "cta": "block", "cluster": "cluster"}
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel", "volatile", "sc")
 _PTX_ACCESS = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}
-_PTX_BARRIERS = {
-    "bar.sync": "barrier",
-    "barrier.sync": "barrier",
-    "bar.warp": "warp_barrier",
-    "vote.sync": "vote",
+_PTX_LAUNCHES = {
     "griddepcontrol.wait": "launch_wait",
     "griddepcontrol.launch_dependents": "launch_next",
 }
@@ -149,9 +129,7 @@ def _ptx_op(text: str) -> Op:
     # Accesses that this file does not know, and would overlook.
     assert words[0] not in _PTX_UNKNOWN, text
     if words[0] not in _PTX_ACCESS:
-        what = _PTX_BARRIERS.get(".".join(words[:2]), "")
-        # With a number of threads it is not the whole block's.
-        return Op(text, "some_barrier" if what == "barrier" and "," in text else what)
+        return Op(text, _PTX_LAUNCHES.get(".".join(words[:2]), ""))
     n_lanes = next((int(w[1:]) for w in words if re.fullmatch(r"v\d", w)), 1)
     space = [w for w in words if w in ("global", "shared", "local", "param")]
     return Op(

@@ -203,22 +203,10 @@ def groups(graphs: str) -> Iterator[dict]:
         group.comm.close()
 
 
-@pytest.fixture(scope="session")
-def by_expert() -> dict:
-    from kernels import compile_kernels
-
-    return compile_kernels("codegen.mojo", False)
-
-
-@pytest.fixture(scope="session")
-def by_rank() -> dict:
-    from kernels import compile_kernels
-
-    return compile_kernels("codegen_by_rank.mojo", True)
-
-
 @pytest.fixture
 def it(request: pytest.FixtureRequest) -> Any:
     """One of the compiled kernels: `protocol name`."""
+    from kernels import compile_kernels
+
     protocol, name = request.param.split()
-    return request.getfixturevalue(protocol)[name]
+    return compile_kernels(protocol)[name]

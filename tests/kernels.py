@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled GPU kernels that `test_codegen*.py` look at: what each one is."""
 
+import functools
 import hashlib
 import os
 import re
@@ -34,9 +35,11 @@ def variants(program: str, how: str = "both|phase") -> list[str]:
     return [".".join(names) for names in re.findall(call, text, re.DOTALL)]
 
 
-BY_EXPERT = [*variants("codegen.mojo"), "set_up.any"]
+PROTOCOLS = {"by_expert": "codegen.mojo", "by_rank": "codegen_by_rank.mojo"}
+"""The program that compiles the kernels of each."""
+VARIANTS = {protocol: variants(program) for protocol, program in PROTOCOLS.items()}
+VARIANTS["by_expert"].append("set_up.any")
 FOR_AMD = [*variants("codegen.mojo", "both"), "set_up.any"]
-BY_RANK = variants("codegen_by_rank.mojo")
 
 
 def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
@@ -62,7 +65,7 @@ class Compiled:
     cubin: bytes
 
     def __post_init__(self) -> None:
-        kernel, name, is_by_rank = self.kernel, self.name, self.is_by_rank
+        name, is_by_rank = self.name, self.is_by_rank
         is_set_up = name.startswith("set_up")
         self.is_dispatch = name.startswith("dispatch")
         # Whether it has the send phase, and the receive phase.
@@ -81,8 +84,6 @@ class Compiled:
         self.sends_chunks = self.sends and (not is_by_rank or self.has("chunks"))
         has_chunks = not is_by_rank or self.is_dispatch and self.has("chunks")
         self.receives_chunks = self.receives and has_chunks
-
-        self.loads_16 = kernel.find(lambda op: op.moves_16("load"))
 
     def has(self, word: str) -> bool:
         return word in self.name.partition(".")[2].split("_")
@@ -110,18 +111,18 @@ def compiled(program: str) -> Path:
     return folder
 
 
-def compile_kernels(program: str, is_by_rank: bool) -> dict[str, Compiled]:
-    """Returns the kernels for NVIDIA of a program, by name."""
-    kernels = {}
-    for path in sorted(compiled(program).glob(f"{NVIDIA}.*.s")):
+@functools.cache
+def compile_kernels(protocol: str) -> dict[str, Compiled]:
+    """Returns the kernels for NVIDIA of a protocol, by name."""
+    kernels, is_by_rank = {}, protocol == "by_rank"
+    for path in sorted(compiled(PROTOCOLS[protocol]).glob(f"{NVIDIA}.*.s")):
         name, text = path.stem.removeprefix(f"{NVIDIA}."), path.read_text()
         cubin = path.with_suffix(".cubin").read_bytes()
         kernels[name] = Compiled(name, is_by_rank, text, parse_ptx(text), cubin)
     return kernels
 
 
-EVERY = [f"by_expert {name}" for name in BY_EXPERT]
-EVERY += [f"by_rank {name}" for name in BY_RANK]
+EVERY = [f"{protocol} {name}" for protocol, of in VARIANTS.items() for name in of]
 
 
 def kernels(pattern: str = "", but: str = "$^") -> pytest.MarkDecorator:
