@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from cases import BF16, F32, Case, Inputs, make_inputs, narrow, widen
-from harness import to_buffer, to_numpy
+from harness import graph_of, to_buffer, to_numpy
 from max.driver import CPU, Accelerator, Buffer, accelerator_count
 from max.dtype import DType
 from max.engine import InferenceSession
@@ -129,11 +129,8 @@ def build(manager: Any, form: str, case: Case, kind: str) -> Graph:
             TensorType(of_weights, [n, TOP_K], place),
             TensorType(F32, [factors_of(case, kind).shape[1]], place),
         ]
-    declared = [*types, *manager.input_types()]
     name = f"changed_import_{case.n_ranks}_{form}_{kind.replace(' ', '_')}"
-    with Graph(name, input_types=declared) as graph:
-        values = [value.tensor for value in graph.inputs[: len(types)]]
-        manager.fetch_buffers(graph.inputs[len(types) :])
+    with graph_of(manager, name, types) as (graph, values):
         x, ids, weights, factors = (values[i::4] for i in range(4))
         if "balanced" in kind:  # the tables are last, those of a kind together
             tables = [value.buffer for value in graph.inputs[-2 * case.n_ranks :]]

@@ -3,7 +3,7 @@
 
 import numpy as np
 from cases import BF16, F32, Inputs, narrow, widen
-from harness import assert_same_bits, to_buffer
+from harness import assert_same_bits, graph_of, to_buffer
 from max.driver import Buffer, Device
 from max.dtype import DType
 from max.graph import Graph, Module, TensorType, ops
@@ -25,10 +25,7 @@ def add_layer(
             TensorType(F32, [n, dispatcher.top_k], device),
             TensorType(F32, [1], device),
         ]
-    declared = types + dispatcher.input_types()
-    with Graph(name, input_types=declared, module=module) as graph:
-        dispatcher.fetch_buffers(graph.inputs[len(types) :])
-        values = [value.tensor for value in graph.inputs[: len(types)]]
+    with graph_of(dispatcher, name, types, module) as (graph, values):
         tokens, ids, probs, factors = (values[i::4] for i in range(4))
         gathered = dispatcher.token_dispatch(tokens, probs, ids)
         rows, per_expert, all_probs = dispatcher.dispatch_postprocess(*gathered)

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from cases import BF16, Case, Inputs, widen
@@ -244,6 +245,18 @@ def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[SimpleNamespace]
 
 
 @contextlib.contextmanager
+def graph_of(
+    manager: Any, name: str, types: Sequence[TensorType], module: Module | None = None
+) -> Iterator[tuple[Graph, list[TensorValue]]]:
+    """Begins a graph, whose manager has its buffers; yields it, and what it is given
+    besides."""
+    declared = [*types, *manager.input_types()]
+    with Graph(name, input_types=declared, module=module) as graph:
+        manager.fetch_buffers(graph.inputs[len(types) :])
+        yield graph, [value.tensor for value in graph.inputs[: len(types)]]
+
+
+@contextlib.contextmanager
 def building(
     name: str, case: Case, config: EPConfig | None = None, module: Module | None = None
 ) -> Iterator[tuple[EPBatchManager, list[RankInputs], Graph]]:
@@ -251,10 +264,8 @@ def building(
     config = config or case.config()
     manager = EPBatchManager(config)
     types = input_types(case, "", config)
-    declared = [*types, *manager.input_types()]
-    with Graph(name, input_types=declared, module=module) as graph:
-        manager.fetch_buffers(graph.inputs[len(types) :])
-        yield manager, take_inputs(case, iter(graph.inputs)), graph
+    with graph_of(manager, name, types, module) as (graph, values):
+        yield manager, take_inputs(case, iter(values)), graph
 
 
 class Groups:

@@ -27,6 +27,7 @@ from harness import (
     assert_dispatched,
     assert_same_bits,
     fused_round_trip,
+    graph_of,
     round_trip,
     to_buffer,
     to_numpy,
@@ -34,7 +35,7 @@ from harness import (
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue
+from max.graph import DeviceRef, Module, TensorType, TensorValue
 from oracle import expected, expected_dispatch
 
 from max_ep import (
@@ -183,9 +184,7 @@ def _add_round_trip(
     rank: rows, row_offsets, expert_ids, stats, src_info, sums."""
     types = [t for i in range(config.n_gpus_per_node) for t in _inputs(config, i)]
     ep = EPBatchManager(config)
-    with Graph(name, input_types=types + ep.input_types(), module=module) as graph:
-        ep.fetch_buffers(graph.inputs[len(types) :])
-        values = [v.tensor for v in graph.inputs[: len(types)]]
+    with graph_of(ep, name, types, module) as (graph, values):
         ranks = [
             WithFactors(*values[i : i + 3], expert_rows=values[i + 3])
             for i in range(0, len(types), 4)
@@ -199,9 +198,7 @@ def _add_back_to_back(module: Module, name: str, config: EPConfig) -> None:
     reading in its first."""
     types = _inputs(config, 1)[:3] + _inputs(config, 2) + _inputs(config)[3:]
     ep = EPBatchManager(config)
-    with Graph(name, input_types=types + ep.input_types(), module=module) as graph:
-        ep.fetch_buffers(graph.inputs[len(types) :])
-        values = [v.tensor for v in graph.inputs[: len(types)]]
+    with graph_of(ep, name, types, module) as (graph, values):
         inputs, (factors_1, factors_2) = values[:6], values[6:]
         dispatched = []
         for tokens, ids, weights in (inputs[:3], inputs[3:]):
@@ -256,10 +253,7 @@ def add_phases(module: Module, case: Case, **changes: Any) -> None:
     ):
         ep = EPBatchManager(config)
         name = f"{build.__name__}_{case.name}"
-        declared = types + ep.input_types()
-        with Graph(name, input_types=declared, module=module) as graph:
-            values = [v.tensor for v in graph.inputs[: len(types)]]
-            ep.fetch_buffers(graph.inputs[len(types) :])
+        with graph_of(ep, name, types, module) as (graph, values):
             graph.output(*build(ep, ep.atomic_counters[0][0], *values))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from errors import raises, refused
-from harness import to_numpy
+from harness import graph_of, to_numpy
 from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
@@ -227,9 +227,7 @@ def test_dispatch_compares_the_entry_with_mojo(session, monkeypatch):
         TensorType(DType.float32, [1, HIDDEN], CPU_DEVICE),
         TensorType(DType.int32, [1, 1], CPU_DEVICE),
     ]
-    with Graph("differs", input_types=[*types, *manager.input_types()]) as graph:
-        x, ids = (value.tensor for value in graph.inputs[:2])
-        manager.fetch_buffers(graph.inputs[2:])
+    with graph_of(manager, "differs", types) as (graph, (x, ids)):
         (outputs,) = manager.ep_dispatch_all([x], [ids], [0])
         graph.output(outputs[0])
     with raises(RuntimeError, "Failed to compile the model"):

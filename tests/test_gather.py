@@ -10,10 +10,10 @@ import gathering
 import pytest
 from cases import Case, make_inputs
 from errors import raises, refused
-from harness import to_numpy
+from harness import graph_of, to_numpy
 from max.driver import Accelerator
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, Module, TensorType
+from max.graph import DeviceRef, Module, TensorType
 
 from max_ep import (
     AllGatherTokenDispatcher,
@@ -123,10 +123,8 @@ def test_what_does_not_fit_is_refused(arguments, words):
         fewer=TensorType(DType.int32, ["t", TOP_K - 1], CPU),
         rows=TensorType(BF16, [TOKENS, HIDDEN], CPU),
     )
-    types = [*given.values(), *dispatcher.input_types()]
-    with Graph("never_compiled", input_types=types) as graph:
-        dispatcher.fetch_buffers(graph.inputs[len(given) :])
-        x = {name: v.tensor for name, v in zip(given, graph.inputs)}
+    with graph_of(dispatcher, "never_compiled", [*given.values()]) as (graph, values):
+        x = dict(zip(given, values))
         if of in ("sent", "again"):
             dispatcher.token_dispatch([x["x"]], [x["p"]], [x["ids"]])
         if of == "again":

@@ -11,8 +11,9 @@ import numpy as np  # noqa: F401, for the tables
 import pytest
 from cases import BF16, CASES, F32
 from errors import arguments_of, raises, refused
+from harness import graph_of
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, Module, TensorType
+from max.graph import DeviceRef, Graph, TensorType
 from max.nn.comm.ep import EPConfig as MaxConfig
 from test_config import F16, TWO  # noqa: F401, for the tables
 
@@ -50,18 +51,12 @@ GOOD_TYPES = dict(
 
 @contextlib.contextmanager
 def building(
-    config: EPConfig | None = None,
-    name: str = "never_compiled",
-    module: Module | None = None,
-    **types: TensorType,
+    config: EPConfig | None = None, **types: TensorType
 ) -> Iterator[tuple[EPBatchManager, SimpleNamespace]]:
     """Starts a graph with the EP inputs and inputs of these types, by their names."""
     types = GOOD_TYPES | types
     manager = EPBatchManager(config or TWO.config())
-    declared = [*types.values(), *manager.input_types()]
-    with Graph(name, input_types=declared, module=module) as graph:
-        manager.fetch_buffers(graph.inputs[len(types) :])
-        values = [value.tensor for value in graph.inputs[: len(types)]]
+    with graph_of(manager, "never_compiled", [*types.values()]) as (_, values):
         yield manager, SimpleNamespace(**dict(zip(types, values)))
 
 
