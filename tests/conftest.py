@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from children import compiled_mojo
 
-ALL_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+ALL_CORES = os.sched_getaffinity(0)
 """Those of the whole test run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") and ALL_CORES:
+    if hasattr(config, "workerinput"):
         take_share_of_cores(**config.workerinput)
 
 
@@ -112,9 +112,6 @@ def compiled_layout_query(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture
 def all_cores() -> Iterator[None]:
     """Lets the processes that a test starts have all cores."""
-    if not ALL_CORES:
-        yield
-        return
     share = os.sched_getaffinity(0)
     os.sched_setaffinity(0, ALL_CORES)
     yield

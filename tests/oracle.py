@@ -33,6 +33,11 @@ class Expected:
     dropped: list[tuple[np.ndarray, np.ndarray]] | None = None
     """With a cap on rows: how many are dropped of each token, of each local expert."""
 
+    def of(self, ranks: slice) -> "Expected":
+        """What some of the ranks must get."""
+        dropped = self.dropped and self.dropped[ranks]
+        return Expected(self.dispatch[ranks], self.combine[ranks], dropped)
+
 
 def expected(case: Case, given: Inputs) -> Expected:
     if case.use_allreduce:

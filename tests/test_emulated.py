@@ -91,6 +91,13 @@ def check_results(world, results, tokens, ids, weights, stays=None):
             np.testing.assert_allclose(row, wanted, **close)
 
 
+def check_step(world, outputs, tokens, ids, weights):
+    """Compares rows, then the results of a combine of those choices that have one."""
+    stays = check_rows(world, outputs, tokens, ids)
+    results = world.combine(outputs, weights)
+    check_results(world, results, tokens, ids, weights, stays)
+
+
 def check_header(world, ranks, step):
     """All has ended, and nobody has failed."""
     for rank in ranks:
@@ -174,17 +181,12 @@ def test_rows_and_results(kernel_of, folder, name):
     world.finds_races = False
     tokens, ids, weights = draw(world.sizes, [5, 5, 5], 2)
     ids[1][2, 1] = world.sizes.n_experts  # Nobody's, and recorded.
-    outputs = world.dispatch(tokens, ids, weights)
-    check_rows(world, outputs, tokens, ids)
-    results = world.combine(outputs, weights)
-    check_results(world, results, tokens, ids, weights)
+    given = tokens, ids, weights
+    check_step(world, world.dispatch(*given), *given)
     assert [world.word(rank, "FAILURE") for rank in range(3)] == [0, DROPPED, 0]
     # More choices of an expert than it has places for: the later ones are dropped.
     ids[0][:] = 4
-    outputs = world.dispatch(tokens, ids, weights, n_rows_max=30)
-    stays = check_rows(world, outputs, tokens, ids)
-    results = world.combine(outputs, weights)
-    check_results(world, results, tokens, ids, weights, stays)
+    check_step(world, world.dispatch(*given, n_rows_max=30), *given)
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
@@ -225,15 +227,13 @@ def test_a_rank_is_masked_and_comes_back(kernel_of, folder):
     run_steps(world, [([5, 2, 4], 1)])
     here = [0, 1]
     for step in (1, 2):
-        tokens, ids, weights = draw(world.sizes, [4, 5, 0], step)
+        given = draw(world.sizes, [4, 5, 0], step)
         begin = world.clock.ns
-        outputs = world.dispatch(tokens, ids, weights, ranks=here)
+        outputs = world.dispatch(*given, ranks=here)
         # It sends no heartbeats, so it is masked as soon as it is late.
         n_ms = (world.clock.ns - begin) // 1_000_000
         assert (n_ms >= MASKED_MS) == (step == 1) and n_ms < 2 * MASKED_MS
-        stays = check_rows(world, outputs, tokens, ids)
-        results = world.combine(outputs, weights)
-        check_results(world, results, tokens, ids, weights, stays)
+        check_step(world, outputs, *given)
         check_header(world, here, step + 1)
         assert [world.masked(rank) for rank in here] == [[0, 0, 1]] * 2
     for rank in here:
@@ -253,11 +253,8 @@ def test_two_ranks_are_masked_at_once(kernel_of, folder):
     world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
     run_steps(world, [([5, 5, 5], 1)])
     for step in (1, 2):
-        tokens, ids, weights = draw(world.sizes, [4, 0, 0], step)
-        outputs = world.dispatch(tokens, ids, weights, ranks=[0])
-        stays = check_rows(world, outputs, tokens, ids)
-        results = world.combine(outputs, weights)
-        check_results(world, results, tokens, ids, weights, stays)
+        given = draw(world.sizes, [4, 0, 0], step)
+        check_step(world, world.dispatch(*given, ranks=[0]), *given)
         check_header(world, [0], step + 1)
         assert world.masked(0) == [0, 1, 1]
 

@@ -254,15 +254,13 @@ def test_large_launches(gpu_session, place, suffix):
     cases = {n: c for n, c in of_place.items() if is_of(c, PROTOCOLS[suffix])}
     name = f"large_{place}{suffix}"
     groups = Groups(gpu_session, name, cases, config=config, build=build)
-    try:
+    with contextlib.closing(groups):
         for routing in ("uniform", "full", "zipf", "masked", "all_masked"):
             given = {n: make_inputs(c, routing) for n, c in cases.items()}
             got = groups.run(given)
             for name, case in cases.items():
                 want = expected(case, given[name])
                 assert_round_trip(f"{place}, {name}, {routing}", got[name], want)
-    finally:
-        groups.close()
 
 
 # -------------------------------------------------------------------- failures
@@ -315,7 +313,7 @@ def test_bad_ids_are_dropped_and_reported(gpu_session, suffix):
     name = f"bad_ids{suffix}"
     case = in_protocols([Case("bad_ids", 1, 5, 3, 512, 7)])[name]
     groups = Groups(gpu_session, name, {case.name: case}, config=Case.on_gpus)
-    try:
+    with contextlib.closing(groups):
         given = make_inputs(case, "full")
         good = [ids.copy() for ids in given.ids]
         given.ids[0][4, 1] = 5
@@ -325,8 +323,6 @@ def test_bad_ids_are_dropped_and_reported(gpu_session, suffix):
         given = Inputs(given.tokens, good, given.weights, None, None)
         got = groups.run({case.name: given})
         assert_round_trip("after a reset", got[case.name], expected(case, given))
-    finally:
-        groups.close()
 
 
 @pytest.mark.gpu(1)
@@ -373,15 +369,11 @@ def test_memory_of_another_config_is_not_touched(gpu_session, suffix):
         name = f"other_config_{build.__name__}{suffix}"
         how = dict(config=Case.on_gpus, build=build)
         groups = Groups(gpu_session, name, {case.name: case}, **how)
-        comm = EPCommInitializer(half.on_gpus())
-        comm.ep_init(gpu_session)
-        try:
+        with EPCommInitializer(half.on_gpus()) as comm, contextlib.closing(groups):
+            comm.ep_init(gpu_session)
             inputs = flatten(make_inputs(case, "full"), case.on_gpus())
             with fails(comm, f"dispatch_async on rank 0; another EPConfig; {said}"):
                 outputs = groups.model.execute(*inputs, *comm.model_inputs())
             (got,) = take_outputs(case, iter(outputs))
             assert not got.row_offsets.any()
             assert_nan(got.result)
-        finally:
-            comm.close()
-            groups.close()

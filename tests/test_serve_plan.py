@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from max.dtype import DType
 
+from max_ep import EPConfig
 from max_ep.balance import Placement, plan
 from max_ep.moe_shape import MoeShape
 from max_ep.serve import deepseek_v3, planner
@@ -75,6 +75,7 @@ HUGGINGFACE = SimpleNamespace(
     moe_intermediate_size=32,
     num_experts_per_tok=4,
 )
+SHAPE = MoeShape.of(HUGGINGFACE)
 
 
 def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
@@ -86,12 +87,15 @@ def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
     return SimpleNamespace(model=model, runtime=runtime)
 
 
+def _config(flags: SimpleNamespace) -> EPConfig:
+    return serving_config(flags, SHAPE, DType.float32)
+
+
 def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
     """Each place has the weights of its logical expert, in each layer with experts."""
     PLACEMENT.save(tmp_path / "plan.npz")
     monkeypatch.setenv(PLACEMENT_VARIABLE, str(tmp_path / "plan.npz"))
-    shape = MoeShape.of(HUGGINGFACE)
-    config = serving_config(_flags(256, True), shape, DType.float32)
+    config = _config(_flags(256, True))
     assert (config.n_experts, config.num_logical_experts) == (20, 16)
     dense = {"embed.weight": "e", "layers.0.mlp.down_proj.weight": "d"}
     weights = {
@@ -113,16 +117,16 @@ def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
         with monkeypatch.context() as here:
             here.setenv(PLACEMENT_VARIABLE, str(other))
             with pytest.raises(ValueError, match=f"MAX_EP_PLACEMENT=.*{said}"):
-                serving_config(_flags(256, True), shape, DType.float32)
+                _config(_flags(256, True))
     with pytest.raises(ValueError, match="has 2 layers, and 0 of the model"):
         place_experts(dense, config)
     flags = _flags(256, True)
     flags.runtime.eplb_redundant_experts_per_gpu = 1
     with pytest.raises(ValueError, match="--eplb-redundant.*MAX_EP_PLACEMENT"):
-        serving_config(flags, shape, DType.float32)
+        _config(flags)
     Placement(PLACEMENT.phy2log, 2).save(tmp_path / "plan.npz")
     with pytest.raises(ValueError, match="16 experts on 2 ranks.*served are 16 on 4"):
-        serving_config(_flags(256, True), shape, DType.float32)
+        _config(_flags(256, True))
 
 
 def _planner() -> planner.ExpertParallelPlanner:
@@ -133,13 +137,9 @@ def _planner() -> planner.ExpertParallelPlanner:
 
 def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt():
     """Fails if memory is planned for one of several ranks, or for a batch alone."""
-    shape = MoeShape.of(HUGGINGFACE)
-    whole, chunked = (
-        serving_config(_flags(*tokens), shape, DType.float32)
-        for tokens in ((64, False), (164, True))
-    )
+    whole, chunked = _config(_flags(64, False)), _config(_flags(164, True))
     assert whole == chunked
-    of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, shape)
+    of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, SHAPE)
     planned = _planner().estimate_activation_memory(_flags(64, False), HUGGINGFACE)
     assert planned == 4 * of_a_rank
 
@@ -175,7 +175,7 @@ def test_gpus_that_do_not_divide_the_experts():
     flags.model.device_specs = [SimpleNamespace(device_type="gpu")] * 3
     flags.model.data_parallel_degree = flags.runtime.ep_size = 3
     with pytest.raises(ValueError, match="serve on a number of GPUs that divides 16"):
-        serving_config(flags, MoeShape.of(HUGGINGFACE), DType.float32)
+        _config(flags)
 
 
 def test_what_makes_batches_large_is_named(monkeypatch):
@@ -192,9 +192,8 @@ def test_what_makes_batches_large_is_named(monkeypatch):
 def test_variables(monkeypatch):
     """Empty is unset; what they cannot be is said with their names."""
 
-    def config() -> Any:
-        shape = MoeShape.of(HUGGINGFACE)
-        return serving_config(_flags(64, True), shape, DType.float32)
+    def config() -> EPConfig:
+        return _config(_flags(64, True))
 
     for name in ("MAX_EP_PROTOCOL", "MAX_EP_TIMEOUT_S"):
         monkeypatch.setenv(name, "")
