@@ -10,7 +10,7 @@ from emulator import Clock, Emulated, Launch, Memory, TensorMap, run
 from emulator.numbers import FP8
 from kernels import compiled
 from test_choices import check_sorted
-from test_heads import LAYERS, LENGTHS, N_KV, N_Q, PAGE, SIZE, wanted
+from test_heads import LAYERS, N_HEADS, N_KV, N_PAGES, N_Q, PAGE, SIZE, draw
 
 N_EXPERTS, K, N = 3, 384, 512
 
@@ -171,46 +171,30 @@ def test_few_rows(folder):
         weight = rng.integers(-3, 4, (n, k)).astype(np.float32)
         y = memory.allocate(2 * n_rows * n)
         params = [y, memory.put(bf16(x)), memory.put(bf16(weight)), n_rows, n, k]
-        made = kernel(folder, "linear")
-        given = [words(x) for x in params]
-        grid = Launch(made, given, n // 16, 256)
-        run([[grid]], memory, Clock(), seed=n_rows)
+        launched(folder, "linear", memory, params, (n // 16, 256))
         found = of_bf16(memory, y, n_rows, n)
         np.testing.assert_allclose(found, x @ weight.T, rtol=2**-8)
 
 
-def test_heads(monkeypatch):
+def test_heads():
     """Of so many tokens that the last block has lanes too many."""
-    new_tokens = [5, 1, 1]
-    monkeypatch.setattr("test_heads.NEW", new_tokens)
-    rng = np.random.default_rng(4)
-    memory, n_tokens, n_layers, layer = Memory(1 << 20), sum(new_tokens), LAYERS, 1
-    ends = np.cumsum([0, *new_tokens])
-    pages = rng.permutation(9).reshape(3, 3)
-    page = 2 * n_layers * PAGE * N_KV * SIZE
-
-    def draw(*shape):
-        x = rng.standard_normal(shape).astype(np.float32)
-        return (x.view(np.uint32) >> 16 << 16).view(np.float32)  # exact in bfloat16
-
-    old, rotary = draw(9, 2, n_layers, PAGE, N_KV, SIZE), draw(16, SIZE)
-    qkv, weights = draw(n_tokens, (N_Q + 2 * N_KV) * SIZE), draw(2, SIZE)
-    new = old.copy()
-    want = wanted(qkv, new, rotary, pages, weights)
+    given, want, want_cache = draw([5, 1, 1])
+    memory, n_tokens, layer = Memory(1 << 20), len(given.qkv), 1
+    *arrays, weights = vars(given).values()
     q = memory.allocate(2 * want.size)
-    cache = memory.put(bf16(old))
-    params = [q, cache, memory.put(bf16(qkv))]
-    params += [memory.put(ends.astype(np.uint32).tobytes()), memory.put(bf16(rotary))]
-    params.append(memory.put(np.array(LENGTHS, np.uint32).tobytes()))
-    params.append(memory.put(pages.astype(np.uint32).tobytes()))
-    params += [memory.put(bf16(x)) for x in weights]
-    params += [n_tokens, 3, N_Q, N_KV, 3, page, PAGE, n_layers, layer]
+    cache, *buffers = (
+        memory.put(bf16(x) if x.dtype == np.float32 else x.tobytes())
+        for x in [*arrays, *weights]
+    )
+    page = given.cache[0].size
+    params = [q, cache, *buffers]
+    params += [n_tokens, 3, N_Q, N_KV, 3, page, PAGE, LAYERS, layer]
     params.append(int(np.float32(1e-6).view(np.uint32)))
-    n_threads = n_tokens * (N_Q + 2 * N_KV) * SIZE // 8
+    n_threads = n_tokens * N_HEADS * SIZE // 8
     grid = -(-n_threads // 256)
     launched(compiled("emulated.mojo"), "heads", memory, params, (grid, 256))
     found = of_bf16(memory, q, n_tokens, N_Q * SIZE).reshape(want.shape)
     close = dict(rtol=2**-7, atol=1e-2)
     np.testing.assert_allclose(found, want, **close)
-    found = of_bf16(memory, cache, 9, page).reshape(new.shape)
-    np.testing.assert_allclose(found, new, **close)
+    found = of_bf16(memory, cache, N_PAGES, page).reshape(want_cache.shape)
+    np.testing.assert_allclose(found, want_cache, **close)

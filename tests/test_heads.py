@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pass in front of attention: norms, positions, and the paged KV cache."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from cases import narrow, widen
@@ -16,6 +18,7 @@ from max_ep.extension import add_op
 N_Q, N_KV, SIZE, LAYERS, PAGE = 4, 2, 64, 3, 4
 LENGTHS, NEW = [0, 7, 3], [5, 1, 2]
 """Of each sequence, tokens in the cache and behind them."""
+N_PAGES, N_POSITIONS, N_HEADS = 9, 16, N_Q + 2 * N_KV
 
 
 def rotated(x, cos, sin):
@@ -23,13 +26,13 @@ def rotated(x, cos, sin):
     return np.concatenate([a * cos - b * sin, a * sin + b * cos], 1)
 
 
-def wanted(qkv, cache, rotary, pages, weights):
+def wanted(new, qkv, cache, rotary, pages, weights):
     """Computes both results in float32; changes the cache."""
-    heads = qkv.reshape(len(qkv), N_Q + 2 * N_KV, SIZE)
+    heads = qkv.reshape(len(qkv), N_HEADS, SIZE)
     normed = heads / np.sqrt((heads**2).mean(2, keepdims=True) + 1e-6)
     q = np.empty((len(qkv), N_Q, SIZE), np.float32)
     token = 0
-    for sequence, (before, n) in enumerate(zip(LENGTHS, NEW)):
+    for sequence, (before, n) in enumerate(zip(LENGTHS, new)):
         for position in range(before, before + n):
             pairs = rotary[position].reshape(-1, 2).T
             q[token] = rotated(normed[token, :N_Q] * weights[0], *pairs)
@@ -41,18 +44,40 @@ def wanted(qkv, cache, rotary, pages, weights):
     return q
 
 
+def draw(new):
+    """Draws what the pass is given of so many new tokens, as its arguments stand, and
+    computes what comes out: queries, and the cache with layer 1 written."""
+    rng = np.random.default_rng(0)
+
+    def exact(*shape):
+        x = rng.standard_normal(shape).astype(np.float32)
+        return (x.view(np.uint32) >> 16 << 16).view(np.float32)  # exact in bfloat16
+
+    given = SimpleNamespace(
+        cache=exact(N_PAGES, 2, LAYERS, PAGE, N_KV, SIZE),
+        qkv=exact(sum(new), N_HEADS * SIZE),
+        ends=np.cumsum([0, *new]).astype(np.uint32),
+        rotary=exact(N_POSITIONS, SIZE),
+        lengths=np.array(LENGTHS, np.uint32),
+        pages=rng.permutation(N_PAGES).astype(np.uint32).reshape(3, 3),
+        weights=exact(2, SIZE),
+    )
+    cache = given.cache.copy()
+    q = wanted(new, given.qkv, cache, given.rotary, given.pages, given.weights)
+    return given, q, cache
+
+
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))])
 def test_heads_are_normalized_rotated_and_cached(kind):
     device, dtype = DeviceRef.CPU(), DType.float32
     if kind == "gpu":
         device, dtype = DeviceRef.GPU(), DType.bfloat16
-    n_pages, n_positions, n_heads = 9, 16, N_Q + 2 * N_KV
     u32, i64, host = DType.uint32, DType.int64, DeviceRef.CPU()
     types = [
-        BufferType(dtype, [n_pages, 2, LAYERS, PAGE, N_KV, SIZE], device),
-        TensorType(dtype, ["n_tokens", n_heads * SIZE], device),
+        BufferType(dtype, [N_PAGES, 2, LAYERS, PAGE, N_KV, SIZE], device),
+        TensorType(dtype, ["n_tokens", N_HEADS * SIZE], device),
         TensorType(u32, ["n_ends"], device),
-        TensorType(dtype, [n_positions, SIZE], device),
+        TensorType(dtype, [N_POSITIONS, SIZE], device),
         TensorType(u32, ["n_sequences"], device),
         TensorType(u32, ["n_sequences", "n_pages"], device),
         *[TensorType(dtype, [SIZE], device)] * 2,
@@ -68,31 +93,16 @@ def test_heads_are_normalized_rotated_and_cached(kind):
         graph.output(*made)
     there = Accelerator() if kind == "gpu" else CPU()
     model = InferenceSession(devices=[CPU(), there]).load(graph)
-    random = np.random.default_rng(0)
-
-    def draw(*shape):
-        x = random.standard_normal(shape).astype(np.float32)
-        return (x.view(np.uint32) >> 16 << 16).view(np.float32)  # exact in bfloat16
-
-    old, rotary = draw(*map(int, types[0].shape)), draw(n_positions, SIZE)
-    qkv, weights = draw(sum(NEW), n_heads * SIZE), draw(2, SIZE)
-    pages = random.permutation(n_pages).astype(np.uint32).reshape(3, 3)
-    new = old.copy()
-    want = wanted(qkv, new, rotary, pages, weights)
-    ends = np.cumsum([0, *NEW]).astype(np.uint32)
+    given, want, want_cache = draw(NEW)
 
     def put(x):
         return to_buffer(narrow(x, dtype) if x.dtype == np.float32 else x, there)
 
-    cache = put(old)
+    *buffers, weights = vars(given).values()
+    cache, *buffers = map(put, [*buffers, *weights])
     (q,) = model.execute(
         cache,
-        put(qkv),
-        put(ends),
-        put(rotary),
-        put(np.array(LENGTHS, np.uint32)),
-        put(pages),
-        *map(put, weights),
+        *buffers,
         Buffer.from_numpy(np.array([-1])),
         Buffer.from_numpy(np.array([1], np.uint32)),
     )
@@ -100,4 +110,4 @@ def test_heads_are_normalized_rotated_and_cached(kind):
     if kind == "gpu":
         close = dict(rtol=2**-7, atol=1e-2)
     np.testing.assert_allclose(widen(to_numpy(q)), want, **close)
-    np.testing.assert_allclose(widen(to_numpy(cache)), new, **close)
+    np.testing.assert_allclose(widen(to_numpy(cache)), want_cache, **close)
