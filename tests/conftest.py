@@ -4,7 +4,7 @@
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +116,22 @@ def all_cores() -> Iterator[None]:
     os.sched_setaffinity(0, ALL_CORES)
     yield
     os.sched_setaffinity(0, share)
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """Runs the command `max-ep` in this process, which need not import MAX again.
+    Returns what it prints; if it ends with another status than 0, its error."""
+
+    def run(*words: object, status: int = 0) -> str:
+        from max_ep.cli import main
+
+        capsys.readouterr()
+        assert main(list(map(str, words))) == status
+        out, error = capsys.readouterr()
+        return error if status else out
+
+    return run
 
 
 @pytest.fixture(scope="session")

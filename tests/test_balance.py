@@ -14,7 +14,6 @@ from max.graph import BufferType, DeviceRef, Graph, TensorType
 from graphs.moe_layer import CONFIG, HIDDEN_SIZE, MOE_DIM
 from max_ep import EPBatchManager, EPCommInitializer
 from max_ep.balance import Placement, moves, plan, rebalance, unbalanced
-from max_ep.cli import main
 from max_ep.graph.moe import ExpertWeights, moe_layer
 from max_ep.reference import balance_ids
 from max_ep.stats import Statistics
@@ -294,14 +293,14 @@ def test_a_placement_is_needed():
 # ------------------------------------------------------------------ the command
 
 
-def save_statistics(path, counts: np.ndarray, n_ranks: int = 4) -> str:
-    ns = np.zeros((1, n_ranks, n_ranks), int)
-    received = counts.astype(np.int32).reshape(1, n_ranks, -1)
+def save_statistics(path, counts: np.ndarray) -> str:
+    ns = np.zeros((1, 4, 4), int)
+    received = counts.astype(np.int32).reshape(1, 4, -1)
     Statistics(ns, ns, received, counts.size).save(path)
     return str(path)
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, run_cli):
     """From what `max-ep stats` reads; the second time from physical experts' rows."""
     layers = [draw_ids(layer, 4096, layer) for layer in range(2)]
     files = [
@@ -309,8 +308,7 @@ def test_command(tmp_path, capsys):
         for i, ids in enumerate(layers)
     ]
     out, picture = str(tmp_path / "placement.npz"), tmp_path / "plot.png"
-    assert main(["balance", *files, "--out", out, "--plot", str(picture)]) == 0
-    said = capsys.readouterr().out
+    said = run_cli("balance", *files, "--out", out, "--plot", picture)
     assert max(len(line) for line in said.splitlines() if out not in line) <= 80
     assert said.startswith("256 experts on 4 ranks, 32 replicas more: 72 a rank")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -321,12 +319,12 @@ def test_command(tmp_path, capsys):
     tables = placement.log2phy(), placement.logcnt
     received = [counts_of(balance_ids(i, *t), 288) for i, *t in zip(layers, *tables)]
     files = [save_statistics(tmp_path / f, c) for f, c in zip("ab", received)]
-    assert main(["balance", *files, "--current", out]) == 0
-    table = [line.split() for line in capsys.readouterr().out.splitlines()[4:6]]
+    said = run_cli("balance", *files, "--current", out)
+    table = [line.split() for line in said.splitlines()[4:6]]
     assert table == [["0", "1.00", "1.00", "0"], ["1", "1.00", "1.00", "0"]]
 
 
-def test_command_says_what_is_wrong(tmp_path, capsys):
+def test_command_says_what_is_wrong(tmp_path, run_cli):
     good = save_statistics(tmp_path / "good.npz", np.ones(8))
     other = save_statistics(tmp_path / "other.npz", np.ones(12))
     unbalanced(1, 12, 4).save(tmp_path / "placement.npz")
@@ -339,6 +337,5 @@ def test_command_says_what_is_wrong(tmp_path, capsys):
         ([good, "--hosts", "3"], "n_ranks=4 must be a multiple of --hosts 3"),
         ([good, "--top-k", "0"], "--top-k 0 must be 1 or more"),
     ):
-        assert main(["balance", *words]) == 1
-        said = capsys.readouterr().err
+        said = run_cli("balance", *words, status=1)
         assert said.startswith("max-ep balance: ") and says in said

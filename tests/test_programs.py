@@ -13,26 +13,12 @@ import pytest
 from children import ROOT, printed
 from errors import refused
 
-from max_ep.cli import main
-
 BIN = Path(sys.executable).parent
 
 
 def run(command: str) -> str:
     program, *words = command.split()
     return printed(BIN / program, *words, cwd=ROOT, COLUMNS="120")
-
-
-@pytest.fixture
-def plan(capsys, monkeypatch):
-    """Runs `max-ep plan` in this process, which need not import MAX again."""
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def printed(options: str) -> str:
-        assert main(["plan", *options.split()]) == 0
-        return capsys.readouterr().out
-
-    return printed
 
 
 @pytest.mark.parametrize(
@@ -87,8 +73,10 @@ WITH_WEIGHTS = BY_RANK + 4 * 4096 * 8 * 8
         ),
     ],
 )
-def test_plan_shows_sizes(plan, options, line, words):
-    said = next(x for x in plan(options).splitlines() if line in x)
+def test_plan_shows_sizes(run_cli, monkeypatch, options, line, words):
+    monkeypatch.setenv("COLUMNS", "120")
+    printed = run_cli("plan", *options.split())
+    said = next(x for x in printed.splitlines() if line in x)
     assert all(word in said for word in words), said
 
 
@@ -105,10 +93,9 @@ def test_plan_shows_sizes(plan, options, line, words):
 --shared-expert --layout padded | --shared-expert needs --layout packed
 --tokens 70000 --protocol by_rank | --protocol by_rank with --tokens 7
 """)
-def test_plan_names_the_option_that_cannot_be(capsys, arguments, words):
+def test_plan_names_the_option_that_cannot_be(run_cli, arguments, words):
     given = "--ranks 4 --experts 8 --top-k 2 --hidden 128 --tokens 1"
-    assert main(["plan", *given.split(), *arguments.split()]) == 1
-    error = capsys.readouterr().err
+    error = run_cli("plan", *given.split(), *arguments.split(), status=1)
     assert error.startswith("max-ep plan: ") and words in error
     assert "=" not in error.replace(">=", "")
 
@@ -140,13 +127,12 @@ def test_output_that_nobody_reads_ends_quietly():
     assert done.returncode != 0 and not done.stderr
 
 
-def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, run_cli):
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("max_ep.doctor.run_doctor", interrupted)
-    assert main(["doctor"]) == 130
-    assert capsys.readouterr().err == "max-ep: interrupted\n"
+    assert run_cli("doctor", status=130) == "max-ep: interrupted\n"
 
 
 def test_doctor_finds_a_machine_that_can_run():

@@ -59,10 +59,9 @@ def checkpoint(folder: Path, config: dict, n_bytes: int = 5) -> str:
     return str(folder)
 
 
-def command_of(model: str, capsys: pytest.CaptureFixture, *words: str) -> str:
+def flags_in(said: str, model: str) -> str:
     """Returns the command of a dry run, without what all have in common."""
-    assert cli.main(["serve", model, "--dry-run", *words]) == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if "command" in x]
+    (line,) = [x for x in said.splitlines() if "command" in x]
     _, _, rest = line.partition("max serve --model-path ")
     named, _, flags = rest.partition(" --custom-architectures max_ep.serve ")
     assert named == model
@@ -85,27 +84,29 @@ def command_of(model: str, capsys: pytest.CaptureFixture, *words: str) -> str:
          "--ep-size 4"),
     ],
 )  # fmt: skip
-def test_flags(gpus, words, flags, machine, tmp_path, capsys):
+def test_flags(gpus, words, flags, machine, tmp_path, run_cli):
     machine(*gpus)
-    assert command_of(checkpoint(tmp_path, QWEN), capsys, *words) == flags
+    model = checkpoint(tmp_path, QWEN)
+    assert flags_in(run_cli("serve", model, "--dry-run", *words), model) == flags
 
 
-def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, capsys):
+def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, run_cli):
     """In bfloat16 they would not fit: see the refusals below. Attention is widened."""
     machine(SMALL_H100)
     model = checkpoint(tmp_path, FP8_QWEN, 2 << 30)
-    assert "--devices gpu:0" in command_of(model, capsys)
+    assert "--devices gpu:0" in run_cli("serve", model, "--dry-run")
 
 
-def test_float32_is_halved_on_gpus(machine, tmp_path, capsys):
+def test_float32_is_halved_on_gpus(machine, tmp_path, run_cli):
     machine(SMALL_H100)
     model = checkpoint(tmp_path, dict(QWEN, torch_dtype="float32"), 6 << 30)
-    assert "--devices gpu:0" in command_of(model, capsys)
+    assert "--devices gpu:0" in run_cli("serve", model, "--dry-run")
 
 
-def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
+def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
     model = checkpoint(tmp_path, dict(QWEN, num_experts=9))
-    assert command_of(model, capsys).endswith("--ep-size 3")
+    said = run_cli("serve", model, "--dry-run")
+    assert flags_in(said, model).endswith("--ep-size 3")
 
 
 @pytest.mark.parametrize(
@@ -142,33 +143,30 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, capsys):
         ((), QWEN, ("--ranks", "0"), "--ranks 0 does not divide 128 experts"),
     ],
 )  # fmt: skip
-def test_refusals(gpus, config, words, text, machine, tmp_path, capsys):
+def test_refusals(gpus, config, words, text, machine, tmp_path, run_cli):
     machine(*gpus)
     model = checkpoint(tmp_path, config, 2 << 30)
-    assert cli.main(["serve", model, *words]) == 1
-    assert text in capsys.readouterr().err
+    assert text in run_cli("serve", model, *words, status=1)
 
 
 @pytest.mark.parametrize("size", ["num_experts_per_tok", "hidden_size"])
-def test_a_config_that_lacks_a_size_is_refused(size, machine, tmp_path, capsys):
+def test_a_config_that_lacks_a_size_is_refused(size, machine, tmp_path, run_cli):
     """In one sentence."""
     machine()
     config = {name: n for name, n in QWEN.items() if name != size}
-    assert cli.main(["serve", checkpoint(tmp_path, config, 1 << 20), "--dry-run"])
-    said = capsys.readouterr().err
+    model = checkpoint(tmp_path, config, 1 << 20)
+    said = run_cli("serve", model, "--dry-run", status=1)
     assert "is not complete" in said and size in said
 
 
-def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, capsys):
+def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, run_cli):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert cli.main(["serve", str(tmp_path)]) == 1
-    assert "has no config.json" in capsys.readouterr().err
+    assert "has no config.json" in run_cli("serve", tmp_path, status=1)
     for text, said in (("{", "config.json is not JSON: "), ("[]", "holds no names")):
         (tmp_path / "config.json").write_text(text)
-        assert cli.main(["serve", str(tmp_path), "--dry-run"]) == 1
-        assert said in capsys.readouterr().err
-    assert cli.main(["serve", "nobody/nothing"]) == 1
-    assert "the Hugging Face hub does not give it" in capsys.readouterr().err
+        assert said in run_cli("serve", tmp_path, "--dry-run", status=1)
+    said = run_cli("serve", "nobody/nothing", status=1)
+    assert "the Hugging Face hub does not give it" in said
 
 
 def test_what_is_supported_is_said_once():

@@ -25,7 +25,6 @@ from oracle import expected
 from test_programs import run
 
 from max_ep import EPBatchManager, EPCommInitializer
-from max_ep.cli import main
 from max_ep.stats import Statistics
 
 KERNELS = ["combine", "combine_sums", "dispatch"]
@@ -205,7 +204,8 @@ def test_a_watch_needs_the_async_ops_before_it():
             manager.ep_watch("dispatch", 0)
 
 
-def some_statistics(n_experts: int = 2) -> Statistics:
+def some_statistics() -> Statistics:
+    n_experts = 2
     ns = np.array([[[0, 1_500], [-1, 0]], [[0, 2_500], [-1, 500]]])
     received = np.arange(2 * 2 * n_experts, dtype=np.int32)
     received = received.reshape(2, 2, n_experts)
@@ -226,10 +226,10 @@ def test_text():
     ]
 
 
-def test_plot(tmp_path):
+def test_plot(tmp_path, run_cli):
     some_statistics().save(tmp_path / "saved.npz")
     picture = tmp_path / "plot.png"
-    assert main(["stats", str(tmp_path / "saved.npz"), "--plot", str(picture)]) == 0
+    run_cli("stats", tmp_path / "saved.npz", "--plot", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -246,20 +246,20 @@ def test_a_late_rank_is_seen(tmp_path):
     assert "received: 10240 rows, 32 experts" in said
 
 
-def test_command_says_what_is_wrong(tmp_path, monkeypatch, capsys):
+def test_command_says_what_is_wrong(tmp_path, monkeypatch, run_cli):
     other, empty = tmp_path / "other.npz", tmp_path / "empty"
     np.savez(other, x=np.zeros(3))
     empty.touch()
     for path in (other, empty, __file__):
-        assert main(["stats", str(path)]) == 1
-        assert f"{path} is no file of max_ep.stats" in capsys.readouterr().err
-    assert main(["stats", str(tmp_path / "nowhere.npz")]) == 1
-    assert "No such file" in capsys.readouterr().err
-    some_statistics().save(tmp_path / "good.npz")
+        said = run_cli("stats", path, status=1)
+        assert f"{path} is no file of max_ep.stats" in said
+    assert "No such file" in run_cli("stats", tmp_path / "nowhere.npz", status=1)
+    good = tmp_path / "good.npz"
+    some_statistics().save(good)
     for picture in ("nowhere/x.png", "x.doc"):
-        path = str(tmp_path / picture)
-        assert main(["stats", str(tmp_path / "good.npz"), "--plot", path]) == 1
-        assert f"max-ep stats: --plot {path}: " in capsys.readouterr().err
+        path = tmp_path / picture
+        said = run_cli("stats", good, "--plot", path, status=1)
+        assert f"max-ep stats: --plot {path}: " in said
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["stats", str(tmp_path / "good.npz"), "--plot", "x.png"]) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err
+    said = run_cli("stats", good, "--plot", "x.png", status=1)
+    assert "pip install matplotlib" in said

@@ -7,6 +7,7 @@ torch`, where ranks that are more than GPUs share them.
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import deep_ep_programs
@@ -17,7 +18,7 @@ import torch_shrink
 from children import ALL_CASES, ROOT, ran, slow
 from torch_member import PHASES
 
-from max_ep import LaunchError, cli, launch
+from max_ep import LaunchError, launch
 from max_ep.torch import library
 
 pytestmark = pytest.mark.usefixtures("all_cores")
@@ -116,24 +117,21 @@ def test_torch_moe(place: str) -> None:
 
 
 def test_build_ahead(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command of the documents, for a GPU that need not be there."""
     page = (ROOT / "docs/pytorch.md").read_text()
     (command,) = re.findall(r"^max-ep (build --torch .*)$", page, re.M)
-    assert cli.main(command.split()) == 0
-    path = Path(capsys.readouterr().out.strip())
+    path = Path(run_cli(*command.split()).strip())
     assert path.is_file() and "sm_90a" in path.name
     # Those of the normal calls of `test_scenarios` with 2 ranks.
     sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 2048"
     words = f"build --torch cpu {sizes} --dispatch normal".split()
-    assert cli.main(words) == 0
-    paths = [Path(line) for line in capsys.readouterr().out.split()]
+    paths = [Path(line) for line in run_cli(*words).split()]
     assert len(set(paths)) == 3 and all(path.is_file() for path in paths)
     monkeypatch.setattr(library, "build_all", list)
     words = f"build --torch cpu {sizes} --dispatch fp8-ue8m0 --hidden 512".split()
-    assert cli.main(words) == 0
-    assert "packed_scales=True" in capsys.readouterr().out
+    assert "packed_scales=True" in run_cli(*words)
 
 
 def test_no_max_is_loaded() -> None:

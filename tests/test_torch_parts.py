@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 from errors import raises, refused
 
-from max_ep import cli
 from max_ep.extension import mojo_dir
 from max_ep.limits import checked_timeout_s, timeout_s_of_environment
 from max_ep.torch import EventOverlap, channel, dequantize, library
@@ -141,15 +141,14 @@ def test_build_refuses_what_no_call_takes(
     arguments: str,
     words: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    run_cli: Callable[..., str],
 ) -> None:
     """In one line, before it compiles."""
     monkeypatch.setattr(library, "build_all", lambda wanted: [])
     given = "--torch cpu --ranks 2 --experts 8 --top-k 2 --hidden 256 --tokens 8"
-    assert cli.main(["build", *given.split()]) == 0
-    assert cli.main(["build", *given.split(), "--torch", "sm_103a"]) == 0
-    assert cli.main(["build", *given.split(), *arguments.split()]) == 1
-    said = capsys.readouterr().err
+    run_cli("build", *given.split())
+    run_cli("build", *given.split(), "--torch", "sm_103a")
+    said = run_cli("build", *given.split(), *arguments.split(), status=1)
     assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1
 
 

@@ -13,7 +13,6 @@ import pytest
 from errors import refused
 
 from max_ep import who
-from max_ep.cli import main
 from max_ep.who import (
     PHASES,
     Facts,
@@ -231,9 +230,8 @@ def test_culprit(missing, culprits, said):
     assert waits.sentence().startswith(said)
 
 
-def test_who_without_a_group(monkeypatch, capsys):
+def test_who_without_a_group(monkeypatch, run_cli):
     groups = [[], [Waits("g1", []), Waits("g2", [])]]
     monkeypatch.setattr(who, "groups_of", lambda target=None: groups[target is None])
-    assert main(["who", "no-such-group"]) == 1
-    said = capsys.readouterr().err
+    said = run_cli("who", "no-such-group", status=1)
     assert "no group of no-such-group found here; there are g1, g2." in said
