@@ -10,15 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from cases import F32, Case
 from errors import raises, refused
-from harness import graph_of, to_numpy
+from harness import building, to_numpy
 from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
 from row_layouts import scales_of_tiles
 from test_reference import assert_same_bits
 
-from max_ep import EPBatchManager, EPConfig, dequantize
+from max_ep import EPConfig, dequantize
 from max_ep.formats import FORMATS, TokenFormat, format_of, on_target, widen_bits
 from max_ep.quantize import (
     float4_e2m1fn_to_float32,
@@ -213,23 +214,13 @@ def test_entries_of_formats():
 
 def test_dispatch_compares_the_entry_with_mojo(session, monkeypatch):
     """While it is compiled; test_mojo.py has what differs."""
-    mxfp8 = QUANTIZED["mxfp8"]
-    config = EPConfig(
-        **dict(dispatch_dtype=mxfp8.dtype, combine_dtype=DType.float32, top_k=1),
-        **dict(hidden_size=HIDDEN, n_experts=1, max_tokens_per_rank=1),
-        **dict(n_gpus_per_node=1, n_nodes=1, target="cpu"),
-        dispatch_quant_config=mxfp8.make_quant_config(),
-    )
-    said = [x.replace("_block=32", "_block=64") for x in mxfp8.words()]
+    said = QUANTIZED["mxfp8"].words()
+    said = [x.replace("_block=32", "_block=64") for x in said]
     monkeypatch.setattr(TokenFormat, "words", lambda _: said)
-    manager = EPBatchManager(config)
-    types = [
-        TensorType(DType.float32, [1, HIDDEN], CPU_DEVICE),
-        TensorType(DType.int32, [1, 1], CPU_DEVICE),
-    ]
-    with graph_of(manager, "differs", types) as (graph, (x, ids)):
-        (outputs,) = manager.ep_dispatch_all([x], [ids], [0])
-        graph.output(outputs[0])
+    case = Case("differs", 1, 1, 1, HIDDEN, 1, "mxfp8", tokens=F32)
+    with building("differs", case) as (manager, (given,), graph):
+        rows, *_ = manager.ep_dispatch(given.tokens, given.ids, 0)
+        graph.output(rows)
     with raises(RuntimeError, "Failed to compile the model"):
         session.load(graph)
 
@@ -259,20 +250,12 @@ def test_tiles_are_those_of_the_picture():
 # ------------------------------------------------------------ dequantize in graphs
 
 
-def config_of(token_format: TokenFormat, layout: str = "auto", **more) -> EPConfig:
-    make = token_format.make_quant_config
-    return EPConfig(
-        dispatch_dtype=token_format.dtype,
-        dispatch_quant_config=make() if make else None,
-        scale_layout=layout,
-        **dict(combine_dtype=DType.float32, hidden_size=HIDDEN, top_k=1, n_experts=3)
-        | dict(max_tokens_per_rank=5, n_gpus_per_node=1, n_nodes=1, target="cpu")
-        | more,
-    )
+def config_of(wire: str, layout: str = "auto") -> EPConfig:
+    return Case("of_format", 1, 3, 1, HIDDEN, 5, wire, scale_layout=layout).config()
 
 
 CONFIGS = {
-    (name, layout): config_of(f, layout)
+    (name, layout): config_of(name, layout)
     for name, f in QUANTIZED.items()
     for layout in f.scale_layouts
     if layout in ("rows", "transposed")
@@ -382,8 +365,6 @@ def test_rows_of_gpus_are_float8():
 
 
 def test_what_is_not_dequantized():
-    plain = config_of(FORMATS[0], combine_dtype=DType.bfloat16)
-    tiles = config_of(QUANTIZED["mxfp8"], "tiles")
-    for config in (plain, tiles):
+    for config in (config_of("bfloat16"), config_of("mxfp8", "tiles")):
         with pytest.raises(ValueError, match="'rows' or 'transposed'"):
             dequantize(None, None, config)
