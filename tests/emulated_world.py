@@ -2,15 +2,15 @@
 """The memory of an emulated group's ranks, and its launches."""
 
 import contextlib
+import functools
 import math
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from emulator import Clock, Launch, Memory, Races, run
-from kernels import counter_word
+from emulator import Clock, Emulated, Launch, Memory, Races, run
+from kernels import compiled, counter_word
 
 from max_ep.quantize import bfloat16_to_float32, float32_to_bfloat16
 from max_ep.who import N_HEADER_WORDS
@@ -20,6 +20,12 @@ LONG_MS = 1 << 30
 MASKS_BIT = 8
 SPLIT = ("many", "shared", "expert")
 """Groups whose launches only send or receive."""
+
+
+@functools.cache
+def kernel(name: str, program: str = "emulated.mojo") -> Emulated:
+    """Reads one of the kernels that a program compiles."""
+    return Emulated((compiled(program) / f"sm_90a.{name}.s").read_text())
 
 
 @dataclass
@@ -70,19 +76,11 @@ def words(*numbers: int) -> bytes:
 class World:
     """The memory of all ranks of a group, and its launches."""
 
-    def __init__(
-        self,
-        kernel_of,
-        folder: Path,
-        name: str,
-        timeout_ms=LONG_MS,
-        seed=0,
-        finds_races=True,
-    ):
-        lines = (folder / "printed").read_text().splitlines()
+    def __init__(self, name: str, timeout_ms=LONG_MS, finds_races=True):
+        lines = (compiled("emulated.mojo") / "printed").read_text().splitlines()
         (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
         self.sizes = s = Sizes(*map(int, line))
-        self.kernel_of, self.name, self.seed = kernel_of, name, seed
+        self.name, self.seed = name, 0
         self.has_sums = s.protocol % MASKS_BIT == 3
         self.memory, self.clock = Memory(1 << 24), Clock()
         self.timeout_ms = timeout_ms
@@ -122,19 +120,18 @@ class World:
             *(*group, readmitted, *done),
         )
         params = [words(self.counters[rank]), words(self.spare[rank]), setup]
-        launch = Launch(self.kernel_of("set_up"), params, 2, 64)
+        launch = Launch(kernel("set_up"), params, 2, 64)
         run([[launch]], self.memory, self.clock)
 
     def buffers(self, rank: int, recv: int, counts: int) -> list[int]:
         found = [region + recv for region in self.regions]
         return found + [x + counts for x in self.regions] + [self.counters[rank]]
 
-    def launch(self, kernel: str, params: list[int]) -> Launch:
-        made = self.kernel_of(f"{kernel}.{self.name}")
-        return Launch(made, [words(*params)], N_BLOCKS, N_THREADS)
-
-    def run(self, kernel: str, params: dict[int, list[int]]) -> None:
-        self._enqueue({rank: self.launch(kernel, x) for rank, x in params.items()})
+    def run(self, phase: str, params: dict[int, list[int]]) -> None:
+        made, shape = kernel(f"{phase}.{self.name}"), (N_BLOCKS, N_THREADS)
+        self._enqueue(
+            {rank: Launch(made, [words(*x)], *shape) for rank, x in params.items()}
+        )
 
     def _enqueue(self, of_ranks: dict[int, Launch | Callable[[], None]]) -> None:
         if self.queues is None:

@@ -6,13 +6,10 @@ race: a missing barrier, a flag before its data, a write to what was not read ye
 ranks' launches run at once, warps in an order that a seed draws.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from emulated_world import World, bf16, rows_of, words
-from emulator import Emulated
-from kernels import compiled, mojo_constant
+from kernels import mojo_constant
 from row_layouts import kept_rows
 
 from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
@@ -22,23 +19,6 @@ DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS, TOO_MANY_ROWS = (
     int(mojo_constant(name, "max_ep/failures.mojo"))
     for name in "DROPPED BAD_SOURCE NO_MESSAGE OTHER_ROWS TOO_MANY_ROWS".split()
 )
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return compiled("emulated.mojo")
-
-
-@pytest.fixture(scope="module")
-def kernel_of(folder):
-    made = {}
-
-    def kernel(name: str) -> Emulated:
-        if name not in made:
-            made[name] = Emulated((folder / f"sm_90a.{name}.s").read_text())
-        return made[name]
-
-    return kernel
 
 
 def draw(sizes, counts, seed, n_wrong=0.15, experts=None):
@@ -137,9 +117,9 @@ def run_steps(world, steps, n_wrong=0.15, seed=0):
 
 
 @pytest.mark.parametrize("name", ["sums", "rows", "masks"])
-def test_set_up_clears_what_ranks_wait_for(kernel_of, folder, name):
+def test_set_up_clears_what_ranks_wait_for(name):
     """By rank, in the order of `layout.mojo`; memory was in use before."""
-    world = World(kernel_of, folder, name)
+    world = World(name)
     s, has_sums = world.sizes, world.has_sums
     n_tokens = s.n_ranks * s.max_tokens
     n_counts = s.n_local * s.n_ranks + s.n_ranks * (3 if name == "masks" else 2)
@@ -160,15 +140,15 @@ def test_set_up_clears_what_ranks_wait_for(kernel_of, folder, name):
 
 
 @pytest.mark.parametrize("name", ["shared", "expert_shared", "fp8_sums"])
-def test_variants(kernel_of, folder, name):
-    world = World(kernel_of, folder, name)
+def test_variants(name):
+    world = World(name)
     run_steps(world, [([5, 2, 4], 0), ([0, 5, 1], 2)])
     check_header(world, range(3), 2)
 
 
 @pytest.mark.parametrize("name", ["sums", "rows", "expert"])
-def test_rows_and_results(kernel_of, folder, name):
-    world = World(kernel_of, folder, name)
+def test_rows_and_results(name):
+    world = World(name)
     # A warp that sends takes several of the most tokens.
     most = world.sizes.max_tokens
     steps = [([most, 2, 4], 0), ([0, most, 1], 0), ([2, 1, most], 3)]
@@ -190,9 +170,9 @@ def test_rows_and_results(kernel_of, folder, name):
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
-def test_tokens_are_quantized(kernel_of, folder, name):
+def test_tokens_are_quantized(name):
     """Bit for bit as the oracle; the last scales of a token do not fill 16 bytes."""
-    world = World(kernel_of, folder, name)
+    world = World(name)
     tokens, ids, weights = draw(world.sizes, [5, 3, 4], 0)
     outputs = world.dispatch(tokens, ids, weights)
     for rank, output in outputs.items():
@@ -213,17 +193,17 @@ def test_tokens_are_quantized(kernel_of, folder, name):
         np.testing.assert_array_equal(found, scales)
 
 
-def test_tokens_in_chunks(kernel_of, folder):
+def test_tokens_in_chunks():
     """Choices that blocks share, then so many that blocks index them; launches that
     only send or receive. Of one source all tokens are inline, of the other none."""
-    world = World(kernel_of, folder, "many")
+    world = World("many")
     steps = [([20, 5], 2), ([257, 1], 0), ([257, 2], 1)]
     run_steps(world, steps, n_wrong=0.985)
     check_header(world, range(2), 3)
 
 
-def test_a_rank_is_masked_and_comes_back(kernel_of, folder):
-    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
+def test_a_rank_is_masked_and_comes_back():
+    world = World("masks", timeout_ms=MASKED_MS)
     run_steps(world, [([5, 2, 4], 1)])
     here = [0, 1]
     for step in (1, 2):
@@ -247,10 +227,10 @@ def test_a_rank_is_masked_and_comes_back(kernel_of, folder):
     check_header(world, range(3), 4)
 
 
-def test_two_ranks_are_masked_at_once(kernel_of, folder):
+def test_two_ranks_are_masked_at_once():
     """One load reads the counts of both. That of the first stays 0 while the second is
     awaited; what stands in memory is of the generation before."""
-    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
+    world = World("masks", timeout_ms=MASKED_MS)
     run_steps(world, [([5, 5, 5], 1)])
     for step in (1, 2):
         given = draw(world.sizes, [4, 0, 0], step)
@@ -259,10 +239,10 @@ def test_two_ranks_are_masked_at_once(kernel_of, folder):
         assert world.masked(0) == [0, 1, 1]
 
 
-def test_a_rank_that_waits_is_not_masked(kernel_of, folder):
+def test_a_rank_that_waits_is_not_masked():
     """Rank 2 waits long for rank 1, which rank 0 has masked. Rank 0 waits for rank 2,
     and hears that it lives."""
-    world = World(kernel_of, folder, "masks", timeout_ms=MASKED_MS)
+    world = World("masks", timeout_ms=MASKED_MS)
     world.set_up(2, timeout_ms=3 * MASKED_MS)
     at = world.counters[0] + 4 * world.sizes.masked
     world.memory.stores[4](at + 4, 1)
@@ -275,8 +255,8 @@ def test_a_rank_that_waits_is_not_masked(kernel_of, folder):
     check_header(world, outputs, 1)
 
 
-def test_rows_that_do_not_fit_are_dropped(kernel_of, folder):
-    world = World(kernel_of, folder, "drops")
+def test_rows_that_do_not_fit_are_dropped():
+    world = World("drops")
     sizes = world.sizes
     experts = [0, 1, 90, 179, 269]  # So many that several warps count rows.
     for step, n_rows in enumerate([40, 7]):
@@ -303,9 +283,9 @@ def test_rows_that_do_not_fit_are_dropped(kernel_of, folder):
 
 
 @pytest.mark.parametrize("name", ["sums", "rows", "expert", "expert_shared"])
-def test_rows_that_do_not_fit_are_refused(kernel_of, folder, name):
+def test_rows_that_do_not_fit_are_refused(name):
     """Then there are none."""
-    world = World(kernel_of, folder, name)
+    world = World(name)
     tokens, ids, weights = draw(world.sizes, [5, 4, 5], 3, n_wrong=0)
     outputs = world.dispatch(tokens, ids, weights, n_rows_max=3)
     assert len(sum(rows_of(0, ids, world.sizes), [])) > 3
@@ -314,9 +294,9 @@ def test_rows_that_do_not_fit_are_refused(kernel_of, folder, name):
 
 
 @pytest.mark.parametrize("n_tokens", [4, 257])
-def test_what_does_not_come_is_not_used(kernel_of, folder, n_tokens):
+def test_what_does_not_come_is_not_used(n_tokens):
     """Part of a token, or the flag of a chunk, is lost on the way."""
-    world = World(kernel_of, folder, "many", timeout_ms=MASKED_MS, finds_races=False)
+    world = World("many", timeout_ms=MASKED_MS, finds_races=False)
     sizes, memory = world.sizes, world.memory
     tokens, ids, weights = draw(sizes, [n_tokens, 1], 7, n_wrong=0.985)
     ids[0][3, 0] = sizes.n_experts - 1  # It has a row on the other rank.
@@ -337,9 +317,9 @@ def test_what_does_not_come_is_not_used(kernel_of, folder, n_tokens):
 
 
 @pytest.mark.parametrize("word, number", [(0, 5), (0, -1), (1, 3), (1, -1)])
-def test_sources_that_cannot_be_are_refused(kernel_of, folder, word, number):
+def test_sources_that_cannot_be_are_refused(word, number):
     """A token, or a k, that its rank has no place for."""
-    world = World(kernel_of, folder, "rows", timeout_ms=MASKED_MS, finds_races=False)
+    world = World("rows", timeout_ms=MASKED_MS, finds_races=False)
     tokens, ids, weights = draw(world.sizes, [2, 2, 2], 9, n_wrong=0)
     outputs = world.dispatch(tokens, ids, weights)
     for i in range(outputs[1].n_rows_max):
@@ -349,9 +329,9 @@ def test_sources_that_cannot_be_are_refused(kernel_of, folder, word, number):
     assert world.word(1, "FAILURE") == BAD_SOURCE
 
 
-def test_sums_are_those_of_the_last_dispatch(kernel_of, folder):
+def test_sums_are_those_of_the_last_dispatch():
     """Another one between both halves of a combine has other rows."""
-    world = World(kernel_of, folder, "many", finds_races=False)
+    world = World("many", finds_races=False)
     tokens, ids, weights = draw(world.sizes, [3, 5], 1)
     outputs = world.dispatch(tokens, ids, weights)
     world.combine(outputs, weights, ["_async"])

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts' kernels for GPUs, run in an emulator and compared with numpy."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from emulated_world import bf16, of_bf16, words
+from emulated_world import bf16, kernel, of_bf16, words
 from emulator import Clock, Emulated, Launch, Memory, TensorMap, run
 from emulator.numbers import FP8
-from kernels import compiled
 from test_choices import check_sorted
 from test_heads import LAYERS, N_HEADS, N_KV, N_PAGES, N_Q, PAGE, SIZE, draw
 
 N_EXPERTS, K, N = 3, 384, 512
 
 
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return compiled("codegen_experts.mojo")
-
-
-def kernel(folder: Path, name: str) -> Emulated:
-    return Emulated((folder / f"sm_90a.{name}.s").read_text())
+def of_experts(name: str) -> Emulated:
+    return kernel(name, "codegen_experts.mojo")
 
 
 def swiglu(product: np.ndarray) -> np.ndarray:
@@ -80,15 +72,15 @@ def launch(of: Product, made: Emulated, params: list[int], maps: list, seed=0) -
     run([[grid]], of.memory, Clock(), seed)
 
 
-def test_groups_in_bfloat16(folder):
+def test_groups_in_bfloat16():
     of = Product(is_swiglu=False)
     params = of.words(bf16(of.x), bf16(of.weights), K)
-    launch(of, kernel(folder, "wgmma"), params, of.maps(of.n_rows, K))
+    launch(of, of_experts("wgmma"), params, of.maps(of.n_rows, K))
     found = of_bf16(of.memory, of.y, of.n_rows, of.width)
     np.testing.assert_allclose(found, of.wanted(), rtol=2**-8)
 
 
-def test_rows_are_gathered(folder):
+def test_rows_are_gathered():
     of = Product(is_swiglu=True)
     rng = np.random.default_rng(1)
     tokens = of.x[:50]
@@ -96,13 +88,13 @@ def test_rows_are_gathered(folder):
     of.x = tokens[token_of_row]
     params = of.words(bf16(tokens), bf16(of.weights), K)
     params += [of.memory.put(token_of_row.astype(np.int32).tobytes()), 50]
-    launch(of, kernel(folder, "wgmma.gathered"), params, of.maps(50, K))
+    launch(of, of_experts("wgmma.gathered"), params, of.maps(50, K))
     found = of_bf16(of.memory, of.y, of.n_rows, of.width)
     np.testing.assert_allclose(found, of.wanted(), rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("is_swiglu", [False, True])
-def test_groups_in_fp8(folder, is_swiglu):
+def test_groups_in_fp8(is_swiglu):
     """With SwiGLU the result is quantized, 128 columns with one scale."""
     k = 640
     of = Product(is_swiglu=is_swiglu, k=k)
@@ -116,7 +108,7 @@ def test_groups_in_fp8(folder, is_swiglu):
     params += [of.memory.put(x.tobytes()) for x in (of_x, of_weights)]
     params.append(scales := of.memory.allocate(4 * of.width // 128 * of.n_rows))
     name = "fp8.swiglu" if is_swiglu else "fp8"
-    launch(of, kernel(folder, name), params, of.maps(of.n_rows, k // 2))
+    launch(of, of_experts(name), params, of.maps(of.n_rows, k // 2))
     of.x *= np.repeat(of_x.T, 128, axis=1)
     of.weights *= np.repeat(np.repeat(of_weights, 128, axis=1), 128, axis=2)
     if is_swiglu:
@@ -133,17 +125,8 @@ def test_groups_in_fp8(folder, is_swiglu):
     np.testing.assert_allclose(found, of.wanted(), rtol=2**-8)
 
 
-def launched(folder, name: str, memory: Memory, params: list[int], shape) -> None:
-    """Runs a kernel whose arguments are fields of one struct, or one after another."""
-    grid, block = shape
-    made = kernel(folder, name)
-    is_struct = name in ("sort", "add", "heads")
-    given = [words(*params)] if is_struct else [words(x) for x in params]
-    run([[Launch(made, given, grid, block)]], memory, Clock(), seed=5)
-
-
 @pytest.mark.parametrize("n_tokens", [3, 1400])
-def test_choices_are_sorted(folder, n_tokens):
+def test_choices_are_sorted(n_tokens):
     """More than a warp loads at once, and more than all of them."""
     n_experts, top_k = 5, 3
     rng = np.random.default_rng(n_tokens)
@@ -153,7 +136,9 @@ def test_choices_are_sorted(folder, n_tokens):
     out = [memory.allocate(4 * size) for size in sizes]
     n_warps = min(max(-(-n // 512), 1), 32)
     params = [*out, memory.put(ids.tobytes()), n, n_experts, top_k]
-    launched(folder, "sort", memory, params, (n_experts + 1, 32 * n_warps))
+    shape = n_experts + 1, 32 * n_warps
+    grid = Launch(of_experts("sort"), [words(*params)], *shape)
+    run([[grid]], memory, Clock(), seed=5)
     found = [
         np.frombuffer(memory.bytes[at : at + 4 * size], np.int32)
         for at, size in zip(out, sizes)
@@ -162,7 +147,7 @@ def test_choices_are_sorted(folder, n_tokens):
     check_sorted(ids, n_experts, found)
 
 
-def test_few_rows(folder):
+def test_few_rows():
     """By as many warps as share a sum."""
     rng = np.random.default_rng(2)
     for n_rows, k in ((3, 320), (40, 512)):
@@ -171,7 +156,9 @@ def test_few_rows(folder):
         weight = rng.integers(-3, 4, (n, k)).astype(np.float32)
         y = memory.allocate(2 * n_rows * n)
         params = [y, memory.put(bf16(x)), memory.put(bf16(weight)), n_rows, n, k]
-        launched(folder, "linear", memory, params, (n // 16, 256))
+        given = [words(x) for x in params]
+        grid = Launch(of_experts("linear"), given, n // 16, 256)
+        run([[grid]], memory, Clock(), seed=n_rows)
         found = of_bf16(memory, y, n_rows, n)
         np.testing.assert_allclose(found, x @ weight.T, rtol=2**-8)
 
@@ -191,8 +178,8 @@ def test_heads():
     params += [n_tokens, 3, N_Q, N_KV, 3, page, PAGE, LAYERS, layer]
     params.append(int(np.float32(1e-6).view(np.uint32)))
     n_threads = n_tokens * N_HEADS * SIZE // 8
-    grid = -(-n_threads // 256)
-    launched(compiled("emulated.mojo"), "heads", memory, params, (grid, 256))
+    grid = Launch(kernel("heads"), [words(*params)], -(-n_threads // 256), 256)
+    run([[grid]], memory, Clock(), seed=5)
     found = of_bf16(memory, q, n_tokens, N_Q * SIZE).reshape(want.shape)
     close = dict(rtol=2**-7, atol=1e-2)
     np.testing.assert_allclose(found, want, **close)
