@@ -12,15 +12,7 @@ from typing import Any
 
 import gathering
 import numpy as np
-from cases import (
-    Case,
-    Inputs,
-    in_protocols,
-    make_inputs,
-    narrow,
-    token_counts,
-    widen,
-)
+from cases import Case, Inputs, in_protocols, make_inputs, narrow, token_counts, widen
 from harness import (
     RankInputs,
     all_round_trip,

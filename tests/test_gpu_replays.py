@@ -24,6 +24,7 @@ from harness import (
     building,
     flatten,
     fused_round_trip,
+    graph_of,
     input_types,
     round_trip,
     take_inputs,
@@ -182,12 +183,9 @@ def graphs_of_orders(case: Case, config: EPConfig) -> Iterator[tuple[str, Graph]
     yield "D", graph
     manager, types = EPBatchManager(config), input_types(case, "", config)
     given = [value.type for value in dispatched]
-    declared = [*types, *given, *manager.input_types()]
-    with Graph(f"{case.name}_combine", input_types=declared) as graph:
-        values = iter(graph.inputs)
-        ranks = take_inputs(case, values)
-        rows = [next(values).tensor for _ in given]
-        manager.fetch_buffers(list(values))
+    name = f"{case.name}_combine"
+    with graph_of(manager, name, [*types, *given]) as (graph, values):
+        ranks, rows = take_inputs(case, iter(values)), values[len(types) :]
         results = []
         for i, x in enumerate(ranks):
             manager._src_info[i] = rows[2 * i + 1]

@@ -44,9 +44,7 @@ from graphs.serve.run import LIMITS
 from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.balance import Placement, plan
 from max_ep.serve import forward, model, qwen3_moe
-from max_ep.serve.settings import (
-    PLACEMENT_VARIABLE,
-)
+from max_ep.serve.settings import PLACEMENT_VARIABLE
 from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
 READY_S = 900
