@@ -132,8 +132,8 @@ class Case:
     def on_one_gpu(self) -> EPConfig:
         return self.config(target="gpu", ranks_per_gpu=self.n_ranks)
 
-    def on_gpus(self) -> EPConfig:
-        return self.config(target="gpu", timeout_s=5)
+    def on_gpus(self, **changes: object) -> EPConfig:
+        return self.config(target="gpu", timeout_s=5, **changes)
 
 
 _CASES = [

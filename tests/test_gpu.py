@@ -49,7 +49,6 @@ from oracle import expected, expected_dispatch
 
 from max_ep import (
     EPCommInitializer,
-    EPConfig,
     call_ep_combine_async,
     call_ep_combine_wait,
     call_ep_dispatch_async,
@@ -90,10 +89,7 @@ ALL_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
 ALL_CASES |= capped([CAPPED, TIGHT, *CAPPED_ON_TWO])
 
 
-def two_on_each(case: Case) -> EPConfig:
-    return case.config(target="gpu", ranks_per_gpu=2, timeout_s=5)
-
-
+two_on_each = functools.partial(Case.on_gpus, ranks_per_gpu=2)
 _PLACES = {
     "one_gpu": (1, Case.on_one_gpu, round_trip, range(1, 6)),
     "one_rank_fused": (1, Case.on_gpus, fused_round_trip, [1]),
@@ -230,11 +226,8 @@ def test_data_that_looks_like_the_sentinel_arrives(groups_at, place, name):
 # ------------------------------------------------------------------ large cases
 
 
-def with_few_sms(case: Case) -> EPConfig:
-    """A GPU for each rank, of which it uses less: each warp has more to do."""
-    return case.config(target="gpu", timeout_s=5, n_sms=2)
-
-
+with_few_sms = functools.partial(Case.on_gpus, n_sms=2)
+"""Each rank uses less of its GPU: each warp has more to do."""
 LARGE_PLACES = {
     "one_gpu": (1, Case.on_one_gpu, round_trip, 2),
     "two_gpus_fused": (2, Case.on_gpus, fused_round_trip, 2),

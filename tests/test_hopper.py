@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cases import Case
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 from max.graph.graph import default_custom_extensions
@@ -15,7 +16,7 @@ from max.nn.activation import GatedActivation
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 from max.nn.moe import moe as max_moe
 
-from max_ep import EPBatchManager, EPConfig, extension_path
+from max_ep import EPBatchManager, extension_path
 from max_ep.serve import hopper, settings
 from max_ep.serve.forward import forward_layers
 from max_ep.serve.model import ExpertParallelModel, using_max_ep
@@ -214,10 +215,7 @@ def test_experts_gather_their_tokens_on_one_gpu(
 ):
     """Then there is no symmetric memory, and rows are stored behind each product."""
     monkeypatch.setattr(settings, "is_hopper", lambda: is_hopper)
-    bf16 = dict(dispatch_dtype=DType.bfloat16, combine_dtype=DType.bfloat16)
-    sizes = dict(hidden_size=64, top_k=4, n_experts=16, max_tokens_per_rank=10)
-    one = dict(n_gpus_per_node=1, n_nodes=1, target="gpu")
-    config = EPConfig(**(bf16 | sizes | one | change))
+    config = Case("one_gpu", 1, 16, 4, 64, 10).config(**(dict(target="gpu") | change))
     assert gathers(config, moe_dim) == wanted
     shape = MoeShape(hidden_size=64, n_experts=16, top_k=4, moe_dim=moe_dim)
     in_place = 0, 40 * (2 * (64 + moe_dim) + 8)

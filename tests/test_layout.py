@@ -95,17 +95,10 @@ def test_sizes_that_python_uses():
 
 
 def estimate(case: Case, **changes: object) -> int:
+    names = "hidden_size dispatch_dtype combine_dtype max_tokens_per_rank n_experts"
+    names += " n_nodes n_gpus_per_node top_k"
     config = case.config()
-    given = dict(
-        hidden_size=case.hidden_size,
-        dispatch_dtype=config.dispatch_dtype,
-        combine_dtype=config.combine_dtype,
-        max_tokens_per_rank=case.max_tokens_per_rank,
-        n_experts=case.n_experts,
-        n_nodes=1,
-        n_gpus_per_node=case.n_ranks,
-        top_k=case.top_k,
-    )
+    given = {name: getattr(config, name) for name in names.split()}
     return estimate_ep_memory_usage(**(given | changes))
 
 
