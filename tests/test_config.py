@@ -118,14 +118,14 @@ _BALANCED_FIELDS = (*BALANCED, *PLANNED)
 _OF_MXFP8 = dict(
     dispatch_dtype=FP8_E4M3, dispatch_quant_config=mxfp8_quant_config(), hidden_size=96
 )
-_OF_NVFP4 = dict(
+OF_NVFP4 = dict(
     dispatch_dtype=DType.uint8,
     dispatch_quant_config=nvfp4_quant_config(),
     hidden_size=96,
 )
 # For each field of MAX's EPConfig a value that is not its default, and what it needs.
 GIVEN = dict.fromkeys(_BALANCED_FIELDS, _FULLY_BALANCED) | dict(
-    dispatch_dtype=_OF_NVFP4,
+    dispatch_dtype=OF_NVFP4,
     combine_dtype=dict(combine_dtype=F32),
     hidden_size=dict(hidden_size=160),
     top_k=dict(top_k=2),
@@ -135,7 +135,7 @@ GIVEN = dict.fromkeys(_BALANCED_FIELDS, _FULLY_BALANCED) | dict(
     n_nodes=dict(n_nodes=2, n_gpus_per_node=1),
     node_id=dict(node_id=0),
     dispatch_quant_config=_OF_MXFP8,
-    nvfp4_dyn_global_scales=_OF_NVFP4 | dict(nvfp4_dyn_global_scales=True),
+    nvfp4_dyn_global_scales=OF_NVFP4 | dict(nvfp4_dyn_global_scales=True),
     fused_shared_expert=dict(fused_shared_expert=True),
     fuse_ffn_combine_send=dict(fuse_ffn_combine_send=True),
     moe_dim=dict(moe_dim=64),

@@ -2,6 +2,7 @@
 """What goes wrong when a group is set up, or a graph runs, is said, and harms once."""
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -15,9 +16,9 @@ from in_turn import Group
 from max.driver import Buffer
 from oracle import expected_dispatch
 from processes import PHASED, check_dispatched
-from test_config import AS_SUMS, OF_F32, OF_FP8, TWO
+from test_config import AS_SUMS, OF_F32, OF_FP8, OF_NVFP4, TWO
 
-from max_ep import EPCommInitializer
+from max_ep import AllGatherTokenDispatcher, EPCommInitializer
 
 # -------------------------------------------------------------------- initializer
 
@@ -77,12 +78,18 @@ def test_processes_agree_on_all_that_matters():
         *(dict(n_experts=6), dict(max_tokens_per_rank=8), dict(n_nodes=4), wide),
         *(dict(n_gpus_per_node=2), dict(protocol="by_rank"), AS_SUMS),
         *(AS_SUMS | dict(partial_dtype=F32), OF_FP8 | wide),
+        AS_SUMS | dict(partial_dtype=F32, combine_dtype=F32),
         OF_FP8 | wide | dict(fp8_power_of_two_scales=True),
+        OF_FP8 | wide | dict(tokens_are_quantized=True),
+        *(OF_NVFP4, OF_NVFP4 | dict(nvfp4_dyn_global_scales=True)),
+        dict(on_timeout="mask"),
     ]
     group = dict(n_gpus_per_node=1, n_nodes=2)
     configs = [TWO.config(**(group | changes)) for changes in differ]
-    found = [EPCommInitializer(config)._fingerprint() for config in configs]
-    assert len(set(found)) == len(differ)
+    gather = functools.partial(AllGatherTokenDispatcher, 80, target="cpu", **group)
+    configs += [gather(top_k, max_tokens_per_rank=7).config for top_k in (3, 4)]
+    found = {EPCommInitializer(config)._fingerprint() for config in configs}
+    assert len(found) == len(configs)
 
 
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])

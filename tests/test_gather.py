@@ -15,11 +15,7 @@ from max.driver import Accelerator
 from max.dtype import DType
 from max.graph import DeviceRef, Module, TensorType
 
-from max_ep import (
-    AllGatherTokenDispatcher,
-    EPCommInitializer,
-    blockwise_fp8_quant_config,
-)
+from max_ep import AllGatherTokenDispatcher, blockwise_fp8_quant_config
 
 # No other size is `TOP_K`, nor a number of ranks: one is not taken for another.
 N_RANKS, N_EXPERTS, TOP_K, HIDDEN, TOKENS = 3, 7, 5, 40, 6
@@ -132,13 +128,6 @@ def test_what_does_not_fit_is_refused(arguments, words):
             dispatcher.fetch_buffers(graph.inputs[len(given) :])
         with raises((TypeError, ValueError), words):
             eval(arguments, x | {of: dispatcher})
-
-
-def test_processes_agree_on_top_k():
-    """Fails if what the router chose is not compared: it would be read by another
-    stride."""
-    configs = [of_cpu(1, n_nodes=2, node_id=0, top_k=k).config for k in (5, 6)]
-    assert len({EPCommInitializer(c)._fingerprint() for c in configs}) == 2
 
 
 AS_FP8 = dict(
