@@ -40,7 +40,7 @@ from processes import (
 from max_ep import EPCommInitializer, extension_path
 from max_ep.limits import GROUP_VARIABLE
 from max_ep.memory.meeting import process_state
-from max_ep.memory.setup_graph import SETUP_GRAPH, setup_graph
+from max_ep.memory.setup_graph import setup_graph
 from max_ep.reference import degraded
 
 PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
@@ -196,10 +196,10 @@ def serve(graphs: str, group: str, pipe: Connection) -> None:
     node_id = pipe.recv()
 
     def join(fault: Fault | None) -> str:
-        case, setup = MASKING[name], engine.models[SETUP_GRAPH]
+        case = MASKING[name]
         config = config_of(case, node_id, timeout_s=TIMEOUT_S, on_timeout="mask")
         with struck(fault):
-            members[name] = FaultMember(engine, config, case, f"{group}-{name}", setup)
+            members[name] = FaultMember(engine, config, case, f"{group}-{name}")
         return HERE
 
     while (request := pipe.recv()) is not None:

@@ -52,7 +52,7 @@ class Group:
     def __init__(self, engine: Engine, case: Case) -> None:
         self.engine, self.case = engine, case
         self.comm = EPCommInitializer(case.config())
-        self.comm.ep_init(engine.session)
+        engine.set_up(self.comm)
         self.ranks = [InTurn(self, rank) for rank in range(N_RANKS)]
 
     def do(self, steps: str) -> None:

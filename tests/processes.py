@@ -41,6 +41,7 @@ from max_ep import (
     call_ep_dispatch_wait,
     extension_path,
 )
+from max_ep.memory.setup_graph import SETUP_GRAPH, setup_graph
 from max_ep.reference import DispatchResult
 
 N_RANKS = 4
@@ -262,9 +263,10 @@ def dispatcher_of(node_id: int) -> AllGatherTokenDispatcher:
 
 
 def compile_graphs(path: Path, session: InferenceSession) -> None:
-    """Compiles all graphs into one file, and the set-up graph into MAX's cache. One
-    module: all graphs compile in about the time of one."""
+    """Compiles all graphs into one file. One module: they compile in about the time of
+    one."""
     module = Module()
+    setup_graph(config_of(SMALL, 0), module)
     for form, build in (("async_wait", round_trip), ("fused", fused_round_trip)):
         _add_round_trip(module, form, config_of(SMALL, 0), build)
     two_by_two = config_of(SMALL, 0, n_nodes=2, n_gpus_per_node=2)
@@ -279,8 +281,6 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
     gathering.add_layer(ALL_GATHER, dispatcher_of(0), module)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
-    with EPCommInitializer(config_of(SMALL, 0, n_nodes=1)) as comm:
-        comm.ep_init(session)
 
 
 # ----------------------------------------------------------------------- member
@@ -289,21 +289,12 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
 class Engine:
     """A session and the graphs that the parent compiled."""
 
-    def __init__(self, graphs: str | None = None) -> None:
+    def __init__(self, graphs: str) -> None:
         self.session = InferenceSession(devices=[CPU()])
-        self.models: dict[str, Model] = {}
-        if graphs is not None:
-            self.models = self.session.load_all(graphs)
-        self._first: EPCommInitializer | None = None
+        self.models: dict[str, Model] = self.session.load_all(graphs)
 
-    def join(self, config: EPConfig, group: str | None = None) -> EPCommInitializer:
-        """Returns an initializer that need not load the set-up graph again."""
-        if self._first is None:
-            self._first = EPCommInitializer(config_of(SMALL, 0, n_nodes=1))
-            self._first.ep_init(self.session)
-        comm = EPCommInitializer(config, group)
-        comm._model = self._first._model
-        return comm
+    def set_up(self, comm: EPCommInitializer) -> None:
+        comm.ep_init(self.session, self.models[SETUP_GRAPH])
 
 
 @dataclass
@@ -326,12 +317,10 @@ class Member:
         config: EPConfig,
         case: Case = SMALL,
         group: str | None = None,
-        setup: Model | None = None,
     ) -> None:
         self.engine, self.case, self.config = engine, case, config
-        self.comm = engine.join(config, group) if setup is None else None
-        self.comm = self.comm or EPCommInitializer(config, group)
-        self.comm.ep_init(engine.session, setup)
+        self.comm = EPCommInitializer(config, group)
+        engine.set_up(self.comm)
         self.rank = config.node_id * config.n_gpus_per_node
         self.ranks = range(self.rank, self.rank + config.n_gpus_per_node)
         self._sent_rows: Buffer | None = None

@@ -254,7 +254,6 @@ def run_scenarios(
 ) -> dict[str, Outcome]:
     """Runs scenarios of four processes, each in a group of its own."""
     engine = Engine(graphs)
-    engine.join(config_of(SMALL, node_id))
     outcomes = {}
     for name in names:
         # Where one failed, some processes come from there later than others.
@@ -306,7 +305,6 @@ def die(node_id: int, graphs: str, where: str, timeout_s: float, notes: str) -> 
     Path(notes, "group").write_text(os.environ[GROUP_VARIABLE])
     config = config_of(SMALL, node_id, timeout_s=timeout_s)
     engine = Engine(graphs)
-    engine.join(config)
     # The time-out is for those that wait for the dead, not for slow starters.
     meet(notes, "loaded", node_id, N_RANKS)
     member = Member(engine, config)

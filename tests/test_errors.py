@@ -212,7 +212,7 @@ def test_run_after_close(groups, given):
     group.buffers = old
     with raises(ValueError, "symmetric memory; freed; close"):
         group.send(given)
-    group.comm.ep_init(group.engine.session)
+    group.engine.set_up(group.comm)
     with raises(ValueError, "freed"):
         group.send(given)
     group.buffers = None
@@ -222,7 +222,7 @@ def test_run_after_close(groups, given):
 def test_memory_of_another_config(group, given):
     """`model_inputs` of smaller buffers are refused, not overrun."""
     with EPCommInitializer(group.case.config(hidden_size=40)) as comm:
-        comm.ep_init(group.engine.session)
+        group.engine.set_up(comm)
         group.buffers = comm.model_inputs()
         with raises(ValueError, "belongs to another EPConfig"):
             group.send(given)
