@@ -144,7 +144,7 @@ def session():
 
 
 @pytest.fixture(scope="session")
-def one_module(request, session, tmp_path_factory) -> Iterator[SimpleNamespace]:
+def one_module(request, session) -> Iterator[SimpleNamespace]:
     """All graphs of the files of this run that have `add_graphs`, compiled together.
 
     A compilation costs much in any case, and an op that is in several graphs is
@@ -165,15 +165,13 @@ def one_module(request, session, tmp_path_factory) -> Iterator[SimpleNamespace]:
         for file in files
         if hasattr(file, "add_graphs")
     }
-    path = tmp_path_factory.mktemp("one_module") / "graphs.mef"
     compiled = session.compile(module, custom_extensions=[extension_path()])
-    compiled.export_mef(path)  # for other processes
     models = session.init_all(compiled)
     of_files = [x for made in added.values() for x in getattr(made, "values", list)()]
     groups = [x for x in [*added.values(), *of_files] if isinstance(x, Groups)]
     for made in groups:
         made.start(session, models[made.name])
-    yield SimpleNamespace(models=models, added=added, path=path)
+    yield SimpleNamespace(models=models, added=added)
     for made in groups:
         made.close()
 

@@ -24,7 +24,7 @@ class InTurn(Member):
         self.group, self.config, self.rank = group, group.comm.config, rank
         self._sent_rows = self.received = None
 
-    def run(self, graph: str, *inputs) -> list:  # noqa: ANN002
+    def run(self, graph: str, *inputs) -> list:
         buffers = self.group.buffers or self.group.comm.model_inputs()
         counters = [buffers[self.rank], buffers[N_RANKS + self.rank]]
         model = self.engine.models[graph]

@@ -218,19 +218,19 @@ def add_phases(module: Module, case: Case, **changes: Any) -> None:
     rows = TensorType(BF16, ["n_rows", config.hidden_size], cpu)
     src_info = TensorType(DType.int32, ["n_rows", 2], cpu)
 
-    def dispatch_async(ep, counter, tokens, ids, weights):  # noqa: ANN001, ANN202
+    def dispatch_async(ep, counter, tokens, ids, weights):
         given = tokens, ids, counter, *ep._pointers(0), config
         call_ep_dispatch_async(*given, router_weights=weights if is_sums else None)
         return ()
 
-    def dispatch_wait(ep, counter):  # noqa: ANN001, ANN202
+    def dispatch_wait(ep, counter):
         return call_ep_dispatch_wait(counter, *ep._pointers(0)[1:], config)
 
-    def combine_async(ep, counter, rows, src_info):  # noqa: ANN001, ANN202
+    def combine_async(ep, counter, rows, src_info):
         call_ep_combine_async(rows, src_info, counter, *ep._pointers(1), config)
         return ()
 
-    def combine_wait(ep, counter, weights, rows, ids=None):  # noqa: ANN001, ANN202
+    def combine_wait(ep, counter, weights, rows, ids=None):
         given = counter, *ep._pointers(1)[1:], config
         sent = None if is_sums else weights
         sums = call_ep_combine_wait(*given, weights.shape[0], sent, rows)

@@ -26,17 +26,17 @@ class Product:
 
     sizes, experts = [3, 0, 165, 33], [2, 0, 0, 1]
 
-    def __init__(self, is_swiglu: bool, k: int = K, n: int = N):
+    def __init__(self, is_swiglu: bool, k: int = K):
         rng = np.random.default_rng(k)
-        self.memory, self.k, self.n = Memory(1 << 23), k, n
+        self.memory = Memory(1 << 23)
         self.ends = np.cumsum([0, *self.sizes])
         self.n_rows = int(self.ends[-1])
         self.x = rng.integers(-2, 3, (self.n_rows, k)).astype(np.float32)
-        self.weights = rng.integers(-2, 3, (N_EXPERTS, n, k)).astype(np.float32)
+        self.weights = rng.integers(-2, 3, (N_EXPERTS, N, k)).astype(np.float32)
         self.is_swiglu = is_swiglu
         if is_swiglu:
             self.x /= 16
-        self.width = n // 2 if is_swiglu else n
+        self.width = N // 2 if is_swiglu else N
 
     def words(self, x: bytes, weights: bytes, k: int) -> list[int]:
         """Puts what is multiplied into memory; `k` counts 2 bytes each."""
@@ -46,12 +46,12 @@ class Product:
         offsets = put(self.ends.astype(np.uint32).tobytes())
         ids = put(np.array(self.experts, np.int32).tobytes())
         found = [self.y, self.at_x, self.at_weights, offsets, ids]
-        return [*found, len(self.experts), self.n_rows, N_EXPERTS, self.n, k, 0]
+        return [*found, len(self.experts), self.n_rows, N_EXPERTS, N, k, 0]
 
     def maps(self, n_rows: int, k: int) -> list[TensorMap | None]:
         """Those of `copies.mojo`, of rows and of weights."""
         rows = TensorMap(self.at_x, (n_rows, k), (k, 1), (32, 64))
-        n_rows, up = N_EXPERTS * self.n, self.n // 2
+        n_rows, up = N_EXPERTS * N, N // 2
         shape, strides = (n_rows // 32, 4, 8, k), (32 * k, k, 4 * k, 1)
         if self.is_swiglu:
             shape = ((n_rows - up) // 16, 2, 8, 2 * k)
