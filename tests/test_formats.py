@@ -84,7 +84,6 @@ def test_blockwise_fp8_is_torchs(is_power_of_two):
 # ----------------------------------------------------------- microscaling formats
 
 QUANTIZED = {f.name: f for f in FORMATS if f.is_quantized}
-formats = pytest.mark.parametrize("name", QUANTIZED)
 
 
 def test_float8_e8m0fnu_is_torchs():
@@ -193,7 +192,7 @@ def test_fp4_of_what_is_not_finite():
         assert (np.abs(wide[:, n:] - 1) < 0.05).all()
 
 
-@formats
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_shapes_of_formats(name):
     token_format = QUANTIZED[name]
     block = token_format.scale_block

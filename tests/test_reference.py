@@ -9,13 +9,13 @@ same in another way.
 import ctypes
 import ctypes.util
 import math
-import re
 from types import SimpleNamespace
 
 import harness
 import numpy as np
 import pytest
 import torch
+from errors import raises, refused
 from row_layouts import drop_rows, kept_rows, pad, unpad
 
 from max_ep import reference
@@ -299,15 +299,14 @@ moe(x, IDS, WEIGHTS[:, :1], None) | shape of topk_ids
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
-def test_what_does_not_fit_is_refused(line):
-    code, words = line.split(" | ")
+@refused(REFUSED)
+def test_what_does_not_fit_is_refused(arguments, words):
     (x,) = make_tokens([3])
     sent = dispatch([x, x], [IDS, IDS], 2)
     given = dict(x=x, half=x.astype(np.float16), sent=sent, none=x[:0])
     given |= dict(both=sent[0].rows, to_bfloat16=BF16[0], to_fp8=FP8[0])
-    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
-        eval(code, vars(reference) | globals() | given)
+    with raises((ValueError, TypeError), words):
+        eval(arguments, vars(reference) | globals() | given)
 
 
 def test_shared_rows_come_first(c):
