@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pass in front of attention: norms, positions, and the paged KV cache."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from cases import narrow, widen
@@ -53,18 +51,13 @@ def draw(new):
         x = rng.standard_normal(shape).astype(np.float32)
         return (x.view(np.uint32) >> 16 << 16).view(np.float32)  # exact in bfloat16
 
-    given = SimpleNamespace(
-        cache=exact(N_PAGES, 2, LAYERS, PAGE, N_KV, SIZE),
-        qkv=exact(sum(new), N_HEADS * SIZE),
-        ends=np.cumsum([0, *new]).astype(np.uint32),
-        rotary=exact(N_POSITIONS, SIZE),
-        lengths=np.array(LENGTHS, np.uint32),
-        pages=rng.permutation(N_PAGES).astype(np.uint32).reshape(3, 3),
-        weights=exact(2, SIZE),
-    )
-    cache = given.cache.copy()
-    q = wanted(new, given.qkv, cache, given.rotary, given.pages, given.weights)
-    return given, q, cache
+    old, rotary = exact(N_PAGES, 2, LAYERS, PAGE, N_KV, SIZE), exact(N_POSITIONS, SIZE)
+    qkv, weights = exact(sum(new), N_HEADS * SIZE), exact(2, SIZE)
+    ends, lengths = (np.uint32(x) for x in (np.cumsum([0, *new]), LENGTHS))
+    pages = rng.permutation(N_PAGES).astype(np.uint32).reshape(3, 3)
+    cache = old.copy()
+    q = wanted(new, qkv, cache, rotary, pages, weights)
+    return [old, qkv, ends, rotary, lengths, pages, *weights], q, cache
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))])
@@ -98,8 +91,7 @@ def test_heads_are_normalized_rotated_and_cached(kind):
     def put(x):
         return to_buffer(narrow(x, dtype) if x.dtype == np.float32 else x, there)
 
-    *buffers, weights = vars(given).values()
-    cache, *buffers = map(put, [*buffers, *weights])
+    cache, *buffers = map(put, given)
     (q,) = model.execute(
         cache,
         *buffers,
