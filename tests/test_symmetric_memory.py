@@ -74,10 +74,10 @@ def make(group, node_id, n_nodes=2, n_local_ranks=1, fingerprint="hidden_size=8"
     return SharedMemory(group, node_id, *sizes, fingerprint, STATUS_BYTES)
 
 
-def connect_all(memories, timeout_s=TIMEOUT_S):
+def connect_all(memories):
     """Connects all at once; returns the table of each."""
     with ThreadPoolExecutor(len(memories)) as pool:
-        return list(pool.map(lambda memory: memory.connect(timeout_s), memories))
+        return list(pool.map(lambda memory: memory.connect(TIMEOUT_S), memories))
 
 
 def errors_of(memories, timeout_s) -> list[BaseException]:
@@ -279,8 +279,7 @@ def test_a_process_that_joins_is_mapped(group):
     assert read(old.local_addresses()[0]) == b"the last" and 2 not in first.owners
     # A mapping has one: `new` has mapped `first`.
     assert len(os.listdir("/proc/self/fd")) == n_handles + 1
-    for memory in (first, old, new):
-        memory.close()
+    close_all((first, old, new))
 
 
 # --------------------------------------------------------------- who has the name
@@ -364,8 +363,7 @@ def test_what_another_program_says_is_ignored(group, text):
         connect_all(memories)
     # Two listeners are gone, and each has mapped the other.
     assert len(os.listdir("/proc/self/fd")) == handles
-    for memory in memories:
-        memory.close()
+    close_all(memories)
 
 
 def test_peer_that_does_not_come_is_named(group):
