@@ -121,10 +121,10 @@ class Waits:
                 f"Ranks {_listed(waiting)} wait for each other: they do not run the "
                 "same EP ops in the same order, or GPU ranks have not begun combine."
             )
-        said = [wait.text() for wait in self.ranks if wait.rank == culprits[0]]
-        said.append("its memory cannot be read from here")
+        texts = {wait.rank: wait.text() for wait in self.ranks}
+        text = texts.get(culprits[0], "its memory cannot be read from here")
         also = f" (and {_listed(culprits[1:])} too)" if culprits[1:] else ""
-        return f"Rank {culprits[0]} keeps others waiting{also}: {said[0]}."
+        return f"Rank {culprits[0]} keeps others waiting{also}: {text}."
 
     def __str__(self) -> str:
         head = f"{'rank':>4}  {'phase':<20}{'generation':>10}{'for':>10}  waits for"
@@ -194,7 +194,7 @@ def cpu_wait(facts: Facts, rank: int, words: Words, now_ns: int) -> RankWait:
     wait = RankWait(rank, PHASES[number], generation, is_running)
     wait.since_s = max(0, now_ns - since_ns) / 1e9
     if is_running:
-        wait.missing = missing_ranks(facts, rank, number, last, words)
+        wait.missing = missing_ranks(facts, rank, wait.phase, last, words)
         if facts.protocol & MASKS:
             is_masked = words.counters(facts.masked_word, facts.n_ranks) != 0
             wait.missing = [r for r in wait.missing if not is_masked[r]]
@@ -207,23 +207,24 @@ def next_generation(last: int) -> int:
 
 
 def missing_ranks(
-    facts: Facts, rank: int, phase: int, last: int, words: Words
+    facts: Facts, rank: int, phase: str, last: int, words: Words
 ) -> list[int]:
-    """Returns whose flags have not come that a phase of a CPU rank, of a number in
-    ``PHASES``, awaits after generation ``last``. Counts stand as in ``layout.mojo``."""
+    """Returns whose flags have not come that a phase of a CPU rank awaits after
+    generation ``last``. They stand as in ``layout.mojo``."""
     n, n_local = facts.n_ranks, facts.n_local_experts
-    first, offset = n_local * n, facts.dispatch_counts_offset
-    if phase >= 2:
-        first, offset = facts.n_experts, facts.combine_counts_offset
-    flags = words.flags(offset, first + n) >> np.uint64(32)
+    n_counts, offset = n_local * n, facts.dispatch_counts_offset
+    if phase.startswith("combine"):
+        n_counts, offset = facts.n_experts, facts.combine_counts_offset
+    flags = words.flags(offset, n_counts + n) >> np.uint64(32)
+    counts, done = flags[:n_counts], flags[n_counts:]
     n_mine = _experts_of(facts, rank)
-    if phase == 0:  # done words, of ranks with experts
+    if phase == "dispatch_async":  # of ranks with experts
         readers = range(-(-facts.n_experts // n_local))
-        return [r for r in readers if flags[first + r] != last]
-    if phase == 2:  # done words of all; a rank without experts sends nothing
-        return [r for r in range(n) if n_mine and flags[first + r] != last]
-    has_come = flags[:first] == next_generation(last)
-    if phase == 1:
+        return [r for r in readers if done[r] != last]
+    if phase == "combine_async":  # of all; a rank without experts sends nothing
+        return [r for r in range(n) if n_mine and done[r] != last]
+    has_come = counts == next_generation(last)
+    if phase == "dispatch_wait":
         come = has_come.reshape(n_local, n)[:n_mine].all(axis=0)
         return [r for r in range(n) if not come[r]]
     return sorted({e // n_local for e in np.flatnonzero(~has_come).tolist()})
@@ -241,11 +242,17 @@ def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
     They store no time, and none for this. ``is_running``: something is missing that
     the rank's last launch, or its next, waits for.
     """
+
+    def wait(phase: str, generation: int, missing: Sequence[int] = ()) -> RankWait:
+        is_running = bool(missing)
+        return RankWait(rank, phase, generation, is_running, missing=list(missing))
+
     header = words.counters(0, N_HEADER_WORDS)
     generations = header[facts.generations_word :][:4].view(np.uint32).tolist()
     sent, received, combine_sent, combine_received = generations
     n, n_local = facts.n_ranks, facts.n_local_experts
-    is_by_rank = facts.protocol & ~MASKS != BY_EXPERT
+    protocol = facts.protocol & ~MASKS
+    is_by_rank = protocol != BY_EXPERT
     n_pairs, n_mine = n_local * n, _experts_of(facts, rank)
     flags = words.flags(facts.dispatch_counts_offset, n_pairs + (1 + is_by_rank) * n)
     flags = flags >> np.uint64(32)
@@ -258,23 +265,23 @@ def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
         return RankWait(rank)
     missing = np.flatnonzero((counts != sent).any(axis=0)).tolist()
     if rank in missing:
-        late = _late(read, sent - 1)
-        return RankWait(rank, PHASES[0], sent, bool(late), None, late)
+        return wait("dispatch_async", sent, _late(read, sent - 1))
     if missing:
-        return RankWait(rank, PHASES[1], sent, True, None, missing)
-    if facts.protocol & ~MASKS in (SUMS, TO_ALL):
-        if header[facts.combine_of_word].view(np.uint32) != received:
-            return RankWait(rank, PHASES[1], sent)
+        return wait("dispatch_wait", sent, missing)
+    is_combined = header[facts.combine_of_word].view(np.uint32) == received
+    if protocol in (SUMS, TO_ALL):
+        if not is_combined:
+            return wait("dispatch_wait", sent)
         # A combine begins by publishing that its rank has read the dispatch.
         late = [r for r in _late(read, received) if r != rank]
-        return RankWait(rank, PHASES[3], combine_sent, bool(late), None, late)
-    if header[facts.combine_of_word].view(np.uint32) == received:
-        return RankWait(rank, PHASES[3], combine_received)
+        return wait("combine_wait", combine_sent, late)
+    if is_combined:
+        return wait("combine_wait", combine_received)
     awaited = next_generation(combine_received)
     late = _owners_of_missing_rows(facts, header, received, awaited, words)
     if late:
-        return RankWait(rank, PHASES[3], awaited, True, None, late)
-    return RankWait(rank, PHASES[1], sent)
+        return wait("combine_wait", awaited, late)
+    return wait("dispatch_wait", sent)
 
 
 def _late(read: np.ndarray, generation: int) -> list[int]:
@@ -338,6 +345,9 @@ def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
     return Waits(memory.group, ranks)
 
 
+_SOCKET = "\0max_ep/who-"
+"""And the number of a process: where it answers."""
+
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -368,9 +378,6 @@ def _answer() -> None:
                     with contextlib.suppress(RuntimeError, ValueError):
                         said = asdict(initializer.who_waits())
                         asking.sendall(json.dumps(said).encode() + b"\n")
-
-
-_SOCKET = "\0max_ep/who-"
 
 
 def answers_of(pid: int, timeout_s: float = 5) -> list[Waits]:
