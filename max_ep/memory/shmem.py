@@ -37,7 +37,6 @@ _IS_INITIALIZED = 2
 _THREAD_MULTIPLE = 3
 _DIGEST_BYTES = 32
 
-
 BITCODE_PACKAGE = "nvidia-nvshmem-cu13"
 """PyPI package whose device bitcode is built into the kernels."""
 
@@ -144,12 +143,13 @@ class _Libraries:
 class _Pe:
     """One local rank: a thread that runs what it is given, in order."""
 
-    def __init__(self, local_rank: int) -> None:
+    def __init__(self, libraries: _Libraries, local_rank: int) -> None:
+        self._shmem, self._world = libraries.shmem, libraries.world
+        self._local_rank = local_rank
         self._modules: set[int] = set()
         self._jobs: queue.Queue = queue.Queue()
-        threading.Thread(
-            target=self._run, name=f"max_ep-shmem-{local_rank}", daemon=True
-        ).start()
+        name = f"max_ep-shmem-{local_rank}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -164,19 +164,19 @@ class _Pe:
         self._jobs.put((future, function, arguments))
         return future
 
-    def join(self, libraries: _Libraries, local: int, n_local: int) -> tuple[int, int]:
+    def join(self, n_local: int) -> tuple[int, int]:
         """Joins SHMEM, on the GPU of its number; collective. Returns rank and ranks."""
+        shmem, local = self._shmem, self._local_rank
         use_context(local)
         # nvshmemx_init_attr_t, version 1: version, mpi_comm *, then arguments:
         # version, unique id (version, id *, local rank, local ranks).
         attributes = ctypes.create_string_buffer(144)
         versions = [(1 << 16) + n_bytes for n_bytes in (144, 128, 24)]
-        world = ctypes.addressof(libraries.world)
+        world = ctypes.addressof(self._world)
         layout = struct.Struct("i4xQ i4x i4xQii")
         layout.pack_into(
             attributes, 0, versions[0], world, *versions[1:], 0, local, n_local
         )
-        shmem = libraries.shmem
         status = shmem.nvshmemx_hostlib_init_attr(_INIT_WITH_MPI_COMM, attributes)
         state = shmem.nvshmemx_init_status()
         if status or state < _IS_INITIALIZED:
@@ -186,29 +186,29 @@ class _Pe:
             )
         return shmem.nvshmem_my_pe(), shmem.nvshmem_n_pes()
 
-    def register(self, libraries: _Libraries, module: int) -> int:
+    def register(self, module: int) -> int:
         """Gives a CUDA module this rank's device state, once."""
         if module in self._modules:
             return 0
-        status = libraries.shmem.nvshmemx_cumodule_init(module)
+        status = self._shmem.nvshmemx_cumodule_init(module)
         if status == 0:
             self._modules.add(module)
         return status
 
-    def leave(self, libraries: _Libraries) -> None:
+    def leave(self) -> None:
         """Leaves SHMEM; collective."""
         for module in self._modules:
-            libraries.shmem.nvshmemx_cumodule_finalize(module)
-        libraries.shmem.nvshmemx_hostlib_finalize()
+            self._shmem.nvshmemx_cumodule_finalize(module)
+        self._shmem.nvshmemx_hostlib_finalize()
 
 
-class _Membership:
+class _Process:
     """This process in SHMEM: joined once, left when the process ends."""
 
     def __init__(self, n: int, libraries: _Libraries) -> None:
         self.libraries = libraries
-        self.pes = [_Pe(i) for i in range(n)]
-        join = [partial(pe.join, libraries, i, n) for i, pe in enumerate(self.pes)]
+        self.pes = [_Pe(libraries, i) for i in range(n)]
+        join = [partial(pe.join, n) for pe in self.pes]
         numbers = self.run(60.0, "joining SHMEM", *join)
         want = [(libraries.rank * n + i, libraries.size * n) for i in range(n)]
         if numbers != want:
@@ -237,7 +237,7 @@ class _Membership:
         # Called by an op, on whatever thread MAX runs it.
         try:
             pe = self.pes[device_id]
-            status = pe.submit(pe.register, self.libraries, module).result(60)
+            status = pe.submit(pe.register, module).result(60)
             n = self._table[1]
             if status == 0 and n < _MAX_MODULES:
                 self._table[2 + 2 * n], self._table[3 + 2 * n] = device_id, module
@@ -248,16 +248,15 @@ class _Membership:
             return -1
 
     def _leave(self) -> None:
-        leave = [partial(pe.leave, self.libraries) for pe in self.pes]
         try:
-            self.run(20.0, "leaving SHMEM", *leave)
+            self.run(20.0, "leaving SHMEM", *(pe.leave for pe in self.pes))
             self.libraries.mpi.MPI_Finalize()
         except (TimeoutError, RuntimeError) as error:
             print(error, file=sys.stderr)
 
 
 _libraries = cache(_Libraries)
-_membership: _Membership | None = None
+_process: _Process | None = None
 
 
 def mpi_rank() -> tuple[int, int]:
@@ -280,7 +279,7 @@ class ShmemMemory:
     ) -> None:
         """Joins SHMEM, if this process has not yet, and allocates; collective. Each of
         the ``n_local`` ranks has the GPU of its number."""
-        global _membership
+        global _process
         rank, size = mpi_rank()
         if (rank, size) != (node_id, n_nodes):
             raise ValueError(
@@ -288,18 +287,19 @@ class ShmemMemory:
                 f"process {rank} of {size}; start the group with `mpirun -np n_nodes`"
             )
         libraries = _libraries()
-        if _membership is None:
-            _membership = _Membership(n_local, libraries)
-        if len(_membership.pes) != n_local:
+        if _process is None:
+            _process = _Process(n_local, libraries)
+        if len(_process.pes) != n_local:
             raise ValueError(
                 f"n_gpus_per_node={n_local}, but this process joined SHMEM with "
-                f"{len(_membership.pes)}; that cannot change while it runs"
+                f"{len(_process.pes)}; that cannot change while it runs"
             )
+        self._process = _process
         self._timeout_s = timeout_s
         what = f"{region_bytes} bytes, {fingerprint}"
         # MPI is called by one thread of a process.
         compare = partial(libraries.all_equal, what.encode())
-        if not all(_membership.run(timeout_s, "joining", compare)):
+        if not all(_process.run(timeout_s, "joining", compare)):
             raise ValueError(
                 "max_ep: the processes of this group have different "
                 f"configurations; this one ({node_id}): {what}"
@@ -307,8 +307,7 @@ class ShmemMemory:
         allocate = partial(libraries.shmem.nvshmem_malloc, region_bytes)
         of_ranks = [allocate] * n_local
         what = "allocating symmetric memory"
-        self._membership = _membership
-        self._addresses = _membership.run(timeout_s, what, *of_ranks)
+        self._addresses = _process.run(timeout_s, what, *of_ranks)
         if not all(self._addresses):
             raise no_memory(f"{region_bytes} bytes of each rank", "SHMEM has less")
         self._first_rank = node_id * n_local
@@ -319,9 +318,9 @@ class ShmemMemory:
 
     def connect(self, timeout_s: float) -> list[int]:
         """Waits for all processes; returns addresses, 0 for ranks reached by puts."""
-        libraries = self._membership.libraries
+        libraries = self._process.libraries
         barrier = partial(libraries.mpi.MPI_Barrier, libraries.world)
-        self._membership.run(timeout_s, "joining the group", barrier)
+        self._process.run(timeout_s, "joining the group", barrier)
         regions = [0] * self._n_ranks
         for i, address in enumerate(self._addresses):
             regions[self._first_rank + i] = address
@@ -329,7 +328,7 @@ class ShmemMemory:
 
     def close(self) -> None:
         """Gives the memory back; collective."""
-        free = self._membership.libraries.shmem.nvshmem_free
+        free = self._process.libraries.shmem.nvshmem_free
         frees = [partial(free, address) for address in self._addresses]
         self._addresses = []
-        self._membership.run(self._timeout_s, "freeing symmetric memory", *frees)
+        self._process.run(self._timeout_s, "freeing symmetric memory", *frees)
