@@ -8,6 +8,7 @@ region is used. All ranks open the same channels in the same order.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ..limits import FP8_BLOCK
 from ..memory.gpu_shared import reader
 from ..who import Facts, RankWait, Words, cpu_wait, gpu_wait
 from .library import Settings, load
-from .tables import dense, n_table_words
+from .tables import n_table_words, row_major
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -54,11 +55,13 @@ class Region:
         self.masked = self.counters[first : first + comm.n_ranks]
         if comm.is_gpu:
             torch.cuda.synchronize(device)  # the library clears on a stream of its own
-        place = max(1, int(comm.timeout_s * 1000)), address, self.counters.data_ptr()
-        self.handle = library.open(comm.index, comm.rank, *place)
+        timeout_ms, counters = max(1, int(comm.timeout_s * 1000)), self.counters
+        self.handle = library.open(
+            comm.index, comm.rank, timeout_ms, address, counters.data_ptr()
+        )
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
-        self.turn: object = None  # of the last dispatch
+        self.use: object = None  # identifies the last dispatch
         # Of a call that has only sent, and whether that was a dispatch.
         self.hook: Callable[[], None] | None = None
         self.hook_is_of_dispatch = False
@@ -120,13 +123,10 @@ class Region:
     def who_waits(self) -> RankWait:
         """Says whom this rank waits for in this region, also while a launch hangs."""
         comm, facts = self.comm, self.facts()
-        places = self.counters.data_ptr(), self._address
+        read = functools.partial(reader, comm.index) if comm.is_gpu else _cpu_reader
+        words = Words(read(self.counters.data_ptr()), read(self._address))
         if comm.is_gpu:
-            words = Words(*(reader(comm.index, place) for place in places))
             return gpu_wait(facts, comm.rank, words)
-        words = Words(
-            *(lambda at, n, place=place: string_at(place + at, n) for place in places)
-        )
         return cpu_wait(facts, comm.rank, words, time.monotonic_ns())
 
     def _raise(self, ask: Callable[..., int], *arguments: int) -> None:
@@ -137,7 +137,7 @@ class Region:
 
     def clear(self) -> None:
         """Puts this rank before the first launch; no rank may be in one."""
-        self.turn = self.hook = None
+        self.use = self.hook = None
         if self.library.clear(self.handle):
             self._raise(self.library.last_error)
 
@@ -147,15 +147,19 @@ class Region:
             self.handle = 0
 
 
+def _cpu_reader(address: int) -> Callable[[int, int], bytes]:
+    return lambda at, n_bytes: string_at(address + at, n_bytes)
+
+
 class Channel:
     def __init__(self, comm: Communicator, settings: Settings, n_regions: int) -> None:
         """Builds the library if there is none, and joins the other ranks."""
         self.settings = settings
         self.n_local = settings.experts // settings.ranks
         capacity = settings.ranks * settings.tokens
-        self.rows_layout = dense(self.n_local, capacity, settings.hidden)
+        self.rows_layout = row_major(self.n_local, capacity, settings.hidden)
         n_scales = settings.hidden // (FP8_BLOCK * (4 if settings.packed_scales else 1))
-        self.scales_layout = dense(self.n_local, n_scales, capacity)
+        self.scales_layout = row_major(self.n_local, n_scales, capacity)
         self.rows_shape = self.rows_layout[0]
         sizes = (settings.ranks, settings.tokens)
         self.n_table_words = n_table_words(self.n_local, *sizes)
@@ -184,11 +188,10 @@ class Channel:
     def next_region(self) -> Region:
         return self.regions[(self._n_taken + 1) % len(self.regions)]
 
-    def take(self, region: Region) -> object:
-        """Marks a region as used; returns an object that identifies this use."""
+    def take(self, region: Region) -> None:
+        """Begins another use of a region, the next one."""
         self._n_taken += 1
-        region.turn = object()
-        return region.turn
+        region.use = object()
 
     def clear(self) -> None:
         """Puts all regions of this rank before the first launch."""

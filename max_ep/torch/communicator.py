@@ -39,12 +39,12 @@ def refuse_hosts(what: str) -> NoReturn:
 class TorchSymmetricMemory:
     """Symmetric memory of ``torch.distributed._symmetric_memory``."""
 
-    def __init__(self, group: Any, n_bytes: int, device: int) -> None:
+    def __init__(self, group: Any, n_bytes: int, index: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self._group, self._symmetric = group, symmetric
-        where = dict(dtype=torch.uint8, device=f"cuda:{device}")
-        self._block = symmetric.empty(n_bytes, **where)
+        device = f"cuda:{index}"
+        self._block = symmetric.empty(n_bytes, dtype=torch.uint8, device=device)
 
     def local_addresses(self) -> list[int]:
         return [self._block.data_ptr()]
@@ -70,7 +70,7 @@ class Communicator:
         device: torch.device,
         group: Any,
         memory: str,
-        masks: bool = False,
+        masks: bool,
     ) -> None:
         """``masks``: whether the others go on without a rank that is late."""
         self.board = board
@@ -86,7 +86,7 @@ class Communicator:
         self.channels: dict[Settings, Channel] = {}
         self._group = group
         ranks = group and tuple(dist.get_process_group_ranks(group))
-        self.members = (ranks or object(), device)
+        self.group_and_device = (ranks or object(), device)
         self._memory = memory
         self.streams = Streams(device)
         self.masks = Masks(self) if masks else None
@@ -118,8 +118,14 @@ class Communicator:
         if handle.comm is not self:
             if not of_group:
                 refuse("handle", "is of another Buffer")
-            if handle.comm.members != self.members:
+            if handle.comm.group_and_device != self.group_and_device:
                 refuse("handle", "is of a Buffer of other ranks")
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raises unless each rank has the same number of experts."""
+        if num_experts < 1 or num_experts % self.n_ranks != 0:
+            what = f"={num_experts} is no multiple of {self.n_ranks}, the ranks"
+            refuse("num_experts", what)
 
     def check_tensor(
         self,
@@ -164,13 +170,12 @@ class Communicator:
             raise TimeoutError(self.failure) from None
 
     def allocate(self, n_bytes: int) -> Any:
-        about = f"{self.board.n_exchanges}-{len(self.channels)}"
-        place = f"{self.board.name}-{about}", self.rank, self.n_ranks
+        name = f"{self.board.name}-{self.board.n_exchanges}-{len(self.channels)}"
         if not self.is_gpu:
-            return SharedMemory(*place, 1, n_bytes, "")
+            return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, "")
         if self._memory == "symm":
             return TorchSymmetricMemory(self._group, n_bytes, self.index)
-        return GpuSharedMemory(*place, n_bytes, "", self.index)
+        return GpuSharedMemory(name, self.rank, self.n_ranks, n_bytes, "", self.index)
 
     def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
         """Returns channels; opens those that are new, with all other ranks."""

@@ -70,7 +70,7 @@ def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
     return rows, scales, x.new_empty(n_words, dtype=torch.int32)
 
 
-def known(buffer: Buffer, tables: torch.Tensor) -> Handle:
+def stored_handle(buffer: Buffer, tables: torch.Tensor) -> Handle:
     """Returns the handle that a compiled dispatch has stored."""
     is_ours = isinstance(tables, torch.Tensor)
     handle = buffer._handles.get(tables.data_ptr()) if is_ours else None
@@ -90,7 +90,7 @@ def combine(
 ) -> torch.Tensor:
     buffer = BUFFERS[key]
     given = (x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous())
-    return buffer.low_latency_combine(*given, known(buffer, tables))[0]
+    return buffer.low_latency_combine(*given, stored_handle(buffer, tables))[0]
 
 
 @combine.register_fake

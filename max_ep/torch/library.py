@@ -144,7 +144,7 @@ def load(settings: Settings) -> SimpleNamespace:
     return functions
 
 
-FORMATS = {
+WIRE_FORMATS = {
     "bfloat16": ("bfloat16", 8),
     "fp8": ("fp8", FP8_BLOCK),
     "fp8-round": ("fp8_power_of_two", FP8_BLOCK),
@@ -157,14 +157,14 @@ a multiple of."""
 _WORDS = 16
 
 
-def up_to(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
 def words_of_row(n_scales: int, top_k: int) -> int:
     """Counts the int32 that go with a row of the normal calls: in steps, so that few
     numbers of choices need kernels of their own."""
-    return max(_WORDS, up_to(n_scales + 2 * top_k, _WORDS))
+    return max(_WORDS, round_up(n_scales + 2 * top_k, _WORDS))
 
 
 def rows_out(row_bytes: int, **group: Any) -> Settings:
@@ -181,7 +181,7 @@ def words_out(n_words: int, combine: str, columns: int, **group: Any) -> Setting
 
 def weights_back(n_weights: int, **group: Any) -> Settings:
     """Describes the channel in which combine brings router weights back."""
-    return words_out(_WORDS, "float32", up_to(n_weights, _WORDS), **group)
+    return words_out(_WORDS, "float32", round_up(n_weights, _WORDS), **group)
 
 
 def _check_build(options: Any) -> None:
@@ -209,7 +209,7 @@ def _check_build(options: Any) -> None:
     if experts % options.ranks != 0:
         what = f"is no multiple of --ranks {options.ranks}"
         raise ValueError(f"--experts {experts} {what}")
-    _, multiple = FORMATS[options.dispatch]
+    _, multiple = WIRE_FORMATS[options.dispatch]
     if options.hidden % multiple != 0:
         given = f"with --dispatch {options.dispatch}"
         wanted = f"must be a multiple of {multiple} {given}"
@@ -232,7 +232,7 @@ def run_build(options: Any) -> int:
         group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
         group |= dict(packed_scales=options.dispatch == "fp8-ue8m0")
         group |= dict(hidden=hidden, combine_hidden=hidden)
-        format, _ = FORMATS[options.dispatch]
+        format, _ = WIRE_FORMATS[options.dispatch]
         wanted = [Settings(format=format, combine="bfloat16", **group)]
     print(*build_all(wanted), sep="\n")
     return 0

@@ -18,7 +18,7 @@ from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .communicator import Communicator, refuse
 from .events import EventOverlap
-from .library import FORMATS, Settings
+from .library import WIRE_FORMATS, Settings
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
@@ -36,18 +36,16 @@ class Handle(LazyTuple):
     comm: Communicator
     channel: Channel
     region: Region
-    turn: object
+    use: object
     tables: torch.Tensor
     n_tokens: int
     combine_buffer: torch.Tensor | None = None
 
     def items(self) -> tuple[Any, ...]:
         """Returns what DeepEP's handle has."""
-        settings = self.channel.settings
-        sizes = (self.channel.n_local, settings.ranks)
-        src_info, ranges, _ = split_tables(self.tables, *sizes)
-        numbers = (settings.tokens, settings.hidden, settings.experts)
-        return src_info, ranges, *numbers
+        settings, n_local = self.channel.settings, self.channel.n_local
+        src_info, ranges, _ = split_tables(self.tables, n_local, settings.ranks)
+        return src_info, ranges, settings.tokens, settings.hidden, settings.experts
 
 
 class LowLatency:
@@ -96,26 +94,23 @@ class LowLatency:
             them); rows of each expert, int32 ``[n_local]``; the handle; the event; the
             hook, or None.
         """
+        cap = num_max_dispatch_tokens_per_rank
+        stats = cumulative_local_expert_recv_stats
+        waits_ns = dispatch_wait_recv_cost_stats
+        given = x, topk_idx, cap, num_experts, use_fp8, round_scale, use_ue8m0
         if torch.compiler.is_compiling():
-            sizes = num_max_dispatch_tokens_per_rank, num_experts
-            given = x, topk_idx, *sizes, use_fp8, round_scale, use_ue8m0
             rows, scales, tables = compiled.dispatch(self._order, self._key, *given)
             n_local, n_ranks = num_experts // self.group_size, self.group_size
             src_info, ranges, counts = split_tables(tables, n_local, n_ranks)
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(counts)
-            handle = (src_info, ranges, sizes[0], x.shape[1], num_experts, tables)
+            if stats is not None:
+                stats.add_(counts)
+            handle = (src_info, ranges, cap, x.shape[1], num_experts, tables)
             result = (rows, scales_of_rows(scales)) if use_fp8 else rows
             hook = compiled.nothing if return_recv_hook else None
             return result, counts, handle, EventOverlap(), hook
-        waits_ns, how = dispatch_wait_recv_cost_stats, (async_finish, return_recv_hook)
-        self._check_how(waits_ns, *how)
-        channel = self._low_latency_channel(
-            (x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts),
-            (use_fp8, round_scale, use_ue8m0),
-        )
+        self._check_how(waits_ns, async_finish, return_recv_hook)
+        channel = self._low_latency_channel(*given)
         n_local, capacity, _ = channel.rows_shape
-        stats = cumulative_local_expert_recv_stats
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
             self._comm.check_tensor(name, stats, torch.int32, (n_local,))
@@ -147,12 +142,18 @@ class LowLatency:
             src_info + 8 * n_local * capacity,
             src_info,
         )
-        phase = region, region.dispatch, arguments
-        tensors = (x, topk_idx, tables, rows, scales, stats)
-        after = None if stats is None else lambda: stats.add_(counts)
-        turn = channel.take(region)  # now that nothing is refused any more
-        event, hook = self._phase(phase, tensors, waits_ns, after, *how)
-        handle = Handle(self._comm, channel, region, turn, tables, x.shape[0])
+        channel.take(region)  # now that nothing is refused any more
+        event, hook = self._phase(
+            region,
+            arguments,
+            (x, topk_idx, tables, rows, scales, stats),
+            is_combine=False,
+            waits_ns=waits_ns,
+            after=None if stats is None else lambda: stats.add_(counts),
+            async_finish=async_finish,
+            return_recv_hook=return_recv_hook,
+        )
+        handle = Handle(self._comm, channel, region, region.use, tables, x.shape[0])
         return result, counts, handle, event, hook
 
     def low_latency_combine(
@@ -193,21 +194,22 @@ class LowLatency:
         if torch.compiler.is_compiling():
             if zero_copy:
                 raise NotImplementedError("max_ep: zero_copy is not compiled; pass x")
-            given = x, topk_idx, topk_weights, handle[5]
-            y = compiled.combine(self._order, self._key, *given)
+            y = compiled.combine(
+                self._order, self._key, x, topk_idx, topk_weights, handle[5]
+            )
             if out is not None:
                 y = out.copy_(y)
             return y, EventOverlap(), compiled.nothing if return_recv_hook else None
         if isinstance(handle, tuple) and len(handle) == 6:
-            handle = compiled.known(self, handle[5])  # of a compiled dispatch
+            handle = compiled.stored_handle(self, handle[5])  # of a compiled dispatch
         self._comm.check_handle(handle, Handle, "low_latency_dispatch")
-        if handle.turn is not handle.region.turn:
+        if handle.use is not handle.region.use:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
             refuse("handle", f"is too old: {what}")
         if handle.region.hook is not None and handle.region.hook_is_of_dispatch:
             refuse("handle", "has no rows yet: call the hook of its dispatch")
-        waits_ns, how = combine_wait_recv_cost_stats, (async_finish, return_recv_hook)
-        self._check_how(waits_ns, *how)
+        waits_ns = combine_wait_recv_cost_stats
+        self._check_how(waits_ns, async_finish, return_recv_hook)
         channel, n_tokens, comm = handle.channel, handle.n_tokens, self._comm
         if zero_copy:
             if handle.combine_buffer is None:
@@ -222,11 +224,23 @@ class LowLatency:
             out = x.new_empty(shape)
         else:
             comm.check_tensor("out", out, torch.bfloat16, shape)
-        rows = x.data_ptr(), handle.tables.data_ptr(), out.data_ptr()
-        given = *rows, n_tokens, topk_weights.data_ptr()
-        phase = handle.region, handle.region.combine, given
-        tensors = (x, topk_weights, handle.tables, out)
-        event, hook = self._phase(phase, tensors, waits_ns, None, *how)
+        arguments = (
+            x.data_ptr(),
+            handle.tables.data_ptr(),
+            out.data_ptr(),
+            n_tokens,
+            topk_weights.data_ptr(),
+        )
+        event, hook = self._phase(
+            handle.region,
+            arguments,
+            (x, topk_weights, handle.tables, out),
+            is_combine=True,
+            waits_ns=waits_ns,
+            after=None,
+            async_finish=async_finish,
+            return_recv_hook=return_recv_hook,
+        )
         return out, event, hook
 
     def _check_how(
@@ -242,8 +256,11 @@ class LowLatency:
 
     def _phase(
         self,
-        phase: tuple[Region, Callable[..., None], tuple[int, ...]],
+        region: Region,
+        arguments: tuple[int, ...],
         tensors: tuple[torch.Tensor | None, ...],
+        *,
+        is_combine: bool,
         waits_ns: torch.Tensor | None,
         after: Callable[[], None] | None,
         async_finish: bool,
@@ -251,7 +268,7 @@ class LowLatency:
     ) -> tuple[EventOverlap, Callable[[], None] | None]:
         """Launches a phase, for the hook or to measure waits in two; returns the event,
         and the hook if one is wanted."""
-        region, launch, arguments = phase
+        launch = region.combine if is_combine else region.dispatch
         if region.hook is not None:  # which nobody called
             region.hook()
         in_two = return_recv_hook or waits_ns is not None
@@ -265,7 +282,7 @@ class LowLatency:
 
         def receive() -> None:
             if waits_ns is not None:
-                region.watch(launch == region.combine, waits_ns)
+                region.watch(is_combine, waits_ns)
             if in_two:
                 launch(RECEIVE, *arguments)
             if after is not None:
@@ -284,7 +301,7 @@ class LowLatency:
                     streams.keep(tensors)
                 receive()
 
-            region.hook, region.hook_is_of_dispatch = hook, launch == region.dispatch
+            region.hook, region.hook_is_of_dispatch = hook, not is_combine
             return EventOverlap(None, tensors), hook
 
         def send_and_receive() -> None:
@@ -295,27 +312,33 @@ class LowLatency:
 
     def _low_latency_channel(
         self,
-        given: tuple[torch.Tensor, torch.Tensor, int, int],
-        kind: tuple[bool, bool, bool],
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        cap: int,
+        n_experts: int,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
     ) -> Channel:
         """Checks what a dispatch is given, and finds its channel."""
-        x, topk_idx, cap, n_experts = given
         if not (isinstance(x, torch.Tensor) and isinstance(topk_idx, torch.Tensor)):
             raise TypeError("max_ep: x and topk_idx must be tensors")
         comm = self._comm
         if comm.is_gpu and torch._C._cuda_getDevice() != comm.index:
             refuse("the current GPU", f"is not that of this Buffer, {comm.device}")
         key = (
-            *(x.shape, x.dtype, x.device, cap, n_experts, kind),
+            *(x.shape, x.dtype, x.device, cap, n_experts),
             *(topk_idx.shape, topk_idx.dtype, topk_idx.device),
+            *(use_fp8, round_scale, use_ue8m0),
         )
         channel = self._low_latency_channels.get(key)
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
-        use_fp8, round_scale, use_ue8m0 = kind
-        fp8 = ("fp8-ue8m0" if use_ue8m0 else "fp8-round") if round_scale else "fp8"
-        format, multiple = FORMATS[fp8 if use_fp8 else "bfloat16"]
         is_rounded = use_fp8 and round_scale
+        name = "fp8" if use_fp8 else "bfloat16"
+        if is_rounded:
+            name = "fp8-ue8m0" if use_ue8m0 else "fp8-round"
+        format, multiple = WIRE_FORMATS[name]
         if use_ue8m0 and not (is_rounded and x.shape[-1] % multiple == 0):
             refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
         comm.check_tensor("x", x, torch.bfloat16, (None, None))
@@ -333,9 +356,7 @@ class LowLatency:
         top_k, most_k = topk_idx.shape[1], min(MAX_TOP_K, n_experts)
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
-        if n_experts % comm.n_ranks != 0:
-            what = f"={n_experts} is no multiple of {comm.n_ranks}, the ranks"
-            refuse("num_experts", what)
+        comm.check_experts(n_experts)
         if not 1 <= top_k <= most_k:
             refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most_k}")
         settings = Settings(
@@ -360,9 +381,10 @@ class LowLatency:
         """Returns bfloat16 ``[n_local, n_ranks * cap, hidden]`` to write rows into."""
         self._comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.combine_buffer is None:
-            how = dict(dtype=torch.bfloat16, device=self._comm.device)
+            shape, device = handle.channel.rows_shape, self._comm.device
             with torch.inference_mode(False):  # written in any mode
-                handle.combine_buffer = torch.empty(handle.channel.rows_shape, **how)
+                buffer = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            handle.combine_buffer = buffer
         return handle.combine_buffer
 
     def clean_low_latency_buffer(
@@ -375,17 +397,16 @@ class LowLatency:
         """
         channel = self._latest
         if channel is not None and self._comm.masks:
-            settings = channel.settings
-            given = dict(device=self._comm.device)
-            x = torch.empty((0, settings.hidden), dtype=torch.bfloat16, **given)
-            ids = torch.empty((0, settings.top_k), dtype=torch.int64, **given)
+            settings, device = channel.settings, self._comm.device
+            x = torch.empty((0, settings.hidden), dtype=torch.bfloat16, device=device)
+            ids = torch.empty((0, settings.top_k), dtype=torch.int64, device=device)
             self.low_latency_dispatch(
                 x,
                 ids,
                 settings.tokens,
                 settings.experts,
                 use_fp8=settings.format != "bfloat16",
-                round_scale=settings.format == FORMATS["fp8-round"][0],
+                round_scale=settings.format == WIRE_FORMATS["fp8-round"][0],
                 use_ue8m0=settings.packed_scales,
             )
 

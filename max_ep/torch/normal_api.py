@@ -23,8 +23,8 @@ from torch._compile import _disable_dynamo
 from .channel import BOTH, Channel
 from .communicator import Communicator, refuse, refuse_hosts
 from .events import Config, EventOverlap
-from .library import rows_out, up_to, weights_back, words_of_row, words_out
-from .normal_layout import NormalHandle, agree
+from .library import round_up, rows_out, weights_back, words_of_row, words_out
+from .normal_layout import Layout, NormalHandle, agree
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _SCALES = (torch.float32, torch.int32)
@@ -90,9 +90,7 @@ class Normal:
         comm = self._comm
         comm.raise_failure()
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (None, None))
-        if num_experts < 1 or num_experts % comm.n_ranks != 0:
-            what = f"={num_experts} is no multiple of {comm.n_ranks}, the ranks"
-            refuse("num_experts", what)
+        comm.check_experts(num_experts)
         if not comm.is_gpu and not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
             refuse("topk_idx", f"must be in [-1, {num_experts})")
         n_local = num_experts // comm.n_ranks
@@ -180,15 +178,28 @@ class Normal:
         if is_new:
             if previous_event is not None and not num_worst_tokens:
                 previous_event.current_stream_wait()
-            layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-            choices, sizes = (topk_idx, topk_weights), (n_tokens, row_bytes, n_scales)
-            given = sizes, layout, choices, num_worst_tokens
-            top_k, most, n_rows, counts = agree(comm, *given)
-            self._cap = self._enough(most, row_bytes)
-            n_made = comm.n_ranks * self._cap if num_worst_tokens else n_rows
-            sizes = n_rows, n_made, n_tokens, self._cap, n_scales, top_k
-            handle = NormalHandle(comm, *sizes, is_token_in_rank)
-        handle = self._known(handle)
+            layout = Layout(
+                num_tokens_per_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+            )
+            top_k, most, n_rows, counts = agree(
+                comm, layout, n_tokens, row_bytes, n_scales, num_worst_tokens
+            )
+            self._cap = self._capacity(most, row_bytes)
+            handle = NormalHandle(
+                comm,
+                n_rows=n_rows,
+                n_made=comm.n_ranks * self._cap if num_worst_tokens else n_rows,
+                n_sent=n_tokens,
+                cap=self._cap,
+                n_scales=n_scales,
+                top_k=top_k,
+                mask=is_token_in_rank,
+            )
+        handle = self._checked(handle)
         if not is_new and (topk_idx is not None or topk_weights is not None):
             refuse("topk_idx", "is not sent again with a handle")
         if n_tokens != handle.n_sent:
@@ -213,7 +224,7 @@ class Normal:
 
         def work() -> None:
             if not has_extras:
-                return self._move(handle, [(rows, x, recv_x)])
+                return self._dispatch_through(handle, [(rows, x, recv_x)])
             k = handle.top_k if received else 0
             parts = [n_scales, k, k, n_words - n_scales - 2 * k]
             sent = handle.ids.new_empty((n_tokens, n_words))
@@ -224,7 +235,7 @@ class Normal:
                 of_ids.copy_(topk_idx)
                 of_weights.copy_(topk_weights.view(torch.int32))
             extras = handle.ids.new_full((handle.n_made, n_words), -1)
-            self._move(handle, [(rows, x, recv_x), (back[0], sent, extras)])
+            self._dispatch_through(handle, [(rows, x, recv_x), (back[0], sent, extras)])
             got = extras[: handle.n_rows]
             of_scales, of_ids, of_weights, _ = got.split(parts, 1)
             if scales is not None:
@@ -246,7 +257,7 @@ class Normal:
             result = (result, recv_scales)
         if not is_new:
             return result, None, None, None, None, event
-        counts = [up_to(n, expert_alignment) for n in counts]
+        counts = [round_up(n, expert_alignment) for n in counts]
         return result, *(received or (None, None)), counts, handle, event
 
     @_allocates
@@ -274,7 +285,7 @@ class Normal:
             the event.
         """
         comm = self._comm
-        handle = self._known(handle)
+        handle = self._checked(handle)
         comm.check_tensor("x", x, None, (handle.n_rows, None))
         if x.dtype not in _COMBINES:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
@@ -299,12 +310,12 @@ class Normal:
         channel, *of_weights = comm.open(wanted, 1)
 
         def work() -> None:
-            self._bring_back(channel, handle, x, y)
+            self._combine_through(channel, handle, x, y)
             if of_weights:
                 n_pad = of_weights[0].settings.combine_hidden - top_k
                 padded = torch.nn.functional.pad(topk_weights, (0, n_pad))
                 sums = padded.new_empty((handle.n_sent, padded.shape[1]))
-                self._bring_back(of_weights[0], handle, padded, sums)
+                self._combine_through(of_weights[0], handle, padded, sums)
                 weights.copy_(sums[:, :top_k])
             if biases:
                 y.copy_(sum(biases, start=y.float()))
@@ -315,7 +326,7 @@ class Normal:
 
     # ------------------------------------------------------------------- inside
 
-    def _known(self, handle: Any) -> NormalHandle:
+    def _checked(self, handle: Any) -> NormalHandle:
         """Refuses what is no handle of these ranks; takes a tuple of its items, too."""
         comm = self._comm
         if isinstance(handle, (tuple, list)):
@@ -323,7 +334,7 @@ class Normal:
         comm.check_handle(handle, NormalHandle, "dispatch", of_group=True)
         return handle
 
-    def _enough(self, n_tokens: int, row_bytes: int) -> int:
+    def _capacity(self, n_tokens: int, row_bytes: int) -> int:
         """Returns how many tokens of a rank channels hold, the same on all ranks; never
         less than before, so that calls of smaller rows find the kernels of the first.
         """
@@ -338,7 +349,7 @@ class Normal:
         n, target = self._comm.n_ranks, self._comm.target
         return dict(target=target, ranks=n, experts=n, top_k=n, tokens=cap)
 
-    def _move(
+    def _dispatch_through(
         self,
         handle: NormalHandle,
         moves: list[tuple[Channel, torch.Tensor, torch.Tensor]],
@@ -353,12 +364,19 @@ class Normal:
         for channel, sent, received in moves:
             channel.latest = (handle, self._comm.streams.is_capturing())
             channel.was_captured |= channel.latest[1]
-            sources = sent.data_ptr(), handle.ids.data_ptr(), handle.n_sent
-            tables = (t.data_ptr() for t in (counts, handle.ranges, handle.src_info))
-            region, rows = channel.regions[0], received.data_ptr()
-            region.dispatch(BOTH, *sources, rows, 0, *tables)
+            channel.regions[0].dispatch(
+                BOTH,
+                sent.data_ptr(),
+                handle.ids.data_ptr(),
+                handle.n_sent,
+                received.data_ptr(),
+                0,  # no scales
+                counts.data_ptr(),
+                handle.ranges.data_ptr(),
+                handle.src_info.data_ptr(),
+            )
 
-    def _bring_back(
+    def _combine_through(
         self, channel: Channel, handle: NormalHandle, x: torch.Tensor, y: torch.Tensor
     ) -> None:
         """Combines through a channel that may have dispatched something else since."""
@@ -369,7 +387,13 @@ class Normal:
             new = handle.ids.new_empty
             sent = new((handle.n_sent, channel.settings.hidden))
             received = new((len(handle.src_info), channel.settings.hidden))
-            self._move(handle, [(channel, sent, received)])
+            self._dispatch_through(handle, [(channel, sent, received)])
         ones = torch.ones(handle.ids.shape, dtype=torch.float32, device=x.device)
-        tensors = (t.data_ptr() for t in (x, handle.src_info, y))
-        channel.regions[0].combine(BOTH, *tensors, handle.n_sent, ones.data_ptr())
+        channel.regions[0].combine(
+            BOTH,
+            x.data_ptr(),
+            handle.src_info.data_ptr(),
+            y.data_ptr(),
+            handle.n_sent,
+            ones.data_ptr(),
+        )

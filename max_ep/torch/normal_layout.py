@@ -5,19 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..limits import MAX_TOP_K
 from .communicator import Communicator, refuse
-from .library import up_to, words_of_row
+from .library import round_up, words_of_row
 from .tables import LazyTuple
 
-Layout = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Tokens for each rank, whether a token goes to a rank, tokens for each expert."""
-
 _MOST_TOKENS = 32768
+
+
+class Layout(NamedTuple):
+    """What a first dispatch is given besides its tokens."""
+
+    per_rank: torch.Tensor | None
+    """Tokens for each rank."""
+    mask: torch.Tensor | None
+    """Whether a token goes to a rank."""
+    per_expert: torch.Tensor | None
+    """Tokens for each expert."""
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -96,15 +106,10 @@ class NormalHandle(LazyTuple):
         return matrix, sizes, None, sources, self.mask, None
 
 
-def check_layout(
-    comm: Communicator,
-    n_tokens: int,
-    layout: Layout,
-    choices: tuple[torch.Tensor | None, torch.Tensor | None],
-) -> int:
+def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> int:
     """Refuses a layout that cannot be of these tokens; returns ids of a token."""
     n_ranks = comm.n_ranks
-    per_rank, mask, per_expert = layout
+    per_rank, mask, per_expert, topk_idx, topk_weights = layout
     if per_rank is None or mask is None or per_expert is None:
         refuse(
             "dispatch",
@@ -118,7 +123,6 @@ def check_layout(
     if per_expert.numel() % n_ranks != 0:
         what = f"has {per_expert.numel()} experts, no multiple of {n_ranks} ranks"
         refuse("num_tokens_per_expert", what)
-    topk_idx, topk_weights = choices
     top_k = 0
     if topk_idx is not None:
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
@@ -136,27 +140,26 @@ def check_layout(
 
 def agree(
     comm: Communicator,
-    sizes: tuple[int, int, int],
     layout: Layout,
-    choices: tuple[torch.Tensor | None, torch.Tensor | None],
+    n_tokens: int,
+    row_bytes: int,
+    n_scales: int,
     num_worst_tokens: int,
 ) -> tuple[int, int, int, list[int]]:
     """Checks a layout, and exchanges counts if the worst is not given; returns ids of a
     token, the most tokens of a rank, the rows that this rank receives, and those of
     each local expert."""
     n_ranks = comm.n_ranks
-    n_tokens, row_bytes, n_scales = sizes
-    _, mask, per_expert = layout
-    top_k = check_layout(comm, n_tokens, layout, choices)
+    top_k = check_layout(comm, n_tokens, layout)
     if num_worst_tokens:
-        most = up_to(num_worst_tokens, n_ranks) // n_ranks
+        most = round_up(num_worst_tokens, n_ranks) // n_ranks
         if n_tokens > most:
             what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
             refuse("num_worst_tokens", what)
         return top_k, most, num_worst_tokens, []
     # The mask says what is sent, so rows are counted by it alone.
-    mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
-    n_experts = per_expert.numel()
+    mine = torch.cat([layout.mask.sum(0), layout.per_expert.long()]).tolist()
+    n_experts = layout.per_expert.numel()
     what = (
         f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
         f"top_k={top_k}, num_experts={n_experts}"

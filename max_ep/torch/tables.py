@@ -22,11 +22,9 @@ def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     return getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
 
 
-def dense(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    strides = [1]
-    for n in shape[:0:-1]:
-        strides.insert(0, strides[0] * n)
-    return shape, tuple(strides)
+def row_major(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns size and strides, as an ``allocator`` takes them."""
+    return shape, torch.empty(shape, device="meta").stride()
 
 
 class LazyTuple(Sequence[Any]):
