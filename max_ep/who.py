@@ -336,8 +336,10 @@ def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
         if not state and memory.is_closed(node):
             state = "has closed its memory"
         for i in range(n_local):
-            reads = memory.read_status, memory.read_region
-            words = Words(*(functools.partial(read, node, i) for read in reads))
+            words = Words(
+                functools.partial(memory.read_status, node, i),
+                functools.partial(memory.read_region, node, i),
+            )
             wait = cpu_wait(facts, node * n_local + i, words, time.monotonic_ns())
             wait.pid = owner.pid
             wait.process = f"process {owner.pid} {state}" if state else ""
@@ -380,12 +382,12 @@ def _answer() -> None:
                         asking.sendall(json.dumps(said).encode() + b"\n")
 
 
-def answers_of(pid: int, timeout_s: float = 5) -> list[Waits]:
+def answers_of(pid: int) -> list[Waits]:
     """Asks a process for its ranks. Raises ``OSError`` if it does not answer."""
     if state := process_state(pid):
         raise TimeoutError(state)
     with socket.socket(socket.AF_UNIX) as asked:
-        asked.settimeout(timeout_s)
+        asked.settimeout(5)
         asked.connect(_SOCKET + str(pid))
         lines = asked.makefile().read().splitlines()
     answers = [json.loads(line) for line in lines]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from ctypes import byref, c_int, c_void_p
 from typing import Any
 
 from .symmetric_memory import PeerMemory, no_memory
@@ -19,25 +20,25 @@ _GRANULARITY = 2 << 20
 _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
 _NON_BLOCKING = 1
 _U64, _SIZE = ctypes.c_uint64, ctypes.c_size_t
-_KIND = ctypes.c_int(_POSIX_DESCRIPTOR)
+_KIND = c_int(_POSIX_DESCRIPTOR)
 
 
 class _Location(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+    _fields_ = [("type", c_int), ("id", c_int)]
 
 
 class _Properties(ctypes.Structure):
     _fields_ = [
-        ("type", ctypes.c_int),
-        ("handle_types", ctypes.c_int),
+        ("type", c_int),
+        ("handle_types", c_int),
         ("location", _Location),
-        ("win32", ctypes.c_void_p),
+        ("win32", c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     ]
 
 
 class _Access(ctypes.Structure):
-    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+    _fields_ = [("location", _Location), ("flags", c_int)]
 
 
 @functools.cache
@@ -49,10 +50,10 @@ def _driver() -> ctypes.CDLL:
 
 def use_context(device: int) -> None:
     """Makes the device's primary context current, if none is."""
-    context = ctypes.c_void_p()
-    _call("cuCtxGetCurrent", ctypes.byref(context))
+    context = c_void_p()
+    _call("cuCtxGetCurrent", byref(context))
     if not context:
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        _call("cuDevicePrimaryCtxRetain", byref(context), device)
         _call("cuCtxSetCurrent", context)
 
 
@@ -60,7 +61,7 @@ def _call(name: str, *arguments: Any) -> None:
     result = getattr(_driver(), name)(*arguments)
     if result:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
+        _driver().cuGetErrorString(result, byref(text))
         said = (text.value or b"?").decode()
         if name == "cuMemCreate":
             raise no_memory("a region on the GPU", said)
@@ -91,9 +92,9 @@ class GpuSharedMemory(PeerMemory):
         try:
             use_context(device)
             self._map(node_id, None)
-            descriptor, mine = ctypes.c_int(), _U64(self._mapped[node_id][1])
-            export = ctypes.byref(descriptor), mine, _KIND, _U64(0)
-            _call("cuMemExportToShareableHandle", *export)
+            descriptor, mine = c_int(), _U64(self._mapped[node_id][1])
+            export = "cuMemExportToShareableHandle"
+            _call(export, byref(descriptor), mine, _KIND, _U64(0))
             self._descriptor = descriptor.value
         except BaseException:
             self.close()
@@ -107,23 +108,21 @@ class GpuSharedMemory(PeerMemory):
         location = _Location(_ON_DEVICE, self._device)
         if descriptor is None:
             what = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
-            made = ctypes.byref(handle), size, ctypes.byref(what), zero
-            _call("cuMemCreate", *made)
+            _call("cuMemCreate", byref(handle), size, byref(what), zero)
         else:
-            take = ctypes.byref(handle), ctypes.c_void_p(descriptor), _KIND
-            _call("cuMemImportFromShareableHandle", *take)
+            take = "cuMemImportFromShareableHandle"
+            _call(take, byref(handle), c_void_p(descriptor), _KIND)
         if node in self._mapped:
             address, old = map(_U64, self._mapped.pop(node))
             _call("cuMemUnmap", address, size)
             _call("cuMemRelease", old)
         else:
             address = _U64()
-            reserve = (ctypes.byref(address), size, _SIZE(0), zero, zero)
-            _call("cuMemAddressReserve", *reserve)
+            _call("cuMemAddressReserve", byref(address), size, _SIZE(0), zero, zero)
         _call("cuMemMap", address, size, _SIZE(0), handle, zero)
         self._mapped[node] = address.value, handle.value
         access = _Access(location, _READ_WRITE)
-        _call("cuMemSetAccess", address, size, ctypes.byref(access), _SIZE(1))
+        _call("cuMemSetAccess", address, size, byref(access), _SIZE(1))
 
     def _addresses(self, node: int) -> list[int]:
         return [self._mapped[node][0]]
@@ -139,10 +138,10 @@ class GpuSharedMemory(PeerMemory):
 
 
 @functools.cache
-def _stream(device: int) -> ctypes.c_void_p:
+def _stream(device: int) -> c_void_p:
     """Makes a stream for reads beside kernels."""
-    stream = ctypes.c_void_p()
-    _call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+    stream = c_void_p()
+    _call("cuStreamCreate", byref(stream), _NON_BLOCKING)
     return stream
 
 
@@ -155,8 +154,8 @@ def reader(device: int, address: int) -> Callable[[int, int], bytes]:
     def read(at: int, n_bytes: int) -> bytes:
         found = ctypes.create_string_buffer(n_bytes)
         if n_bytes:
-            place = found, _U64(address + at), _SIZE(n_bytes), stream
-            _call("cuMemcpyDtoHAsync_v2", *place)
+            source, size = _U64(address + at), _SIZE(n_bytes)
+            _call("cuMemcpyDtoHAsync_v2", found, source, size, stream)
             _call("cuStreamSynchronize", stream)
         return found.raw
 

@@ -130,8 +130,8 @@ class EPCommInitializer(MaskedRanks):
             answer_for(self)
         if config.eplb_phy2log_plan is not None and not self._placement:
             plan = Placement(config.eplb_phy2log_plan, config.n_ranks)
-            tables = plan.log2phy(config.max_replicas), plan.logcnt
-            self.set_eplb_placement(*([t] * config.n_gpus_per_node for t in tables))
+            log2phy, n_local = plan.log2phy(config.max_replicas), config.n_gpus_per_node
+            self.set_eplb_placement([log2phy] * n_local, [plan.logcnt] * n_local)
 
     def _find_node_id(self) -> int:
         """Returns which process this is, if the configuration does not say it."""
@@ -199,8 +199,10 @@ class EPCommInitializer(MaskedRanks):
         for i, device in enumerate(self._rank_devices()):
             waits.append(RankWait(self._rank_of(i)))
             if self.config.target == "gpu" and not self.config.use_allreduce:
-                places = self._counters[0][i]._data_ptr(), self._regions[i]
-                words = Words(*(reader(device.id, place) for place in places))
+                counters = self._counters[0][i]._data_ptr()
+                words = Words(
+                    reader(device.id, counters), reader(device.id, self._regions[i])
+                )
                 waits[i] = gpu_wait(Facts.of(self.config), self._rank_of(i), words)
         return Waits(self._group or f"of process {os.getpid()}", waits)
 
@@ -225,12 +227,8 @@ class EPCommInitializer(MaskedRanks):
         region, ``[NUM_GROUPS, 3]``. Clears only what a ``readmitted`` rank wrote, and
         goes on with the ``generations`` that the group has dispatched and combined."""
         config, sizes = self.config, self.config.sizes()
-        offsets = np.zeros((NUM_GROUPS, 3), np.uint64)
         # What a device was asked before (zeros in the counters) comes first.
         self._synchronize()
-        shape = config.exchange_experts, config.exchange_ranks
-        shape = *shape, config.max_tokens_per_rank, config.top_k
-        messages = sizes.dispatch_msg_bytes, sizes.combine_msg_bytes
         # A run of the set-up graph prepares one rank on each device.
         n_devices = config.n_local_devices
         per_device = config.n_gpus_per_node // n_devices
@@ -238,15 +236,27 @@ class EPCommInitializer(MaskedRanks):
             inputs: list[Buffer | np.ndarray] = []
             for device in range(n_devices):
                 rank = device * per_device + i
-                number = 0 if config.use_allreduce else self._rank_of(rank)
-                setup = [self._regions[rank], number, config.timeout_ms, was_used]
-                setup += [*shape, *messages, sizes.protocol, readmitted, *generations]
+                setup = [  # as setup.mojo lists them
+                    self._regions[rank],
+                    0 if config.use_allreduce else self._rank_of(rank),
+                    config.timeout_ms,
+                    was_used,
+                    config.exchange_experts,
+                    config.exchange_ranks,
+                    config.max_tokens_per_rank,
+                    config.top_k,
+                    sizes.dispatch_msg_bytes,
+                    sizes.combine_msg_bytes,
+                    sizes.protocol,
+                    readmitted,
+                    *generations,
+                ]
                 inputs += [group[rank] for group in self._counters]
                 inputs.append(np.array(setup, np.int64))
             device_ptrs, *_ = self._model.execute(*inputs)
-            offsets = device_ptrs.to_numpy() - np.uint64(self._regions[i])
         self._synchronize()
-        return offsets
+        # Of the first device's last rank; all regions have one layout.
+        return device_ptrs.to_numpy() - np.uint64(self._regions[per_device - 1])
 
     def _rank_devices(self) -> list[Device]:
         per_device = self.config.n_gpus_per_node // len(self._devices)

@@ -44,30 +44,37 @@ class MaskedRanks:
             for kind in range(3)
             for group in range(NUM_GROUPS)
         ]
-        members = None
-        if config.masks and config.n_nodes > 1:
-            place = memory.group, config.node_id, config.n_nodes, memory.owner
-            members = Membership(*place, config.timeout_s)
-            if members.is_running():
-                self._members = members
-                memory.withdraw()
-                self._join()
-                return
-            if config.node_id == 0:
-                # The others find it: they wait for this process to connect.
-                Membership.create(memory.group)
-        regions = self._regions  # of all ranks, if they are in this process
-        if config.n_nodes > 1:
-            try:
-                regions = memory.connect(config.timeout_s)
-            except BaseException:
-                if members is not None and config.node_id == 0:
-                    Membership.discard(memory.group)
-                raise
-        self._point_to(range(config.n_ranks), regions)
-        if members is not None:
+        if config.n_nodes == 1:
+            self._point_to(range(config.n_ranks), self._regions)
+        elif config.masks:
+            self._begin_or_join()
+        else:
+            self._point_to(range(config.n_ranks), memory.connect(config.timeout_s))
+
+    def _begin_or_join(self) -> None:
+        """Begins a group that masks, with all others, or joins one that runs."""
+        config, memory = self.config, self._memory
+        members = Membership(
+            memory.group, config.node_id, config.n_nodes, memory.owner, config.timeout_s
+        )
+        if members.is_running():
             self._members = members
-            members.publish(state=MEMBER)  # one of the first
+            memory.withdraw()
+            self._join()
+            return
+        is_first = config.node_id == 0
+        if is_first:
+            # The others find it: they wait for this process to connect.
+            Membership.create(memory.group)
+        try:
+            regions = memory.connect(config.timeout_s)
+        except BaseException:
+            if is_first:
+                Membership.discard(memory.group)
+            raise
+        self._point_to(range(config.n_ranks), regions)
+        self._members = members
+        members.publish(state=MEMBER)
 
     def _point_to(self, ranks: Sequence[int], regions: Sequence[int]) -> None:
         """Writes ranks' addresses into the table that the graphs' inputs share."""
@@ -166,9 +173,10 @@ class MaskedRanks:
         if self._members is None:
             return self.active_ranks()
         nodes = {rank // self.config.n_gpus_per_node for rank in masked}
-        given = nodes, self._generations(), self._heard_s
         try:
-            decision = self._members.reconcile(*given)
+            decision = self._members.reconcile(
+                nodes, self._generations(), self._heard_s
+            )
         except RankExpelled:
             self._pointers[:] = 0
             raise

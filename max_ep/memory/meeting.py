@@ -141,7 +141,7 @@ class Meeting:
         over then, and the name free. Who does not come in time is added to ``lost``,
         if it is given, and an error else.
         """
-        deadline = time.monotonic() + timeout_s
+        self._descriptor, deadline = descriptor, time.monotonic() + timeout_s
         missing = set(range(self.n_nodes)) - {self.node_id, *absent}
         found: dict[int, tuple[Owner, int]] = {}
         with self._listener, selectors.DefaultSelector() as lines:
@@ -150,7 +150,7 @@ class Meeting:
                 while missing:
                     called = {key.data for key in lines.get_map().values()}
                     for node in missing - called:
-                        line = node < self.node_id and self._call(node, descriptor)
+                        line = node < self.node_id and self._call(node)
                         if line:
                             lines.register(line, selectors.EVENT_READ, node)
                     for key, _ in lines.select(_POLL_S):
@@ -160,7 +160,7 @@ class Meeting:
                             lines.register(guest, selectors.EVENT_READ)
                             continue
                         lines.unregister(key.fileobj)
-                        self._take(key.fileobj, descriptor, missing, found)
+                        self._take(key.fileobj, missing, found)
                     if missing and time.monotonic() > deadline:
                         if lost is not None:
                             lost |= missing
@@ -175,28 +175,27 @@ class Meeting:
                     key.fileobj.close()
         return found
 
-    def _call(self, node: int, descriptor: int) -> socket.socket | None:
+    def _call(self, node: int) -> socket.socket | None:
         """Calls a node; None if it is not there yet, or many are calling it."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.setblocking(False)
         try:
             line.connect(self._name(node))
-            self._say(line, descriptor)
+            self._say(line)
             return line
         except OSError:
             line.close()
             return None
 
-    def _say(self, line: socket.socket, descriptor: int) -> None:
+    def _say(self, line: socket.socket) -> None:
         if _credentials(line)[1] != os.getuid():
             raise PermissionError("the socket is another user's")
         text = json.dumps([self.node_id, asdict(self.owner)]).encode()
-        socket.send_fds(line, [text], [descriptor])
+        socket.send_fds(line, [text], [self._descriptor])
 
     def _take(
         self,
         line: socket.socket,
-        descriptor: int,
         missing: set[int],
         found: dict[int, tuple[Owner, int]],
     ) -> None:
@@ -215,7 +214,7 @@ class Meeting:
                     return  # another program has called
                 if owner.fingerprint != self.owner.fingerprint:
                     for peer in {*range(self.n_nodes)} - {self.node_id}:
-                        if call := self._call(peer, descriptor):
+                        if call := self._call(peer):
                             call.close()  # nobody waits for this one
                     other, own = differing(owner.fingerprint, self.owner.fingerprint)
                     raise ValueError(
@@ -225,7 +224,7 @@ class Meeting:
                 # One that was met already has gone on to the next group of this name.
                 if node in missing and theirs:
                     if node > self.node_id:
-                        self._say(line, descriptor)
+                        self._say(line)
                     missing.remove(node)
                     found[node] = owner, theirs.pop()
             except OSError:

@@ -117,10 +117,10 @@ class PeerMemory(ABC):
         """Hands this process's block to peers, which hand on theirs at the same time,
         and agree on the ``epoch``; returns who has not come. :meth:`map` uses what has.
         """
-        place = self.group, self._node_id, self._n_nodes, self.owner.fingerprint
         absent, lost = set(range(self._n_nodes)) - peers, set()
         left_s = deadline_s - time.monotonic()
-        meeting = Meeting(*place, epoch)
+        fingerprint = self.owner.fingerprint
+        meeting = Meeting(self.group, self._node_id, self._n_nodes, fingerprint, epoch)
         self._forget()
         self._given = meeting.meet(self._descriptor, left_s, absent, lost)
         return lost
