@@ -379,10 +379,9 @@ def estimate_ep_memory_usage(
             f"dispatch_element_dtype={element_dtype} with dispatch_dtype="
             f"{dispatch_dtype}: packed are float4_e2m1fn, in uint8; pass None"
         )
-    make_quant_config = format_of(dispatch_dtype).make_quant_config
     return EPConfig(
         **fields,
-        dispatch_quant_config=make_quant_config() if make_quant_config else None,
+        dispatch_quant_config=format_of(dispatch_dtype).make_quant_config(),
         target="cpu",
         protocol="by_expert" if n_nodes > 1 else "auto",
     ).estimate_memory_usage()

@@ -112,6 +112,5 @@ def add_op(
         graph._import_kernels([path])
     changes = any(isinstance(value, BufferValue) for value in values)
     call = ops.inplace_custom if changes else ops.custom
-    given = dict(device=device, values=values, out_types=out_types)
-    results = call(f"max_ep.{name}", **given, parameters=parameters)
+    results = call(f"max_ep.{name}", device, values, out_types, parameters)
     return [result.tensor for result in results]

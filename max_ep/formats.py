@@ -26,15 +26,14 @@ PLAIN_DTYPES = (DType.bfloat16, DType.float32)
 """Dtypes of expert rows and results, and of tokens before a format encodes them."""
 
 MX_BLOCK = 32
-"""The same in the formats of the OCP Microscaling specification."""
-
+"""Elements that share a scale in the OCP Microscaling formats."""
 
 _WIDEN = {
     DType.float8_e4m3fn: quantize.float8_e4m3fn_to_float32,
     DType.float8_e8m0fnu: quantize.float8_e8m0fnu_to_float32,
     DType.uint8: quantize.float4_e2m1fn_to_float32,  # two in a byte
 }
-"""Of dtypes that NumPy lacks."""
+"""Makes float32 of the bits of dtypes that NumPy lacks."""
 
 
 def widen_bits(dtype: DType, bits: np.ndarray) -> np.ndarray:
@@ -81,8 +80,9 @@ class TokenFormat:
     """Elements that share a scale; 0: there are no scales."""
     scale_dtype: DType = DType.float32
     """Of the scales."""
-    make_quant_config: Callable[[], QuantConfig] | None = None
-    """Makes the ``dispatch_quant_config`` that it needs; None: it takes none."""
+    make_quant_config: Callable[[], QuantConfig | None] = lambda: None
+    """Makes the ``dispatch_quant_config`` that it needs; it returns None if it takes
+    none."""
     quantize: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
     """Oracle: maps float32 ``[n, hidden]`` to values ``[n, hidden]`` and scales ``[n,
     n_scales]``. None: elements travel as they are."""
@@ -122,10 +122,8 @@ class TokenFormat:
         """Whether scales are float32."""
         return self.is_quantized and self.scale_dtype == DType.float32
 
-    def op_name(self, power_of_two_scales: bool, is_forwarded: bool = False) -> str:
-        """Returns the format's name in ops, with the rounding of scales."""
-        if is_forwarded:
-            return f"{self.name}_forwarded"
+    def op_name(self, power_of_two_scales: bool) -> str:
+        """Returns the format's name in ops that quantize."""
         is_rounded = self.rounds_scales and power_of_two_scales
         return self.name + ("_power_of_two" if is_rounded else "")
 
@@ -197,7 +195,8 @@ class TokenFormat:
         self, given: QuantConfig | None, field: str = "dispatch_quant_config"
     ) -> None:
         """Raises a ``ValueError`` unless a quantization config fits the format."""
-        if self.make_quant_config is None:
+        wanted = self.make_quant_config()
+        if wanted is None:
             if given is not None:
                 raise ValueError(
                     f"dispatch_quant_config given with dispatch_dtype={self.dtype}; "
@@ -210,7 +209,6 @@ class TokenFormat:
                 f"dispatch_dtype={self.dtype} needs a dispatch_quant_config: {maker} "
                 "makes the supported one"
             )
-        wanted = self.make_quant_config()
         have, want = (
             (c.format, c.input_scale.dtype, c.input_scale.block_size)
             for c in (given, wanted)
@@ -276,8 +274,8 @@ def format_of(dtype: DType, quant_config: QuantConfig | None = None) -> TokenFor
     first of the dtype, if none has such a config."""
     of_dtype = [f for f in FORMATS if f.dtype == dtype]
     for token_format in of_dtype:
-        make = token_format.make_quant_config
-        if make and quant_config and make().format == quant_config.format:
+        wanted = token_format.make_quant_config()
+        if wanted and quant_config and wanted.format == quant_config.format:
             return token_format
     if of_dtype:
         return of_dtype[0]

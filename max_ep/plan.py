@@ -40,11 +40,11 @@ def run_plan(options: argparse.Namespace) -> int:
         unknown, known = options.dispatch_dtype, ", ".join(BY_NAME)
         raise ValueError(f"--dispatch {unknown} is unknown; there are {known}")
     given = {name: value for name, value in vars(options).items() if name in _FIELDS}
-    make_quant_config = BY_NAME[options.dispatch_dtype].make_quant_config
+    dispatch_quant_config = BY_NAME[options.dispatch_dtype].make_quant_config()
     for name in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         given[name] = given[name] and BY_NAME[given[name]].dtype
     partial = BY_NAME.get(options.partial_dtype)
-    if partial is not None and partial.make_quant_config is not None:
+    if partial is not None and partial.is_quantized:
         if options.combine_mode != "sums":  # EPConfig knows no name for it
             raise ValueError(
                 f"--partial {partial.name} with --combine-mode {options.combine_mode}, "
@@ -58,7 +58,7 @@ def run_plan(options: argparse.Namespace) -> int:
             n_nodes=1,
             # Memory is the same on CPU; the choice of a protocol is that on GPUs.
             target="gpu",
-            dispatch_quant_config=make_quant_config() if make_quant_config else None,
+            dispatch_quant_config=dispatch_quant_config,
         )
     except ValueError as error:
         raise ValueError(in_options(str(error), options.names)) from None

@@ -165,7 +165,7 @@ def _dispatch(
         nothing = ops.placeholder(device, 1, 1)
         ids = ops.placeholder(device, 1, 1, dtype=DType.int32)
         values = [nothing, ids, ops.placeholder(device, 0), nothing]
-        addresses.insert(0, addresses[0])
+        addresses.insert(0, addresses[0])  # nothing is sent
     types = ops.dispatch_types(config, device)
     if op == "dispatch_async":
         types = [TensorType(kind.dtype, [0] * kind.rank, device) for kind in types]
@@ -194,13 +194,13 @@ def call_distributed_ep_dispatch(
     none = [None] * len(atomic_counters)
     given = zip(input_tokens, topk_ids, atomic_counters)
     more = zip(input_scales or none, router_weights or none)
+    send = call_ep_dispatch_async if config.runs_ranks_in_turn else call_ep_dispatch
+    results = [
+        send(*of_rank, *pointers, config, *optional)
+        for of_rank, optional in zip(given, more)
+    ]
     if not config.runs_ranks_in_turn:
-        return [
-            call_ep_dispatch(*of_rank, *pointers, config, *optional)
-            for of_rank, optional in zip(given, more)
-        ]
-    for of_rank, optional in zip(given, more):
-        call_ep_dispatch_async(*of_rank, *pointers, config, *optional)
+        return results
     return [
         call_ep_dispatch_wait(counter, *pointers[1:], config)
         for counter in atomic_counters
@@ -233,8 +233,7 @@ def call_ep_combine_async(
         src_info: ``src_info`` from that dispatch.
     """
     pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
-    rows = input_tokens, src_info
-    _combine("combine_async", config, atomic_counter, pointers, rows)
+    _combine("combine_async", config, atomic_counter, pointers, input_tokens, src_info)
 
 
 def call_ep_combine_wait(
@@ -266,9 +265,15 @@ def call_ep_combine_wait(
         ``partial_dtype`` by itself; these partial sums are added to the own rank's
         in order of rank.
     """
-    rows, sums = (input_tokens, None), (router_weights, num_tokens)
-    pointers = recv_buf_ptrs, recv_count_ptrs
-    return _combine("combine_wait", config, atomic_counter, pointers, rows, sums)[0]
+    return _combine(
+        "combine_wait",
+        config,
+        atomic_counter,
+        (recv_buf_ptrs, recv_count_ptrs),
+        input_tokens,
+        num_tokens=num_tokens,
+        router_weights=router_weights,
+    )
 
 
 def call_ep_combine(
@@ -290,9 +295,16 @@ def call_ep_combine(
     not read.
     """
     refuse_if_in_turn(config, "combine")
-    rows, sums = (input_tokens, src_info), (router_weights, num_tokens)
-    pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
-    return _combine("combine", config, atomic_counter, pointers, rows, sums)[0]
+    return _combine(
+        "combine",
+        config,
+        atomic_counter,
+        (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs),
+        input_tokens,
+        src_info,
+        num_tokens,
+        router_weights,
+    )
 
 
 def _combine(
@@ -300,24 +312,27 @@ def _combine(
     config: EPConfig,
     counter: BufferValue,
     pointers: Sequence[TensorValue],
-    rows: tuple[TensorValue, TensorValue | None],
-    sums: tuple[TensorValue | None, Dim] | None = None,
-) -> list[TensorValue]:
-    """Adds the op in a form that takes rows with their source, gives sums, or both."""
+    input_tokens: TensorValue,
+    src_info: TensorValue | None = None,
+    num_tokens: Dim = 0,
+    router_weights: TensorValue | None = None,
+) -> TensorValue:
+    """Adds the op in a form that sends rows, gives sums, or does both."""
     device = counter.device
     addresses = ops.check_buffers(config, counter, *pointers)
-    values = ops.rows_for_op(config, *rows, device)
-    if rows[1] is None:
+    values = ops.rows_for_op(config, input_tokens, src_info, device)
+    if op == "combine_wait":
         values.append(ops.placeholder(device, 1, 1, dtype=DType.int32))
-        addresses.insert(0, addresses[0])
-    if sums is None:
+        addresses.insert(0, addresses[0])  # nothing is sent
+    if op == "combine_async":
         weights = ops.placeholder(device, 1, 1)
     else:
-        weights = ops.weights_for_op(config, *sums, device, "combine")
-    shape = [0 if sums is None else sums[1], config.hidden_size]
-    types = [TensorType(config.combine_dtype, shape, device)]
+        weights = ops.weights_for_op(
+            config, router_weights, num_tokens, device, "combine"
+        )
+    sums = TensorType(config.combine_dtype, [num_tokens, config.hidden_size], device)
     values += [weights, *addresses]
-    return ops.call_op("combine", config, counter, values, types, op=op)
+    return ops.call_op("combine", config, counter, values, [sums], op=op)[0]
 
 
 def call_distributed_ep_combine(

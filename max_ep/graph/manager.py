@@ -333,8 +333,9 @@ class EPBatchManager:
         if phase not in ("dispatch", "combine"):
             raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
         config, is_combine = self.config, phase == "combine"
+        group = _COMBINE if is_combine else _DISPATCH
         counter = self._counter(device_id)
-        self._order[is_combine].check_wait(device_id, f"ep_watch({phase!r})")
+        self._order[group].check_wait(device_id, f"ep_watch({phase!r})")
         if config.masks:
             raise ValueError(
                 "ep_watch with on_timeout='mask': a rank that watches gives no "
@@ -345,11 +346,13 @@ class EPBatchManager:
                 "ep_watch with max_output_rows on GPUs: it would wait for rows that a "
                 "peer has dropped; leave one of them out"
             )
-        where = self._pointers(is_combine, device_id)[1:]
+        where = self._pointers(group, device_id)[1:]
         values = check_buffers(config, counter, *where)
         types = [TensorType(DType.int64, [config.exchange_ranks], counter.device)]
-        given = config, counter, values, types
-        return call_op("watch", *given, is_combine=is_combine)[0]
+        (waits_ns,) = call_op(
+            "watch", config, counter, values, types, is_combine=is_combine
+        )
+        return waits_ns
 
     def ep_received(self, dispatched: tuple[TensorValue, ...]) -> TensorValue:
         """Counts the rows that each expert of a rank got.
@@ -400,9 +403,13 @@ class EPBatchManager:
 
     def ep_combine_async(self, input_tokens: TensorValue, device_id: int) -> None:
         """Starts sending expert rows back; see :func:`call_ep_combine_async`."""
-        rows = input_tokens, self._dispatched(device_id), self._counter(device_id)
-        pointers = self._pointers(_COMBINE, device_id)
-        builders.call_ep_combine_async(*rows, *pointers, self.config)
+        builders.call_ep_combine_async(
+            input_tokens,
+            self._dispatched(device_id),
+            self._counter(device_id),
+            *self._pointers(_COMBINE, device_id),
+            self.config,
+        )
         self._order[_COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
@@ -434,10 +441,15 @@ class EPBatchManager:
         Args and result are those of :meth:`ep_combine_async` and
         :meth:`ep_combine_wait`; ``topk_ids`` is not read.
         """
-        rows = input_tokens, self._dispatched(device_id), self._counter(device_id)
-        pointers = self._pointers(_COMBINE, device_id)
-        sums = self.config, self._num_tokens[device_id], router_weight
-        result = builders.call_ep_combine(*rows, *pointers, *sums)
+        result = builders.call_ep_combine(
+            input_tokens,
+            self._dispatched(device_id),
+            self._counter(device_id),
+            *self._pointers(_COMBINE, device_id),
+            self.config,
+            self._num_tokens[device_id],
+            router_weight,
+        )
         self._order[_COMBINE].send(device_id)
         self._order[_COMBINE].wait(device_id)
         return result

@@ -49,15 +49,14 @@ def call_op(
     config: EPConfig,
     counter: BufferValue,
     values: list[TensorValue],
-    out_types: Sequence[TensorType] = (),
+    out_types: Sequence[TensorType],
     **parameters: bool | str | DType,
 ) -> list[TensorValue]:
     """Adds an EP op to the current graph, after the earlier ones."""
     words = _group(config)
     if name.startswith("dispatch"):
         words += config.token_format.words()
-        how = config.fp8_power_of_two_scales, config.tokens_are_quantized
-        parameters["format"] = config.token_format.op_name(*how)
+        parameters["format"] = _format_name(config)
     elif name in ("combine", "watch"):
         parameters["combine_dtype"] = config.combine_dtype
         parameters["partial_dtype"] = config.combine_wire_dtype
@@ -83,6 +82,12 @@ def _group(config: EPConfig) -> list[str]:
     }
     set_flags = (name for name, is_set in flags.items() if is_set)
     return [*config.group_words(), *numbers, *set_flags]
+
+
+def _format_name(config: EPConfig) -> str:
+    if config.tokens_are_quantized:
+        return f"{config.token_format.name}_forwarded"
+    return config.token_format.op_name(config.fp8_power_of_two_scales)
 
 
 def check_buffers(
@@ -153,8 +158,8 @@ def tokens_for_op(config: EPConfig, given: Tokens, device: DeviceRef) -> TensorV
     shape = [None, config.n_scales]
     check_value(scales, "scales of input_tokens", config.scales_dtype, shape, device)
     check_same_rows("values of input_tokens", values, "scales", scales)
-    kind = config.token_format.op_name(False, True)
-    return as_sent("join_quantized", config, [values, scales], format=kind)
+    given = [values, scales]
+    return as_sent("join_quantized", config, given, format=_format_name(config))
 
 
 def dispatch_inputs(

@@ -66,13 +66,15 @@ def dequantize(
     known = int(columns) if by_row and isinstance(columns, StaticDim) else 0
     hidden = known * token_format.values_per_byte
     by_block = [*by_row, hidden // block]
-    want = [*by_row[:-1], hidden // block, *by_row[-1:]] if is_transposed else by_block
+    want, wanted = by_block, f"n_rows, hidden / {block}"
+    if is_transposed:
+        want = [*by_row[:-1], hidden // block, *by_row[-1:]]
+        wanted = f"hidden / {block}, n_rows"
     if hidden == 0 or hidden % block or list(scales.shape) != want:
-        of_row = [f"hidden / {block}", "n_rows"][:: 1 if is_transposed else -1]
         raise ValueError(
             f"rows are {rows.shape} and scales {scales.shape}; for rows [..., n_rows, "
-            f"hidden], hidden a multiple of {block}, give scales [..., "
-            f"{', '.join(of_row)}], as dispatch delivers them"
+            f"hidden], hidden a multiple of {block}, give scales [..., {wanted}], as "
+            "dispatch delivers them"
         )
     values = ops.reshape(_widen(rows, token_format.dtype), [*by_block, block])
     factors = _widen(scales, token_format.scale_dtype)
