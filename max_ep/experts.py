@@ -320,7 +320,7 @@ def _check(op: str, rows: TensorValue, weights: TensorValue) -> None:
     sizes = ", ".join(map(str, weights.shape))
     if not rows.device.is_cpu():
         if rows.dtype != DType.bfloat16:
-            of_max = {"grouped_matmul": "grouped_matmul_ragged"}.get(op, op)
+            of_max = "linear" if op == "linear" else "grouped_matmul_ragged"
             raise TypeError(
                 f"rows are {rows.dtype}; on GPUs {op} takes bfloat16. For others use "
                 f"MAX's {of_max}"

@@ -42,7 +42,7 @@ def is_hopper() -> bool:
     return accelerator_architecture_name().startswith("sm_90")
 
 
-def _is_concerned(value: TensorValue) -> bool:
+def _is_bfloat16_on_hopper(value: TensorValue) -> bool:
     is_bf16 = value.dtype == DType.bfloat16
     return is_bf16 and not value.device.is_cpu() and is_hopper()
 
@@ -55,7 +55,7 @@ def grouped_matmul_anywhere(
     expert_usage_stats: TensorValue,
 ) -> TensorValue:
     """Replaces ``grouped_matmul_ragged``: ours, where MAX's does not compile."""
-    if _is_concerned(weight):
+    if _is_bfloat16_on_hopper(weight):
         return grouped_matmul(hidden_states, weight, expert_start_indices, expert_ids)
     return grouped_matmul_ragged(
         hidden_states, weight, expert_start_indices, expert_ids, expert_usage_stats
@@ -73,7 +73,7 @@ def experts_anywhere(
     SwiGLU experts run in two matmuls of ours, others as MAX runs them. ``n_rows`` says
     MAX about how many rows there are.
     """
-    if _is_swiglu(layer) and _is_concerned(dispatched[0]):
+    if _is_swiglu(layer) and _is_bfloat16_on_hopper(dispatched[0]):
         gate_up, down = layer.gate_up_proj, layer.down_proj
         if fits_gpu(gate_up) and fits_gpu(down):
             rows, row_offsets, expert_ids, *_ = dispatched
@@ -95,10 +95,10 @@ def linear_anywhere(
 ) -> TensorValue:
     """Replaces ``linear``: ours on the CPU in float32, and on Hopper in bfloat16."""
     is_quantized = any(value is not None for value in (*quantization, *more.values()))
-    if is_quantized or x.rank != 2 or x.dtype != weight.dtype:
-        return linear(x, weight, *quantization, **more)
-    are_float32_on_cpu = x.dtype == DType.float32 and x.device.is_cpu()
-    if are_float32_on_cpu or (_is_concerned(x) and fits_gpu(weight)):
+    is_plain = not is_quantized and x.rank == 2 and x.dtype == weight.dtype
+    is_float32_on_cpu = x.dtype == DType.float32 and x.device.is_cpu()
+    is_on_hopper = _is_bfloat16_on_hopper(x) and fits_gpu(weight)
+    if is_plain and (is_float32_on_cpu or is_on_hopper):
         return our_linear(x, weight)
     return linear(x, weight, *quantization, **more)
 
@@ -106,7 +106,7 @@ def linear_anywhere(
 def product_anywhere(x: TensorValue, other: Any) -> TensorValue:
     """Replaces ``x @ other``: on whole tiles, where MAX writes past its result."""
     are_matrices = x.rank == 2 and getattr(other, "rank", None) == 2
-    if are_matrices and _is_concerned(x):
+    if are_matrices and _is_bfloat16_on_hopper(x):
         return product_of_whole_tiles(x, other)
     return ops.matmul(x, other)
 
@@ -129,7 +129,7 @@ def latent_attention_anywhere(
     MAX's MLA decode kernel is wrong for prompts of 2 to 8 tokens. A length of 9
     selects the prefill kernel; it only bounds the work there.
     """
-    if _is_concerned(more["q"]):
+    if _is_bfloat16_on_hopper(more["q"]):
         longest, cpu = kv_collection.max_prompt_length, DeviceRef.CPU()
         one = ops.constant(1, longest.dtype, cpu)
         enough = ops.constant(_PREFILLED_TOKENS, longest.dtype, cpu)

@@ -98,21 +98,20 @@ class ExpertParallelModel:
     def _init_distributed_runtime(
         self, session: InferenceSession, model_config: Any
     ) -> None:
-        if model_config.ep_config is None:
+        config = model_config.ep_config
+        if config is None:
             _logger.info("max_ep: not used; without --ep-size MAX splits each expert")
             return
         shape = MoeShape.of(self.huggingface_config)
-        is_alone = gathers(model_config.ep_config, shape.moe_dim)
+        is_alone = gathers(config, shape.moe_dim)
         if is_alone or is_virtual_device_mode():  # virtual ones compile only
-            model_config.ep_config.node_id = 0
+            config.node_id = 0
             if is_alone:
                 _logger.info("max_ep: all experts on one GPU; they gather their tokens")
             return
-        self.ep_comm_initializer = EPCommInitializer(model_config.ep_config)
+        self.ep_comm_initializer = EPCommInitializer(config)
         # A session of its own: --precompiled-mefs has no set-up graph.
         self.ep_comm_initializer.ep_init(InferenceSession(devices=session.devices))
-        model_config.ep_config.node_id = self.ep_comm_initializer.config.node_id
-        config = model_config.ep_config
         n, mib = config.n_gpus_per_node, config.estimate_memory_usage() / 2**20
         _logger.info(
             f"max_ep: {n} rank{'s' * (n > 1)} on {config.target.upper()}, protocol "

@@ -70,8 +70,7 @@ class OneDeviceMoe(MoE):
     def _through_ranks(self, x: TensorValue) -> TensorValue:
         n_ranks = self._manager.config.n_gpus_per_node
         slices = [_slices(values, n_ranks) for values in (x, *route(self.gate, x))]
-        experts = self._experts_of, self._layer
-        sums = through_experts(self._manager, *slices, *experts)
+        sums = through_experts(self._manager, *slices, self._experts_of, self._layer)
         whole = sums[0] if len(sums) == 1 else ops.concat(sums)
         return ops.rebind(whole, x.shape).cast(x.dtype)
 
