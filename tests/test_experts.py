@@ -165,7 +165,7 @@ F8 = DType.float8_e4m3fn
 "grouped_matmul", [F32, F32], [2, 32, 64] | takes bfloat16
 "grouped_matmul", [BF16, BF16], [2, 24, 64] | are [2, 24, 64]
 "grouped_matmul", [BF16, BF16], [2, 32, 96] | are [2, 32, 96]
-"grouped_gate_up", [F32, F32], [2, 32, 64] | takes bfloat16
+"grouped_gate_up", [F32, F32], [2, 32, 64] | takes bfloat16; grouped_matmul_ragged
 "grouped_gate_up", [BF16, BF16], [2, 24, 64] | are [2, 24, 64]
 "linear", [F32, F32], [32, 64] | linear takes; MAX's linear
 "linear", [BF16, F32], [32, 64] | weights DType.float32
