@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All atomics of the project: stores and loads of flags, and the deadline of a wait.
 
-A flag is one UInt64, written by one rank only and never reset:
+A flag is one UInt64, written by one rank in a generation and never reset:
 
     bits 63..32  generation that wrote it (0 = nothing was ever written)
     bits 31..0   a count
