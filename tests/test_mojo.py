@@ -106,7 +106,7 @@ def failure_text(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
         ("1 0 1 99 7 0 4 2", ["token 4, k 2: expert 99"]),
         ("2 2 1 5 7 0 4 9", ["row 5: token 4, k 9", "src_info"]),
         ("6 1 3 4 7 6 0 0", ["count for expert 4 of generation 7 from rank 3"]),
-        ("8 2 3 -1 7 6 0 0", ["word that it has read of generation 7 from rank 3"]),
+        ("8 2 3 -1 7 6 0 0", ["done word of generation 7 from rank 3"]),
         ("10 3 1 5 7 7 4 2", ["row of token 4, k 2", "expert 5: rank 1 has combined"]),
         ("11 3 1 -1 7 0 0 0", ["two dispatches", "combine before the second"]),
         ("12 1 1 -1 7 0 0 0", ["before its dispatch_async"]),

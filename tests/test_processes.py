@@ -105,8 +105,8 @@ def test_two_processes_of_two_ranks(graphs):
         ("dispatch_async", "dispatch_wait|count"),
         ("combine_async", "combine_wait|count"),
         # In a program that only dispatches the killed rank has sent; what is
-        # missing is its word that it has read.
-        ("dispatch_wait", "dispatch_async|word that it has read"),
+        # missing is its done word.
+        ("dispatch_wait", "dispatch_async|done word"),
     ],
 )
 def test_killed_rank_is_named(graphs, tmp_path, where, missed):

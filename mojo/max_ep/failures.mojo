@@ -201,7 +201,7 @@ def raise_failure(
     if code == Failure.NO_MESSAGE:
         what = "message"
     if code == Failure.NOT_READ:
-        what = "word that it has read"
+        what = "done word"
     var expert = String()
     if expert_or_row >= 0:
         expert = String(" for expert ", expert_or_row)

@@ -105,35 +105,35 @@ def send_metadata(a: Agent, indexer: int) -> None:
             a.store_relaxed(("metadata", to, a.rank, t), (generation, 0), truth)
 
 
-def send_by_number(a: Agent, has_input: bool) -> None:
+def send_by_number(a: Agent, reads_in_place: bool) -> None:
     tokens = a.world.tokens(a.next("dispatch_sent")[0], a.rank)
     mine = a.of_block(len(tokens))
     if mine and len(tokens) <= a.world.n_inline_tokens:
-        _send_inline(a, mine, has_input)
+        _send_inline(a, mine, reads_in_place)
     elif mine:
-        _send_chunks(a, mine, has_input)
+        _send_chunks(a, mine, reads_in_place)
 
 
-def _send_inline(a: Agent, mine: range, has_input: bool) -> None:
+def _send_inline(a: Agent, mine: range, reads_in_place: bool) -> None:
     n, _ = a.next("dispatch_sent")
     await_readers(a, "dispatch")
     if not a.world.indexes_in_lanes:
         a.block_load_acquire("INDEXED", a.world.n_index_warps)
     for t in mine:
         for chunk in range(a.world.n_chunks):
-            for to in _receivers(a, t, has_input):
+            for to in _receivers(a, t, reads_in_place):
                 truth = ("token", n, a.rank, t, chunk)
                 a.store_relaxed(("inline_token", to, a.rank, t, chunk), truth, truth)
 
 
-def _send_chunks(a: Agent, mine: range, has_input: bool) -> None:
+def _send_chunks(a: Agent, mine: range, reads_in_place: bool) -> None:
     n, generation = a.next("dispatch_sent")
     n_chunks, n_at_once = a.world.n_chunks, a.world.n_chunks_at_once
     await_readers(a, "dispatch")
     for t in mine:
         for first in range(0, n_chunks, n_at_once):
             chunks = range(first, min(first + n_at_once, n_chunks))
-            sent = [(c, to) for c in chunks for to in _receivers(a, t, has_input)]
+            sent = [(c, to) for c in chunks for to in _receivers(a, t, reads_in_place)]
             for chunk, to in sent:
                 truth = ("token", n, a.rank, t, chunk)
                 a.store(("token", to, a.rank, t, chunk), truth, truth)
@@ -142,17 +142,19 @@ def _send_chunks(a: Agent, mine: range, has_input: bool) -> None:
                 a.publish(("chunk_flag", to, a.rank, t, chunk), (generation, 0), truth)
 
 
-def _receivers(a: Agent, t: int, has_input: bool) -> list[int]:
+def _receivers(a: Agent, t: int, reads_in_place: bool) -> list[int]:
     if a.world.protocol == "all_gather":
         targets = [r for r in a.world.ranks if a.world.experts_of(r)]
     else:
         targets = a.world.owners(a.next("dispatch_sent")[0], a.rank, t)
     peers = [r for r in targets if r != a.rank]
     is_own = a.world.has_shared_expert or a.rank in targets
-    return [*peers, a.rank] if is_own and not has_input else peers
+    return [*peers, a.rank] if is_own and not reads_in_place else peers
 
 
-def _send(launch: Launch, block: int, has_input: bool) -> tuple[Agent, list[Agent]]:
+def _send(
+    launch: Launch, block: int, reads_in_place: bool
+) -> tuple[Agent, list[Agent]]:
     """Writes the send phase: numbers, index warps, senders."""
     numbers = launch.agent("numbers warp", block)
     if block == 0:
@@ -165,7 +167,7 @@ def _send(launch: Launch, block: int, has_input: bool) -> tuple[Agent, list[Agen
         if launch.world.has_metadata:
             send_metadata(a, indexer)
         indexers.append(a)
-    send_by_number(launch.agent("sender", block), has_input)
+    send_by_number(launch.agent("sender", block), reads_in_place)
     return numbers, indexers
 
 
@@ -223,7 +225,7 @@ def _read_counts(a: Agent, scanner: int) -> None:
     a.store(("sums", a.rank, a.block, scanner), 1)
 
 
-def receive_tokens(a: Agent, has_input: bool) -> None:
+def receive_tokens(a: Agent, reads_in_place: bool) -> None:
     world, rank = a.world, a.rank
     n, _ = a.next("dispatch_received")
     most = max(len(world.tokens(n, src)) for src in world.ranks)
@@ -237,7 +239,7 @@ def receive_tokens(a: Agent, has_input: bool) -> None:
             continue
         for k in range(len(world.tokens(n, src)[t])):
             _await_words(a, ("entry", rank, src, t, k), ("entry", n, src, t, k))
-        is_input = has_input and src == rank
+        is_input = reads_in_place and src == rank
         saved, truth = ("received_rows", rank, src, t), ("row", n, src, t)
         if not _is_here(a, t, src, is_input):
             if world.has_sums:

@@ -38,8 +38,9 @@ from .send import N_CONTROL, send_rows
 struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel):
     """Sends expert rows back, and adds up those of each token.
 
-    Launch: any grid; fused, `group.num_threads` at least two warps. `keeps_rows`: whether
-    the rows may change behind a launch that only sends. It then sends own tokens', too.
+    Launch: any grid whose blocks are all resident; fused, of at least two warps.
+    `keeps_rows`: whether the rows may change behind a launch that only sends. It then
+    sends own tokens', too.
     """
 
     comptime group = Self.group_

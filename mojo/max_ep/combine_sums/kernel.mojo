@@ -25,9 +25,17 @@ from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, SEND
 from ..layout import Group
 from ..token_format import BytePointer, SharedRows
-from .partials import FEW_TOKENS, Share, SumSplit
+from .partials import FEW_TOKENS, Share, SOME_TOKENS, SumSplit
 from .receive import Receiver
-from .roles import N_CONTROL, N_WARPS_MIN, receive_schedule, SavedRoutes
+from .roles import (
+    ELECTING_WARP,
+    N_CONTROL,
+    N_WARPS_MIN,
+    POLLING_WARP,
+    PUBLISHING_WARP,
+    receive_schedule,
+    TokenRecord,
+)
 from .send import send_partials, sum_to_send
 
 
@@ -35,7 +43,8 @@ from .send import send_partials, sum_to_send
 struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
     """Sends a partial sum of each token to its rank, and adds up those that come.
 
-    Launch: any grid; of `group.num_threads` at least `N_WARPS_MIN` warps.
+    Launch: any grid whose blocks are all resident; `group.num_threads` of at least
+    `N_WARPS_MIN` warps.
     """
 
     comptime group = Self.group_
@@ -50,7 +59,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         comptime group = Self.group
         comptime n_warps = group.num_threads // WARP_SIZE
         comptime assert n_warps >= N_WARPS_MIN, "a role has no warp"
-        comptime code = SEND if sends else RECEIVE
+        comptime phase = SEND if sends else RECEIVE
         comptime publishes_at_end = not sends and group.shares_gpu
         var counters = self.buffers.counters
         var n_senders = 0
@@ -59,7 +68,8 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             comptime if receives:
                 # The others begin to add up tokens.
                 var n = in_32_bits(self.combined.n_tokens)
-                n_senders = min(16 if FEW_TOKENS < n and n <= 256 else 8, n_warps)
+                var are_some = FEW_TOKENS < n and n <= SOME_TOKENS
+                n_senders = min(16 if are_some else 8, n_warps)
         # Chosen before the previous launch has ended, and before the peers' numbers of
         # tokens are known: if these are not few, what is loaded below is not used.
         var source, token_idx = _first_token[
@@ -71,13 +81,13 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # How many rows dispatch has delivered: this load does not depend on the header,
         # so both are in flight together.
         var n_rows = counters.pair_row(group.n_pairs())
-        var prefetched = SavedRoutes.of(counters, source, token_idx, Int(lane_id()))
+        var prefetched = TokenRecord.of(counters, source, token_idx, Int(lane_id()))
         var recv_bufs = share_addresses[group.n_ranks](self.buffers.recv_bufs, 0)
         var dispatch_counts = share_addresses[group.n_ranks](
             self.buffers.counts, 0, group.dispatch_counts_from_combine_counts()
         )
         var block = Block[group].begin[N_CONTROL](
-            word, mask, counters, recv_bufs, dispatch_counts, code
+            word, mask, counters, recv_bufs, dispatch_counts, phase
         )
         var is_refused = not block.can_go
         comptime if sends:
@@ -88,7 +98,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                 block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
                 is_refused = True
         comptime if receives:
-            is_refused = is_refused or self._refuse_too_few_rows(n_rows, code, block)
+            is_refused = is_refused or self._refuse_too_few_rows(n_rows, phase, block)
         if is_refused:
             comptime if receives:
                 fill_with_nan[group.num_threads](
@@ -96,12 +106,12 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                 )
             return
         comptime if not publishes_at_end:
-            if block.elect_last_to_start(n_warps - 2):
+            if block.elect_last_to_start(n_warps - ELECTING_WARP):
                 block.advance[sends, receives]()
         comptime if sends:
-            block.publish_earlier_reads(n_warps - 3)
+            block.publish_earlier_reads(n_warps - PUBLISHING_WARP)
             comptime if not receives:
-                if self._refuse_too_few_rows(n_rows, code, block):
+                if self._refuse_too_few_rows(n_rows, phase, block):
                     return
             var most = block.before.number[Word.MOST_RECEIVED]()
             if block.warp_idx < n_senders:
@@ -113,15 +123,15 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             # AFTER: this generation's partial sums are on their way.
         comptime if receives:
             comptime if not publishes_at_end:
-                if block_idx.x == 0 and block.warp_idx == n_warps - 1:
-                    block.prefetch_done_words()
+                if block_idx.x == 0 and block.warp_idx == n_warps - POLLING_WARP:
+                    block.poll_done_words()
             var n_tokens = in_32_bits(self.combined.n_tokens)
             var receiver = Receiver[group, Self.dtype, Self.partial_dtype](
                 block,
                 self.rows.rows,
                 BytePointer(unsafe_from_address=Int(self.combined.tokens)),
                 n_tokens,
-                _refuse_bad_answer(n_tokens, block.answered[sends](), block),
+                _refuse_other_dispatch(n_tokens, block.answered[sends](), block),
                 prefetched,
                 block.warp_idx >= n_senders,
             )
@@ -147,7 +157,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
 
 
 @always_inline
-def _refuse_bad_answer(
+def _refuse_other_dispatch(
     n_tokens: Int, dispatch_generation: UInt32, block: Block[...]
 ) -> Bool:
     """Refuses a result that cannot be the dispatch's; returns whether it has."""

@@ -100,7 +100,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
         )
 
     @always_inline
-    def put(self, partial_sum: BytePointer, sum: Self.Sum):
+    def send(self, partial_sum: BytePointer, sum: Self.Sum):
         """Rounds a share once, and sends it; all lanes of a warp call it."""
         var is_there = self.idx < Self.n_shares
         comptime if Self.is_quantized:
@@ -223,7 +223,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
 
     @always_inline
     def add_partial[
-        n_loaded: Int, //, first: Int, is_there: Bool = False
+        n_loaded: Int, //, first: Int, was_awaited: Bool = False
     ](
         self,
         mut sum: Self.Sum,
@@ -236,7 +236,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
         comptime n = Self.partial_width
         var are_there = True
         comptime if Self.is_quantized:
-            are_there = self._add_quantized[first, is_there](
+            are_there = self._add_quantized[first, was_awaited](
                 sum, loaded, partial_sum, owner_rank, block
             )
         else:
@@ -245,7 +245,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
                     var at = self.partial_vector(partial_sum, i)
                     var bytes = loaded[first + i]
                     var has_come = True
-                    comptime if is_there:
+                    comptime if was_awaited:
                         store16(at, LaneBytes(SENTINEL))
                     else:
                         has_come = _await_16(at, bytes, owner_rank, block)
@@ -262,7 +262,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
 
     @always_inline
     def _add_quantized[
-        n_loaded: Int, //, first: Int, is_there: Bool
+        n_loaded: Int, //, first: Int, was_awaited: Bool
     ](
         self,
         mut sum: Self.Sum,
@@ -276,7 +276,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
             var bytes = Array[LaneBytes, 2](fill=0)
             comptime for i in range(2):
                 bytes[i] = loaded[first + i]
-                comptime if not is_there:
+                comptime if not was_awaited:
                     var at = self.partial_vector(partial_sum, i)
                     var has_come = _await_16[restores=False](
                         at, bytes[i], owner_rank, block
@@ -324,6 +324,9 @@ def _await_16[
     return True
 
 
+comptime SOME_TOKENS = 256
+"""Tokens up to which sums are split into 14 chunks instead of 7, and up to which 16 warps
+send instead of 8."""
 comptime FEW_TOKENS = 64
 """Tokens up to which sums are split into more chunks, with more rows in flight: then
 latency matters, else throughput."""
@@ -346,4 +349,4 @@ comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
 
 @always_inline
 def sum_split[n_steps: Int, are_few: Bool](n_tokens: Int) -> SumSplit[n_steps, are_few]:
-    return SumSplit[n_steps, are_few](n_tokens <= 256)
+    return SumSplit[n_steps, are_few](n_tokens <= SOME_TOKENS)

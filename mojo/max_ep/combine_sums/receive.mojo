@@ -12,7 +12,7 @@ from ..device.warp import any_lane, any_of_lanes, has_bit
 from ..layout import Group
 from ..token_format import BytePointer, LaneBytes, SENTINEL
 from .partials import n_rows_at_once, Share, sum_split
-from .roles import NEXT_SUM, receive_schedule, SavedRoutes
+from .roles import NEXT_SUM, receive_schedule, TokenRecord
 
 comptime MAX_PREFETCHED = 8
 """Vectors of partial sums that a lane loads while it adds rows."""
@@ -22,14 +22,14 @@ comptime MAX_PREFETCHED = 8
 struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
     TrivialRegisterPassable
 ):
-    """A warp that adds up tokens."""
+    """How each warp adds up tokens."""
 
     var block: Block[Self.group]
     var expert_rows: BytePointer
     var output_tokens: BytePointer
     var n_tokens: Int
-    var is_bad: Bool
-    var prefetched: SavedRoutes
+    var is_refused: Bool
+    var prefetched: TokenRecord
     """Saved routes that were loaded before the launch began."""
     var is_prefetched: Bool
     """Whether they are those of this warp's first token, if tokens are few."""
@@ -48,7 +48,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
         var schedule = receive_schedule(
             block.warp_idx, Self.group.num_threads // WARP_SIZE
         )
-        var is_broken = self.is_bad
+        var is_broken = self.is_refused
         var round = schedule.first
         var is_known = self.is_prefetched
         while True:
@@ -62,7 +62,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             var token_idx = chunk.whole
             var saved = self.prefetched
             if not are_few or not is_known:
-                saved = SavedRoutes.of(block.counters, 0, token_idx, lane)
+                saved = TokenRecord.of(block.counters, 0, token_idx, lane)
             is_known = False
             var row = saved.row
             if is_broken:
@@ -102,7 +102,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                 share.add_rows[n_rows_at_once[are_few, max_prefetched]()](
                     sum, self.expert_rows, row, saved.weight
                 )
-                var is_there = True
+                var are_all_there = True
                 comptime if prefetches and Self.group.masks:
                     owners = share.await_partials(
                         loaded, recv_buf, token_idx, owners, block
@@ -114,9 +114,9 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                                 recv_buf, rank, token_idx
                             )
                             var came = share.add_partial[
-                                rank * n_vectors, is_there=Self.group.masks
+                                rank * n_vectors, was_awaited=Self.group.masks
                             ](sum, loaded, partial_sum, rank, block)
-                            is_there = is_there and came
+                            are_all_there = are_all_there and came
                 else:
                     # The lowest owner that is left, each time.
                     var last_owner = -1
@@ -135,8 +135,8 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                         var came = share.add_partial[0](
                             sum, loaded, partial_sum, last_owner, block
                         )
-                        is_there = is_there and came
-                if not Self.group.masks and any_lane(not is_there):
+                        are_all_there = are_all_there and came
+                if not Self.group.masks and any_lane(not are_all_there):
                     block.counters.set_broken()
                     is_broken = True
                     owner = -1

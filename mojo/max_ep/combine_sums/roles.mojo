@@ -7,8 +7,14 @@ from ..device.schedule import Schedule
 from ..layout import Group
 
 comptime N_WARPS_MIN = 4
-"""Fewest warps of a block. The last three publish earlier reads, count the blocks that
-have begun, and poll done words."""
+"""Fewest warps of a block. The last three have a task of their own first."""
+# Counted from the end.
+comptime PUBLISHING_WARP = 3
+"""The warp that publishes earlier reads."""
+comptime ELECTING_WARP = 2
+"""The warp that counts the blocks that have begun."""
+comptime POLLING_WARP = 1
+"""The warp that polls done words."""
 comptime NEXT_SUM = 0
 """Control word: next part of a token to add up."""
 comptime NEXT_SEND = 1
@@ -23,7 +29,7 @@ def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
 
 
 @fieldwise_init
-struct SavedRoutes(TrivialRegisterPassable):
+struct TokenRecord(TrivialRegisterPassable):
     """The record of a token; lane `k` holds that of choice `k`."""
 
     var n_tokens: Int32

@@ -9,7 +9,7 @@ from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
 from .partials import n_rows_at_once, Share, sum_split
-from .roles import NEXT_SEND, SavedRoutes
+from .roles import NEXT_SEND, TokenRecord
 
 
 @always_inline
@@ -27,7 +27,7 @@ def send_partials[
 ](
     expert_rows: BytePointer,
     n_senders: Int,
-    prefetched: SavedRoutes,
+    prefetched: TokenRecord,
     block: Block[group],
 ):
     comptime LaneShare = Share[group, dtype, partial_dtype]
@@ -59,7 +59,7 @@ def send_partials[
             var source, token_idx = sum_to_send[group](chunk.whole)
             var saved = prefetched
             if not are_few or not is_prefetched:
-                saved = SavedRoutes.of(block.counters, source, token_idx, lane)
+                saved = TokenRecord.of(block.counters, source, token_idx, lane)
             is_prefetched = False
             if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
                 continue
@@ -83,4 +83,4 @@ def send_partials[
                     if not block.await_readers():
                         return
                     is_waiting = False
-                share.put(to, sum)
+                share.send(to, sum)

@@ -326,7 +326,7 @@ struct Block[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def await_readers(self) -> Bool:
-        """Waits for readers by rank, unless `prefetch_done_words` has seen them."""
+        """Waits for readers by rank, unless `poll_done_words` has seen them."""
         comptime is_combine = Self.group.is_combine()
         var generation = self._sent[is_combine]()
         comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED
@@ -432,7 +432,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             )
 
     @always_inline
-    def prefetch_done_words(self):
+    def poll_done_words(self):
         """Polls done words of the other direction, so that its next launch need not wait;
         a warp that no other waits for calls it."""
         comptime is_combine = not Self.group.is_combine()

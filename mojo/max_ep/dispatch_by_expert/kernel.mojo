@@ -33,8 +33,8 @@ from .send import N_CONTROL, Sender, SendSchedule
 struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](Kernel):
     """Sends a message for each choice, and sorts those that come into rows by expert.
 
-    Launch: any grid; `group.num_threads` of three warps or more. All buffers must be
-    mapped and peer-writable until every receiver has returned.
+    Launch: any grid whose blocks are all resident, of three warps or more. All buffers
+    must be mapped and peer-writable until every receiver has returned.
     """
 
     comptime group = Self.group_

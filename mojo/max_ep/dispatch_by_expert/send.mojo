@@ -226,12 +226,12 @@ struct Sender[
             return
         var recv_buf = self.block.recv_buf()
         var n_blocks = Int(grid_dim.x)
-        var position = UInt32(sender)
+        var item_in_block = UInt32(sender)
         var first = Int(block_idx.x) + sender * n_blocks
         for item in range(first, self.schedule.n_items, n_senders * n_blocks):
-            while load_acquire_block(self.block.word(INDEXED)) <= position:
+            while load_acquire_block(self.block.word(INDEXED)) <= item_in_block:
                 pass
-            position += UInt32(n_senders)
+            item_in_block += UInt32(n_senders)
             var token_idx = self.schedule.token(item)
             var first_k = self.schedule.first_k(item, top_k)
             var end_k = self.schedule.first_k(item, top_k, 1)

@@ -61,9 +61,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     var pair_rows: SharedInts
     """The rows before each pair, packed, and before the end."""
     var sums: SharedInts
-    """Of each scan warp: the rows of its pairs."""
+    """Of each scanner: the rows of its pairs."""
     var largest_of: SharedInts
-    """Of each scan warp: the rows of its largest pair."""
+    """Of each scanner: the rows of its largest pair."""
 
     @always_inline
     def __init__(out self, block: Block[Self.group], tables: RowTables[Self.group]):
@@ -79,17 +79,17 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         return Int(self.pair_rows[unsafe_offset=pair])
 
     @always_inline
-    def _rows_of_pair(self, pair: Int) -> Int:
+    def _n_rows_of_pair(self, pair: Int) -> Int:
         return self.rows_before(pair + 1) - self.rows_before(pair)
 
     @always_inline
-    def _rows_of_expert(self, local_expert: Int) -> Int:
+    def _n_rows_of_expert(self, local_expert: Int) -> Int:
         return self.rows_before(Self.group.pair(local_expert + 1, 0)) - (
             self.rows_before(Self.group.pair(local_expert, 0))
         )
 
     @always_inline
-    def row_of_pair(self, pair: Int) -> Int32:
+    def first_row_of_pair(self, pair: Int) -> Int32:
         var row = self.pair_rows[unsafe_offset=pair]
         comptime if Self.group.is_padded:
             var local_expert = pair // Self.group.n_ranks
@@ -138,7 +138,8 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                     # Then at once the next one.
                     n_polls -= 1
             else:
-                if self.block.give_up_if_late(n_polls, 0):
+                # Where no rank masks, it does not matter which rank is late.
+                if self.block.give_up_if_late(n_polls, rank=0):
                     var pair = pair_of_lane(first, missing, self.block.lane)
                     self.block.fail(
                         Failure.NO_COUNT,
@@ -282,7 +283,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                     Failure.TOO_MANY_ROWS, RECEIVE, 0, n_rows_needed, n_rows_max
                 )
                 store_release_block(failed, 1)
-        # Even after a failure: the block waits for all scan warps without a deadline.
+        # Even after a failure: the block waits for all scanners without a deadline.
         syncwarp()
         if self.block.lane == 0:
             arrive_in_block(self.block.word(SCANNED))
@@ -290,14 +291,14 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _drop_rows(self, n_rows_max: Int):
-        """Reduces the rows of pairs to those that fit, with the first scan warp."""
+        """Reduces the rows of pairs to those that fit, with the first scanner."""
         # The others have added up their pairs.
         self.block.await_word(SCANNED, Self.n_scanners - 1)
         syncwarp()
         var lane = self.block.lane
         if block_idx.x == 0:
             for i in range(lane, Self.group.n_local_experts(), WARP_SIZE):
-                self.block.counters.rows_dropped(i)[] = Int32(self._rows_of_expert(i))
+                self.block.counters.rows_dropped(i)[] = Int32(self._n_rows_of_expert(i))
         var n_before = self.rows_before(0)
         if self.rows_before(Self.n_pairs) - n_before <= n_rows_max:
             return
@@ -305,14 +306,14 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
         def rows_below(level: Int) {imm} -> Int:
             var n = 0
             for pair in range(lane, Self.n_pairs, WARP_SIZE):
-                n += min(self._rows_of_pair(pair), level)
+                n += min(self._n_rows_of_pair(pair), level)
             return Int(sum_of_lanes(UInt32(n)))
 
         var level = largest_level(n_rows_max, rows_below)
         var n_left = n_rows_max - rows_below(level)
         for first in range(0, Self.n_pairs, WARP_SIZE):
             var pair = first + lane
-            var count = self._rows_of_pair(pair) if pair < Self.n_pairs else 0
+            var count = self._n_rows_of_pair(pair) if pair < Self.n_pairs else 0
             var have_more = warp.vote[DType.uint32](count > level)
             var n_earlier = pop_count(have_more & ((UInt32(1) << UInt32(lane)) - 1))
             if count > level:
@@ -349,7 +350,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
             var row = self.rows_before(pair)
             var count = self.rows_before(pair + 1) - row
             var local_expert, src_rank = divmod(pair, Self.group.n_ranks)
-            var first_row = Int(self.row_of_pair(pair))
+            var first_row = Int(self.first_row_of_pair(pair))
             self.block.counters.set_pair_rows(pair, first_row, count)
             var begin = row - self.rows_before(Self.group.pair(local_expert, 0))
             self.tables.write_pair(pair, begin, count)
@@ -357,7 +358,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                 comptime if Self.group.drops_rows:
                     # It holds the rows that have been announced.
                     self.block.counters.rows_dropped(local_expert)[] -= Int32(
-                        self._rows_of_expert(local_expert)
+                        self._n_rows_of_expert(local_expert)
                     )
                 var n_rows = self.rows_before(pair + Self.group.n_ranks) - row
                 self.tables.write_expert(local_expert, first_row, n_rows)

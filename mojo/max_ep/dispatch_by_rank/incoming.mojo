@@ -109,8 +109,8 @@ struct Token(TrivialRegisterPassable):
     var src_rank: Int
     var idx: Int
     var is_inline: Bool
-    var is_loaded: Bool
-    """Whether it is loaded before its entries are read: it has no flags."""
+    var is_loaded_early: Bool
+    """Whether it is loaded before its entries are read, since it has no chunk flags."""
 
 
 struct Steps[Format: TokenFormat, are_all_inline: Bool]:

@@ -69,10 +69,10 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
     def run[sends: Bool, receives: Bool](self):
         comptime assert Self.n_warps >= N_WARPS_MIN, "a role has no warp"
         # Then this rank reads its own tokens where they are given.
-        comptime has_input = (
+        comptime reads_in_place = (
             sends and receives and Self.Format.is_identity[Self.input_type]()
         )
-        # If combine sends rows, the next launch publishes no done words of dispatch.
+        # If combine sends rows, it publishes no done words of dispatch.
         comptime publishes_at_end = not sends and (
             Self.group.shares_gpu or not Self.group.has_sums
         )
@@ -80,7 +80,9 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         var choices = Choices[Self.group](
             self.given.topk_ids, self.given.router_weights, n_tokens
         )
-        var sender = TokenSender[Self.group, Self.Format, Self.input_type, has_input](
+        var sender = TokenSender[
+            Self.group, Self.Format, Self.input_type, reads_in_place
+        ](
             self.given.tokens,
             choices,
             n_tokens,
@@ -143,9 +145,9 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         comptime if receives:
             comptime if Self.group.has_sums and not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == DONE_WARP:
-                    block.prefetch_done_words()
+                    block.poll_done_words()
             var n_own = n_tokens if sends else block.before.n_tokens(block.receiving())
-            self._receive[has_input](block, indexer, n_own)
+            self._receive[reads_in_place](block, indexer, n_own)
             comptime if publishes_at_end:
                 block.end_wait()
             # AFTER: rows are complete; every source may overwrite its tokens here,
@@ -178,9 +180,9 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
 
     @always_inline
     def _receive[
-        has_input: Bool
+        reads_in_place: Bool
     ](self, block: Block[Self.group], indexer: Int, n_own: Int):
-        """Makes rows with one warp; `n_own`: tokens that this rank sent."""
+        """Makes rows, with each warp; `n_own`: tokens that this rank sent."""
         var shared = SharedCounts[Self.group](block, self.dispatched.tables)
         var numbers = SharedNumbers[Self.group](block)
         if indexer >= 0:
@@ -206,7 +208,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 )
         if not numbers.await_all():
             return
-        var receiver = Receiver[Self.group, Self.Format, has_input](
+        var receiver = Receiver[Self.group, Self.Format, reads_in_place](
             self.dispatched,
             UInt64(Int(self.given.tokens)),
             block.recv_buf(),

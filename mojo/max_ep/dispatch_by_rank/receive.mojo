@@ -45,14 +45,14 @@ struct _Destination(TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
+struct Receiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
     TrivialRegisterPassable
 ):
-    """A warp that receives."""
+    """How each warp receives."""
 
     var dispatched: DispatchedRows[Self.group, Self.Format]
     var own_tokens: UInt64
-    """This rank's tokens, if `has_input`."""
+    """This rank's tokens, if `reads_in_place`."""
     var recv_buf: BytePointer
     """Loaded once: the block has it in shared memory."""
     var shared: SharedCounts[Self.group]
@@ -100,7 +100,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
     def _locate[
         are_all_inline: Bool
     ](self, src_rank: Int, token_idx: Int, n_tokens: Int) -> Token:
-        comptime if Self.has_input:
+        comptime if Self.reads_in_place:
             if src_rank == self.block.my_rank:
                 var bytes = bytes_at(
                     self.own_tokens
@@ -171,7 +171,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         comptime in_flight = steps.in_flight
         var lane = self.block.lane
         # Loaded before its entries arrive, since it is most likely for this rank.
-        if token.is_loaded:
+        if token.is_loaded_early:
             steps.load(token, chunk.begin, chunk.end, lane)
         var to = _Destination.NONE
         if lane < Self.group.top_k:
@@ -189,7 +189,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             if chunk.idx == 0:
                 self._record_choice[has_weight=False](token, to)
             return True
-        if not are_all_inline and not token.is_loaded:
+        if not are_all_inline and not token.is_loaded_early:
             var flag = flag_at(
                 self.recv_buf,
                 Self.group.chunk_flag_offset(token.src_rank, token.idx, chunk.idx),
@@ -198,7 +198,9 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
             if any_lane(generation_of(word) != self.block.receiving()):
                 return self._go_on_without()
         for first in range(chunk.begin, chunk.end, in_flight):
-            if first != chunk.begin or (not are_all_inline and not token.is_loaded):
+            if first != chunk.begin or (
+                not are_all_inline and not token.is_loaded_early
+            ):
                 steps.load(token, first, chunk.end, lane)
             var is_there = True
             if token.is_inline:
@@ -217,7 +219,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                         to.pair, to.position
                     )
                 if to.has_row:
-                    to.row = self.shared.row_of_pair(to.pair) + to.position
+                    to.row = self.shared.first_row_of_pair(to.pair) + to.position
                 if chunk.idx == 0 and not self._record(token, to, with_row, is_shared):
                     self.block.counters.set_broken()
                     return False
@@ -233,7 +235,7 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
                     row = Int(warp.shuffle_idx(to.row, k))
                     comptime if Self.Format.Rows.depend_on_expert:
                         var pair = Int(warp.shuffle_idx(Int32(to.pair), k))
-                        rows = self._rows_of_pair(pair)
+                        rows = self._outputs_of_pair(pair)
                 else:
                     is_shared_left = False
                 steps.place(rows, row, first, chunk.end, lane)
@@ -249,9 +251,9 @@ struct Receiver[group: Group, Format: TokenFormat, has_input: Bool](
         return False
 
     @always_inline
-    def _rows_of_pair(self, pair: Int) -> Self.Format.Rows:
+    def _outputs_of_pair(self, pair: Int) -> Self.Format.Rows:
         var expert = pair // Self.group.n_ranks
-        var first_row = self.shared.row_of_pair(Self.group.pair(expert, 0))
+        var first_row = self.shared.first_row_of_pair(Self.group.pair(expert, 0))
         return self.dispatched.rows.of_expert(expert, Int(first_row))
 
     @always_inline

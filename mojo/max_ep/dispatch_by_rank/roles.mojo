@@ -25,9 +25,9 @@ comptime TOKENS_READY = 0
 """Control word: 1 if the numbers of tokens are there, or `NO_NUMBERS`."""
 comptime NO_NUMBERS = UInt32(2)
 comptime SUMMED = 1
-"""Control word: index warps that have the sum of their counts."""
+"""Control word: scanners, index warps that read counts, that have their sum."""
 comptime SCANNED = 2
-"""Control word: index warps that have the rows of their pairs."""
+"""Control word: scanners that have the rows of their pairs."""
 comptime FAILED = 3
 """Control word: whether a count is missing or the rows do not fit."""
 comptime NEXT_RECEIVE = 4

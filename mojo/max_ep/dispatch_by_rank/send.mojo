@@ -50,7 +50,9 @@ struct Targets(TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def of[group: Group, has_input: Bool](id: Int32, my_rank: Int, lane: Int) -> Self:
+    def of[
+        group: Group, reads_in_place: Bool
+    ](id: Int32, my_rank: Int, lane: Int) -> Self:
         """All lanes call it."""
         var dst_rank: Int32 = -1
         comptime if group.sends_to_all():
@@ -67,7 +69,7 @@ struct Targets(TrivialRegisterPassable):
             var first = count_trailing_zeros(lanes_like(dst_rank))
             is_target = is_target and Int(first) == lane
         var is_own = False
-        comptime if not has_input:
+        comptime if not reads_in_place:
             is_own = group.fused_shared_expert or any_lane(dst_rank == Int32(my_rank))
         return Self(dst_rank, is_target, warp.vote[DType.uint32](is_target), is_own)
 
@@ -174,7 +176,7 @@ struct TokenLane[Format: TokenFormat, input_type: DType, in_flight: Int]:
 
 
 struct TokenSender[
-    group: Group, Format: TokenFormat, input_type: DType, has_input: Bool
+    group: Group, Format: TokenFormat, input_type: DType, reads_in_place: Bool
 ]:
     """A warp that sends tokens.
 
@@ -242,13 +244,13 @@ struct TokenSender[
     def find_targets(mut self, header_word: Int32):
         if self.has_chunk:
             var my_rank = warp.shuffle_idx(header_word, UInt32(Word.MY_RANK))
-            self.targets = Targets.of[Self.group, Self.has_input](
+            self.targets = Targets.of[Self.group, Self.reads_in_place](
                 self.id, Int(my_rank), Int(lane_id())
             )
 
     @always_inline
     def _targets_of(self, token_idx: Int, block: Block[Self.group]) -> Targets:
-        return Targets.of[Self.group, Self.has_input](
+        return Targets.of[Self.group, Self.reads_in_place](
             self.choices.id_of_lane(token_idx, block.lane), block.my_rank, block.lane
         )
 
