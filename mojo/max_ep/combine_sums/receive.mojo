@@ -30,7 +30,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
     var n_tokens: Int
     var is_refused: Bool
     var prefetched: TokenRecord
-    """Saved routes that were loaded before the launch began."""
+    """A record of a token that was loaded before the launch began."""
     var is_prefetched: Bool
     """Whether they are those of this warp's first token, if tokens are few."""
 
