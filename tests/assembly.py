@@ -124,6 +124,8 @@ def _ptx_op(text: str) -> Op:
     words = [word.partition("::")[0] for word in name.split(".")]
     order = next((word for word in words if word in _ORDERS), "")
     scope = next((_SCOPES[word] for word in words if word in _SCOPES), "")
+    if order == "volatile":
+        scope = "system"  # PTX defines it as relaxed there.
     if words[0] in ("fence", "membar"):
         return Op(text, "fence", order=order, scope=scope)
     # Accesses that this file does not know, and would overlook.

@@ -329,10 +329,12 @@ def load_relaxed_sys_16(p: MutPointer[UInt8]) -> SIMD[DType.uint32, 4]:
     """Reads 16 bytes that a peer may be writing, in one access."""
     comptime assert is_nvidia_gpu(), "128 bits at once are promised by PTX only"
     # ORDER: RELAXED, system scope, one access of 128 bits. Pairs with the
-    # RELAXED in `store_relaxed_sys_16`. Makes visible: itself.
+    # RELAXED in `store_relaxed_sys_16`. Makes visible: itself. Volatile, which PTX
+    # defines as that, and never split: of a `ld.relaxed` whose middle words nobody
+    # uses, the assembler makes two loads, and the first may see less than the second.
     var halves = inlined_assembly[
         (
-            "{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [$2];"
+            "{ .reg .b128 word; ld.volatile.global.b128 word, [$2];"
             " mov.b128 {$0, $1}, word; }"
         ),
         _RegisterPackType[UInt64, UInt64],

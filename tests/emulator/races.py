@@ -16,7 +16,7 @@ import numpy as np
 
 from .memory import SIZES, Memory
 
-ORDERS = ("nc", "relaxed", "acquire", "release", "acq_rel", "volatile")
+ORDERS = ("nc", "relaxed", "acquire", "release", "acq_rel")
 SCOPES = ("cta", "gpu", "sys")
 
 

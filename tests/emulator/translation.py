@@ -332,12 +332,14 @@ class Translation:
         memory = "sh" if "shared" in kinds else "mem"
         load, store = f"{memory}_load_{n_bytes}", f"{memory}_store_{n_bytes}"
         lines = [f"a = {self.address(place)}"]
+        # PTX defines volatile so.
+        ordered = [*kinds, "relaxed", "sys"] if "volatile" in kinds else kinds
         order = next(
-            (x for x in kinds if x in ORDERS), "relaxed" * (how[0] not in "ls")
+            (x for x in ordered if x in ORDERS), "relaxed" * (how[0] not in "ls")
         )
         if order:
             load, store = f"{memory}_get_{n_bytes}", f"{memory}_set_{n_bytes}"
-            scope = next((x for x in kinds if x in SCOPES), "")
+            scope = next((x for x in ordered if x in SCOPES), "")
             stored = None
             if how == "st" and "{" not in rest:
                 names = rest[rest.index("]") + 1 :].lstrip(", ")
