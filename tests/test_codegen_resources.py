@@ -21,6 +21,7 @@ SPILLED = {
     "dispatch_async.fp8_scaled": 104,
     "dispatch_wait.fp8_shared_chunks_oversubscribed": 8,
     "dispatch.mxfp8_tiles_chunks": 8,
+    "combine.fp8": 8,
 }
 
 

@@ -202,6 +202,14 @@ def test_tokens_in_chunks():
     check_header(world, range(2), 3)
 
 
+def test_all_blocks_share_work():
+    """Each launch counts from 0, in the half that the one before has cleared."""
+    world = World("work")
+    steps = [([257, 1, 0], 1), ([1, 0, 2], 1), ([257, 0, 1], 1)]
+    run_steps(world, steps, n_wrong=0.97)
+    check_header(world, range(3), 3)
+
+
 def test_a_rank_is_masked_and_comes_back():
     world = World("masks", timeout_ms=MASKED_MS)
     run_steps(world, [([5, 2, 4], 1)])

@@ -25,6 +25,10 @@ Int32:
                           choices the row here, or that there is none, and the
                           router weight. Sources are counted from this rank on
                           (`Group.relative_rank`)
+    taken [3][2], a cache line each
+                          more than two ranks; GPU, by rank: how many items the
+                          blocks of a launch have taken (`Taken`), by the parity
+                          of the generation
     masked [n_ranks], begin of the step
                           if ranks mask (`Group.masks`): not 0 for each rank that
                           this one has masked; CPU: when its last `dispatch_async`
@@ -142,6 +146,25 @@ struct Word:
     """CPU: since when, in ns of the monotonic clock: two words."""
 
 
+struct Taken:
+    """What all blocks of a launch take from one counter if tokens are many: chunks of
+    sums to add up, of sums to send, of tokens to send."""
+
+    comptime SUMS = 0
+    comptime SUM_SENDS = 1
+    comptime TOKEN_SENDS = 2
+
+
+comptime _LINE_WORDS = 32
+
+
+@always_inline
+def blocks_share_work(group: Group) -> Bool:
+    """Returns whether blocks take many items from one counter. Blocks are not equally
+    fast, so otherwise the slowest one ends last; two ranks gain nothing."""
+    return group.n_ranks > 2
+
+
 @always_inline
 def choices_word(n_experts: Int) -> Int:
     """Locates the choices; a rank has at most n_experts + n_ranks - 1 pairs."""
@@ -153,11 +176,16 @@ def _received_word(group: Group) -> Int:
     return choices_word(group.n_experts) + 3 * group.n_choices()
 
 
-def masked_word(group: Group) -> Int:
+@always_inline
+def _taken_word(group: Group) -> Int:
     var n_words = _received_word(group)
     if group.has_sums:
         n_words += group.n_ranks * (1 + 2 * group.n_choices())
-    return n_words
+    return round_up(n_words, _LINE_WORDS) if blocks_share_work(group) else n_words
+
+
+def masked_word(group: Group) -> Int:
+    return _taken_word(group) + (6 * _LINE_WORDS if blocks_share_work(group) else 0)
 
 
 @always_inline
@@ -319,6 +347,11 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
     def set_pair_rows(self, pair: Int, row: Int, count: Int):
         self.at(N_HEADER_WORDS + 2 * pair)[] = Int32(row)
         self.at(N_HEADER_WORDS + 2 * pair + 1)[] = Int32(count)
+
+    @always_inline
+    def taken(self, what: Int, generation: UInt32) -> MutPointer[Int32]:
+        var line = 2 * what + Int(generation & UInt32(1))
+        return self.at(_taken_word(Self.group) + line * _LINE_WORDS)
 
     @always_inline
     def choices(self, generation: UInt32) -> MutPointer[Int32]:

@@ -250,6 +250,14 @@ def arrive_on_gpu(counter: MutPointer[Int32]) -> Int:
 
 
 @always_inline
+def fetch_add_gpu(counter: MutPointer[Int32]) -> Int32:
+    # ORDER: RELAXED, device scope. Pairs with none: it hands out work indices.
+    return Atomic[Int32, scope=_device_scope()].fetch_add[ordering=Ordering.RELAXED](
+        counter, 1
+    )
+
+
+@always_inline
 def load_relaxed_gpu[T: DType](word: MutPointer[Scalar[T]]) -> Scalar[T]:
     """Reads a word of this rank that another block may be writing."""
     # ORDER: RELAXED, device scope. Pairs with the RELAXED in `store_relaxed_gpu`.

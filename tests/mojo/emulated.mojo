@@ -170,5 +170,7 @@ def main() raises:
     emit_group[small(masks=True)]("masks")
     emit_group[small(n_experts=270, drops_rows=True)]("drops")
     emit_group[MANY, splits=True]("many")
+    # With so many tokens and more than two ranks all blocks share the work.
+    emit_group[small(max_tokens=258, hidden_size=264)]("work")
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")

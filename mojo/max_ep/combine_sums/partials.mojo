@@ -325,8 +325,9 @@ def _await_16[
 
 
 comptime SOME_TOKENS = 256
-"""Tokens up to which sums are split into 14 chunks instead of 7, and up to which 16 warps
-send instead of 8."""
+"""Tokens up to which 16 warps send instead of 8, and blocks do not share work."""
+comptime _FINE_TOKENS = 512
+"""Tokens up to which sums are split into 14 chunks instead of 7."""
 comptime FEW_TOKENS = 64
 """Tokens up to which sums are split into more chunks, with more rows in flight: then
 latency matters, else throughput."""
@@ -349,4 +350,4 @@ comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
 
 @always_inline
 def sum_split[n_steps: Int, are_few: Bool](n_tokens: Int) -> SumSplit[n_steps, are_few]:
-    return SumSplit[n_steps, are_few](n_tokens <= SOME_TOKENS)
+    return SumSplit[n_steps, are_few](n_tokens <= _FINE_TOKENS)

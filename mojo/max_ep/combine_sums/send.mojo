@@ -2,13 +2,13 @@
 """How a warp sends partial sums to the ranks of the tokens that have a row here."""
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
-from ..counters import Word
+from ..counters import blocks_share_work, Taken, Word
 from ..device.block import Block
 from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
-from .partials import n_rows_at_once, Share, sum_split
+from .partials import n_rows_at_once, Share, SOME_TOKENS, sum_split
 from .roles import NEXT_SEND, TokenRecord
 
 
@@ -45,16 +45,22 @@ def send_partials[
         var split = sum_split[LaneShare.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True
-        var round = block.warp_idx
+        var from_all = blocks_share_work(group) and most > SOME_TOKENS
+        var next = Int(block_idx.x) + block.warp_idx * n_blocks
+        var taken = Int32(next)
         while True:
-            var number = Int(block_idx.x) + round * n_blocks
+            var number = next
+            comptime if not are_few:
+                number = block.of_lane_0(taken)
             if number >= most * n_others * split.n_chunks():
                 return
             comptime if not are_few:
-                round = n_senders + block.next_work(NEXT_SEND)
+                # Taken now, so that the warp need not wait for it.
+                taken = block.take[Taken.SUM_SENDS](NEXT_SEND, from_all)
+                taken += Int32(n_senders * n_blocks)
             else:
-                # A work counter would cost one more trip to shared memory.
-                round += n_senders
+                # A counter would cost one more trip to shared memory.
+                next += n_senders * n_blocks
             var chunk = split.chunk(number)
             var source, token_idx = sum_to_send[group](chunk.whole)
             var saved = prefetched

@@ -20,13 +20,14 @@ from max.gpu import (
 )
 
 from ..arguments import Buffers
-from ..counters import Counters, LaunchHeader, Word
+from ..counters import blocks_share_work, Counters, LaunchHeader, Taken, Word
 from ..failures import Failure, is_missing, RECEIVE, record_failure, SEND
 from ..flags import (
     arrive_on_gpu,
     count_of,
     Deadline,
     fetch_add_block,
+    fetch_add_gpu,
     flag_at,
     flag_word,
     FlagPointer,
@@ -212,6 +213,33 @@ struct Block[group: Group](TrivialRegisterPassable):
         return self.next_work(counter) * Int(grid_dim.x) + Int(block_idx.x)
 
     @always_inline
+    def take[what: Int](self, counter: Int, from_all: Bool) -> Int32:
+        """Takes the next item, which `of_lane_0` waits for.
+
+        `what`: one of `Taken`. With `from_all` all blocks take from one counter, else
+        each takes its own items, which its control word `counter` counts.
+        """
+        var item: Int32 = 0
+        if self.lane == 0:
+            if from_all:
+                item = fetch_add_gpu(
+                    self.counters.taken(what, self._generation_of[what]())
+                )
+            else:
+                var round = fetch_add_block(self.word(counter), 1)
+                item = Int32(Int(round) * Int(grid_dim.x) + Int(block_idx.x))
+        return item
+
+    @always_inline
+    def of_lane_0(self, item: Int32) -> Int:
+        """Returns lane 0's item; all lanes call it."""
+        return Int(warp.shuffle_idx(item, UInt32(0)))
+
+    @always_inline
+    def _generation_of[what: Int](self) -> UInt32:
+        return self.receiving() if what == Taken.SUMS else self.sending()
+
+    @always_inline
     def fail(
         self,
         code: Int32,
@@ -381,6 +409,12 @@ struct Block[group: Group](TrivialRegisterPassable):
     def advance[sends: Bool, receives: Bool](self):
         """Records the generations that the launch sends and receives, with one lane."""
         comptime is_combine = Self.group.is_combine()
+        comptime if blocks_share_work(Self.group):
+            comptime if sends:
+                comptime what = Taken.SUM_SENDS if is_combine else Taken.TOKEN_SENDS
+                self._clear_next[what]()
+            comptime if receives and is_combine:
+                self._clear_next[Taken.SUMS]()
         comptime if sends:
             self.counters.set_generation(Self._SENT, self.sending())
             comptime if is_combine:
@@ -389,6 +423,12 @@ struct Block[group: Group](TrivialRegisterPassable):
                 )
         comptime if receives:
             self.counters.set_generation(Self._RECEIVED, self.receiving())
+
+    @always_inline
+    def _clear_next[what: Int](self):
+        """Clears the counter of the next launch that takes `what`."""
+        var next = next_generation(self._generation_of[what]())
+        self.counters.taken(what, next)[] = 0
 
     @always_inline
     def end_wait(self):

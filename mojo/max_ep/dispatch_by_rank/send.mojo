@@ -9,7 +9,7 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, lane_id, syncwarp, warp_id, WARP_SIZE
 from std.bit import count_trailing_zeros, pop_count
 
-from ..counters import NO_EXPERT, Word
+from ..counters import blocks_share_work, NO_EXPERT, Taken, Word
 from ..device.block import Block
 from ..device.encode import EncodedSteps, steps_in_flight
 from ..device.schedule import (
@@ -311,6 +311,9 @@ struct TokenSender[
             if targets.are_any():
                 # I1: only this rank writes the tokens of its number.
                 lane.send[False](chunk, False, targets, block)
+            var taken = block.take[Taken.TOKEN_SENDS](
+                NEXT_SEND, blocks_share_work(Self.group)
+            )
             syncwarp()
             # I2: a chunk's flag is published after all of the chunk. Each lane
             # publishes a flag, so the warp waits only once until its stores arrive.
@@ -324,7 +327,6 @@ struct TokenSender[
                     )
                     var recv_buf = block.recv_bufs[unsafe_offset=dst_rank]
                     publish(flag_at(bytes_at(recv_buf), offset), block.sending(), 0)
-            var round = block.next_work(NEXT_SEND)
-            number = (self.n_senders + round) * Int(grid_dim.x) + Int(block_idx.x)
+            number = self.n_senders * Int(grid_dim.x) + block.of_lane_0(taken)
             if number >= self.n_tokens * n_bundles:
                 return
