@@ -185,7 +185,8 @@ def test_assembly_writes_nothing_but_times():
         assert [(op.what, op.n_bytes, op.order) for op in outside] == [("store", 8, "")]
         assert not kernel.find(lambda op: op.space == "local")
         clock = kernel.find(lambda op: "%globaltimer" in op.text)
-        looks = kernel.find_kind("load acquire system", "load relaxed system")
+        orders = ("acquire", "relaxed", "volatile")
+        looks = kernel.find_kind(*(f"load {order} system" for order in orders))
         loops = list(kernel.smallest_loops(looks))
         assert loops and all(loop.body & clock for loop in loops)
 
