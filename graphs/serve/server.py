@@ -145,7 +145,7 @@ class Server:
                 if data.startswith("{"):
                     yield from json.loads(data)["choices"]
 
-    def stop(self, timeout_s: float = 30) -> None:
+    def stop(self, timeout_s: float = 90) -> None:
         """Stops the server as Ctrl-C does, and by force what is left of it.
 
         Raises:
