@@ -208,6 +208,11 @@ def test_all_blocks_share_work():
     steps = [([257, 1, 0], 1), ([1, 0, 2], 1), ([257, 0, 1], 1)]
     run_steps(world, steps, n_wrong=0.97)
     check_header(world, range(3), 3)
+    # Of sums, sums to send and tokens to send: the half of step 4, then that of step 3.
+    at = world.counters[0] + 4 * (world.sizes.masked - 6 * 32)
+    halves = [world.memory.load(at + 4 * 32 * i, 4) for i in range(6)]
+    assert halves[::2] == [0] * 3
+    assert halves[1] > 0 and halves[5] > 0  # Rank 0 has many tokens, its peers few.
 
 
 def test_a_rank_is_masked_and_comes_back():

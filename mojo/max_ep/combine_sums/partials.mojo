@@ -6,6 +6,7 @@ from std.math import ceildiv, fma
 from std.memory import bitcast
 from std.sys import size_of
 
+from ..counters import blocks_share_work
 from ..device.block import Block
 from ..device.schedule import Split
 from ..device.warp import (
@@ -325,7 +326,7 @@ def _await_16[
 
 
 comptime SOME_TOKENS = 256
-"""Tokens up to which 16 warps send instead of 8, and blocks do not share work."""
+"""Tokens up to which 16 warps send instead of 8, and each block takes its own sums."""
 comptime _FINE_TOKENS = 512
 """Tokens up to which sums are split into 14 chunks instead of 7."""
 comptime FEW_TOKENS = 64
@@ -351,3 +352,9 @@ comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
 @always_inline
 def sum_split[n_steps: Int, are_few: Bool](n_tokens: Int) -> SumSplit[n_steps, are_few]:
     return SumSplit[n_steps, are_few](n_tokens <= _FINE_TOKENS)
+
+
+@always_inline
+def from_all_blocks[group: Group](n_tokens: Int) -> Bool:
+    """Returns whether blocks take sums from one counter."""
+    return blocks_share_work(group) and n_tokens > SOME_TOKENS

@@ -4,14 +4,14 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.utils.numerics import nan
 
-from ..counters import blocks_share_work, NO_ROW, rank_elsewhere, Taken, Word
+from ..counters import NO_ROW, rank_elsewhere, Taken, Word
 from ..device.block import Block
 from ..device.kept import await_dropped, record_rows_found
 from ..device.schedule import Schedule
 from ..device.warp import any_lane, any_of_lanes, has_bit
 from ..layout import Group
 from ..token_format import BytePointer, LaneBytes, SENTINEL
-from .partials import n_rows_at_once, Share, SOME_TOKENS, sum_split
+from .partials import from_all_blocks, n_rows_at_once, Share, sum_split
 from .roles import NEXT_SUM, receive_schedule, TokenRecord
 
 comptime MAX_PREFETCHED = 8
@@ -51,7 +51,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
         var is_broken = self.is_refused
         var round = schedule.first
         var is_known = self.is_prefetched
-        var from_all = blocks_share_work(Self.group) and self.n_tokens > SOME_TOKENS
+        var from_all = from_all_blocks[Self.group](self.n_tokens)
         while True:
             var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
             comptime if not are_few:

@@ -2,13 +2,13 @@
 """How a warp sends partial sums to the ranks of the tokens that have a row here."""
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
-from ..counters import blocks_share_work, Taken, Word
+from ..counters import Taken, Word
 from ..device.block import Block
 from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
-from .partials import n_rows_at_once, Share, SOME_TOKENS, sum_split
+from .partials import from_all_blocks, n_rows_at_once, Share, sum_split
 from .roles import NEXT_SEND, TokenRecord
 
 
@@ -45,7 +45,7 @@ def send_partials[
         var split = sum_split[LaneShare.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True
-        var from_all = blocks_share_work(group) and most > SOME_TOKENS
+        var from_all = from_all_blocks[group](most)
         var next = Int(block_idx.x) + block.warp_idx * n_blocks
         var taken = Int32(next)
         while True:

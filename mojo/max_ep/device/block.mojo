@@ -200,17 +200,13 @@ struct Block[group: Group](TrivialRegisterPassable):
             pass
 
     @always_inline
-    def next_work(self, counter: Int) -> Int:
-        """Takes the next number of a control word; all lanes call it."""
+    def next_item(self, counter: Int) -> Int:
+        """Takes the next item of this block; all lanes call it."""
         var round: UInt32 = 0
         if self.lane == 0:
             round = fetch_add_block(self.word(counter), 1)
-        return Int(warp.shuffle_idx(round, UInt32(0)))
-
-    @always_inline
-    def next_item(self, counter: Int) -> Int:
-        """Takes the block's next of the items that all blocks share."""
-        return self.next_work(counter) * Int(grid_dim.x) + Int(block_idx.x)
+        round = warp.shuffle_idx(round, UInt32(0))
+        return Int(round) * Int(grid_dim.x) + Int(block_idx.x)
 
     @always_inline
     def take[what: Int](self, counter: Int, from_all: Bool) -> Int32:
