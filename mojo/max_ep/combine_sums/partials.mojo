@@ -328,10 +328,10 @@ def _await_16[
 comptime SOME_TOKENS = 256
 """Tokens up to which 16 warps send instead of 8, and each block takes its own sums."""
 comptime _FINE_TOKENS = 512
-"""Tokens up to which sums are split into 14 chunks instead of 7."""
+"""Tokens up to which each step of a sum is a chunk. Above, a sum has 7 chunks."""
 comptime FEW_TOKENS = 64
-"""Tokens up to which sums are split into more chunks, with more rows in flight: then
-latency matters, else throughput."""
+"""Tokens up to which more rows of a sum are in flight: then latency matters, else
+throughput."""
 
 
 def n_rows_at_once[are_few: Bool, n_prefetched: Int = 0]() -> Int:
@@ -344,9 +344,9 @@ def n_rows_at_once[are_few: Bool, n_prefetched: Int = 0]() -> Int:
 
 
 comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
-    n_steps, n_steps if are_few else 14, n_steps if are_few else 7
+    n_steps, n_steps, n_steps if are_few else 7
 ]
-"""How sums are split: with few tokens, each step is a chunk."""
+"""How sums are split. With few tokens, each step is a chunk, without a branch."""
 
 
 @always_inline
