@@ -17,6 +17,7 @@ from std.utils.numerics import nan
 from ..arguments import Buffers, CombinedTokens, GivenRows
 from ..counters import Word
 from ..device.block import Block
+from ..device.done_words import publish_done
 from ..device.kernel import Kernel
 from ..device.shared import own_of
 from ..device.start import (
@@ -88,8 +89,8 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
         if block.lane == 0:
             block.advance[sends, receives]()
         comptime if receives:
-            block.publish_done(
-                group.combine_done_offset(block.my_rank), block.receiving()
+            publish_done(
+                group.combine_done_offset(block.my_rank), block.receiving(), block
             )
         # AFTER: what is sent of this generation is on its way. What is received is
         # complete, and every owner may overwrite its rows here.

@@ -6,6 +6,7 @@ from std.sys import size_of
 from ..arguments import GivenRows
 from ..counters import Word
 from ..device.block import Block
+from ..device.done_words import await_done_words
 from ..device.kept import publish_kept_counts
 from ..device.shared import shared
 from ..device.warp import bytes_at, copy_warp
@@ -38,8 +39,10 @@ def send_rows[
         return
     comptime row_bytes = plain_token_bytes(group.hidden_size, size_of[Scalar[dtype]]())
     var sent = block.sending()
-    if not block.await_done_words(
-        group.combine_done_offset(0), block.before.generation[Word.COMBINE_SENT]()
+    if not await_done_words(
+        group.combine_done_offset(0),
+        block.before.generation[Word.COMBINE_SENT](),
+        block,
     ):
         return
     comptime if group.drops_rows:

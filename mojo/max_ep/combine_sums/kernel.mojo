@@ -17,6 +17,7 @@ from ..arguments import Buffers, CombinedTokens
 from ..combine_rows.kernel import fill_with_nan
 from ..counters import Word
 from ..device.block import Block
+from ..device.done_words import end_wait, poll_done_words, publish_earlier_reads
 from ..device.kernel import Kernel
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
@@ -109,7 +110,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             if block.elect_last_to_start(n_warps - ELECTING_WARP):
                 block.advance[sends, receives]()
         comptime if sends:
-            block.publish_earlier_reads(n_warps - PUBLISHING_WARP)
+            publish_earlier_reads(n_warps - PUBLISHING_WARP, block)
             comptime if not receives:
                 if self._refuse_too_few_rows(n_rows, phase, block):
                     return
@@ -124,7 +125,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         comptime if receives:
             comptime if not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == n_warps - POLLING_WARP:
-                    block.poll_done_words()
+                    poll_done_words(block)
             var n_tokens = in_32_bits(self.combined.n_tokens)
             var receiver = Receiver[group, Self.dtype, Self.partial_dtype](
                 block,
@@ -139,7 +140,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                 if (n_tokens <= FEW_TOKENS) == are_few:
                     receiver.add_tokens[are_few]()
             comptime if publishes_at_end:
-                block.end_wait()
+                end_wait(block)
             # AFTER: the result is complete; every owner may send again, once that
             # is published: here, or by the next launch of this rank.
 

@@ -4,6 +4,7 @@ from max.gpu import block_idx, grid_dim, WARP_SIZE
 
 from ..counters import Taken, Word
 from ..device.block import Block
+from ..device.done_words import await_readers
 from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
@@ -35,7 +36,7 @@ def send_partials[
     comptime if n_others > 0:
         comptime if group.drops_rows:
             if block_idx.x == 0 and block.warp_idx == 0:
-                if not block.await_readers():
+                if not await_readers(block):
                     return
                 publish_kept_counts(block)
         var lane = block.lane
@@ -86,7 +87,7 @@ def send_partials[
                 )
                 if is_waiting:
                     # I3, for partial sums.
-                    if not block.await_readers():
+                    if not await_readers(block):
                         return
                     is_waiting = False
                 share.send(to, sum)

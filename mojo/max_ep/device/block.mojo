@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block of a GPU launch: how it begins, waits, fails, publishes and ends.
+"""A block of a GPU launch: how it begins, takes work, waits and fails.
 
 All blocks of a launch are resident at once, because in the fused forms blocks wait for
 blocks of other ranks. Dispatch by rank and combine of sums advance the generations at
-their start, as soon as every block has read the old ones. The next launch of the rank
-publishes that this one has read its messages (`publish_earlier_reads`). By then all
-its blocks have ended, so nobody needs to count them.
+their start, as soon as every block has read the old ones.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import (
@@ -13,7 +11,6 @@ from max.gpu import (
     block_idx,
     grid_dim,
     lane_id,
-    syncwarp,
     thread_idx,
     warp_id,
     WARP_SIZE,
@@ -24,29 +21,24 @@ from ..counters import blocks_share_work, Counters, LaunchHeader, Taken, Word
 from ..failures import Failure, is_missing, RECEIVE, record_failure, SEND
 from ..flags import (
     arrive_on_gpu,
-    count_of,
     Deadline,
     fetch_add_block,
     fetch_add_gpu,
     flag_at,
-    flag_word,
     FlagPointer,
     generation_of,
-    is_not_before,
     load_acquire_block,
     load_acquire_sys,
     next_generation,
     POLLS_PER_CLOCK_READ,
-    publish,
     SharedWord,
 )
-from ..layout import FLAG_BYTES, Group
+from ..layout import Group
 from ..token_format import BytePointer
-from ..transport import put_flag
 from .liveness import Liveness
 from .shared import share_addresses, shared, SharedAddresses
-from .start import check_header, elect_last_block, mask_of
-from .warp import any_lane, bytes_at, has_bit
+from .start import check_header, mask_of
+from .warp import bytes_at, has_bit
 
 
 @fieldwise_init
@@ -155,11 +147,6 @@ struct Block[group: Group](TrivialRegisterPassable):
     @always_inline
     def receiving(self) -> UInt32:
         return next_generation(self.before.generation[Self._RECEIVED]())
-
-    @always_inline
-    def _sent[is_combine: Bool](self) -> UInt32:
-        comptime word = Word.COMBINE_SENT if is_combine else Word.DISPATCH_SENT
-        return self.before.generation[word]()
 
     @always_inline
     def answered[sends: Bool](self) -> UInt32:
@@ -312,57 +299,6 @@ struct Block[group: Group](TrivialRegisterPassable):
             return self.liveness().mask_if_late(rank)
         return self.deadline.has_passed()
 
-    # ------------------------------------------------------------------------- waits
-
-    @always_inline
-    def await_done_words[
-        in_lower_half: Bool = False
-    ](self, done_offset: Int, generation: UInt32) -> Bool:
-        """Waits, with one warp, until every peer has read what this rank sent it last.
-
-        A done word of by-rank ranks has combine's generation in its lower half.
-        """
-        var my_counts = self.my_counts()
-        var is_met = True
-        for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
-            # I3: no slot is written before its last reader is done with it.
-            var flag = flag_at(my_counts, done_offset + rank * FLAG_BYTES)
-            var word = load_acquire_sys(flag)
-            var n_polls = 0
-            while not is_not_before(_read_of[in_lower_half](word), generation):
-                if self.give_up_if_late(n_polls, rank):
-                    comptime if not Self.group.masks:
-                        record_failure(
-                            self.counters,
-                            Failure.NOT_READ,
-                            SEND,
-                            rank,
-                            -1,
-                            generation,
-                            flag_word(_read_of[in_lower_half](word), 0),
-                        )
-                    is_met = Self.group.masks
-                    break
-                word = load_acquire_sys(flag)
-        # Makes what each lane has acquired visible to all lanes of the warp.
-        syncwarp()
-        return not any_lane(not is_met)
-
-    @always_inline
-    def await_readers(self) -> Bool:
-        """Waits for readers by rank, unless `poll_done_words` has seen them."""
-        comptime is_combine = Self.group.is_combine()
-        var generation = self._sent[is_combine]()
-        comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED
-        if self.before.generation[drained]() == generation:
-            return True
-        if not self.await_done_words[is_combine](
-            Self.group.dispatch_done_offset(0), generation
-        ):
-            self.counters.set_broken()
-            return False
-        return True
-
     @always_inline
     def await_message(
         self, flag: FlagPointer, missing_rank: Int, expert_id: Int = -1
@@ -376,20 +312,7 @@ struct Block[group: Group](TrivialRegisterPassable):
             word = load_acquire_sys(flag)
         return word
 
-    # -------------------------------------------------------- what the launch has read
-
-    @always_inline
-    def publish_done(self, offset: Int, generation: UInt32):
-        """Publishes to every rank that its messages have been read."""
-        syncwarp()
-        for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
-            var to = self.counts[unsafe_offset=rank]
-            comptime if Self.group.uses_shmem():
-                if to == 0:
-                    var own = self.counts[unsafe_offset=self.my_rank]
-                    put_flag(own + UInt64(offset), generation, 0, rank)
-                    continue
-            publish(flag_at(bytes_at(to), offset), generation, 0)
+    # ------------------------------------------------------------------ generations
 
     @always_inline
     def elect_last_to_start(self, warp_idx: Int) -> Bool:
@@ -425,79 +348,3 @@ struct Block[group: Group](TrivialRegisterPassable):
         """Clears the counter of the next launch that takes `what`."""
         var next = next_generation(self._generation_of[what]())
         self.counters.taken(what, next)[] = 0
-
-    @always_inline
-    def end_wait(self):
-        """Ends a launch that only receives, by rank, and publishes what it has read."""
-        if not elect_last_block(self.counters):
-            return
-        if self.lane == 0:
-            self.advance[False, True]()
-        comptime if Self.group.is_combine():
-            self.publish_reads(
-                self.before.generation[Word.DISPATCH_RECEIVED](), self.receiving()
-            )
-        else:
-            self.publish_reads(
-                self.receiving(), self.before.generation[Word.COMBINE_RECEIVED]()
-            )
-
-    @always_inline
-    def publish_reads(self, dispatch_received: UInt32, combine_received: UInt32):
-        """Publishes, with one warp, which generations this rank has read: dispatch in the
-        upper half of a word, combine in the lower one."""
-        # After `elect_last_block` one lane has acquired what all blocks did.
-        syncwarp()
-        for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
-            publish(
-                self.flag(rank, Self.group.dispatch_done_offset(self.my_rank)),
-                dispatch_received,
-                Int(combine_received),
-            )
-
-    @always_inline
-    def publish_earlier_reads(self, warp_idx: Int):
-        """Publishes, with one warp of the grid, what the launches before have read.
-
-        They are over: the kernel has called `await_launch_before`.
-        """
-        if block_idx.x == 0 and self.warp_idx == warp_idx:
-            self.publish_reads(
-                self.before.generation[Word.DISPATCH_RECEIVED](),
-                self.before.generation[Word.COMBINE_RECEIVED](),
-            )
-
-    @always_inline
-    def poll_done_words(self):
-        """Polls done words of the other direction, so that its next launch need not wait;
-        a warp that no other waits for calls it."""
-        comptime is_combine = not Self.group.is_combine()
-        comptime drained = Word.COMBINE_DRAINED if is_combine else Word.DISPATCH_DRAINED
-        var generation = self._sent[is_combine]()
-        var my_counts = self.my_counts()
-        for _ in range(_DONE_POLLS):
-            var is_met = True
-            for rank in range(self.lane, Self.group.n_ranks, WARP_SIZE):
-                var word = load_acquire_sys(
-                    flag_at(my_counts, Self.group.dispatch_done_offset(rank))
-                )
-                if not is_not_before(
-                    _read_of[is_combine](word), generation
-                ) and not self.is_masked(rank):
-                    is_met = False
-            syncwarp()
-            if not any_lane(not is_met):
-                if self.lane == 0:
-                    self.counters.set_generation(drained, generation)
-                return
-
-
-@always_inline
-def _read_of[in_lower_half: Bool](word: UInt64) -> UInt32:
-    comptime if in_lower_half:
-        return UInt32(count_of(word))
-    return generation_of(word)
-
-
-# Peers publish some microseconds after their launch began; a poll takes about one.
-comptime _DONE_POLLS = 16

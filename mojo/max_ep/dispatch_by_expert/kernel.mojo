@@ -17,6 +17,7 @@ from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..counters import Word
 from ..device.block import Block
+from ..device.done_words import publish_done
 from ..device.kernel import InputScales, Kernel
 from ..device.shared import own_of
 from ..device.start import load_and_check_header, elect_last_block
@@ -116,8 +117,8 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
         comptime if receives:
             if block.lane == 0:
                 block.advance[False, True]()
-            block.publish_done(
-                group.dispatch_done_offset(block.my_rank), block.receiving()
+            publish_done(
+                group.dispatch_done_offset(block.my_rank), block.receiving(), block
             )
             # AFTER: rows are complete; every source may overwrite its slots here.
 

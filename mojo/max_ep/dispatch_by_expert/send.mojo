@@ -8,6 +8,7 @@ from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx, WARP_SIZ
 from ..arguments import GivenTokens
 from ..counters import NO_EXPERT, Word
 from ..device.block import Block
+from ..device.done_words import await_done_words
 from ..device.encode import EncodedSteps, steps_in_flight
 from ..device.kernel import InputScales
 from ..device.schedule import n_steps_of, vector_of_lane
@@ -116,9 +117,10 @@ struct Sender[
     @always_inline
     def _await_readers(self) -> Bool:
         """I3: waits until all that this rank sent before has been read."""
-        return self.block.await_done_words(
+        return await_done_words(
             Self.group.dispatch_done_offset(0),
             self.block.counters.generation(Word.DISPATCH_SENT),
+            self.block,
         )
 
     @always_inline

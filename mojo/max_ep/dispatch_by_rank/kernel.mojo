@@ -19,6 +19,12 @@ from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
 from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..device.block import Block
+from ..device.done_words import (
+    await_readers,
+    end_wait,
+    poll_done_words,
+    publish_earlier_reads,
+)
 from ..device.kernel import Kernel
 from ..device.shared import share_addresses
 from ..device.start import await_launch_before, header_word, mask_word
@@ -134,7 +140,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                     block.counters.n_tokens_of(block.sending())[] = Int32(n_tokens)
                 block.advance[sends, receives]()
         comptime if sends:
-            block.publish_earlier_reads(DONE_WARP)
+            publish_earlier_reads(DONE_WARP, block)
             if indexer >= 0:
                 self._index(choices, lane_index, block, indexer)
             if block.warp_idx != NUMBERS_WARP:
@@ -145,11 +151,11 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         comptime if receives:
             comptime if Self.group.has_sums and not publishes_at_end:
                 if block_idx.x == 0 and block.warp_idx == DONE_WARP:
-                    block.poll_done_words()
+                    poll_done_words(block)
             var n_own = n_tokens if sends else block.before.n_tokens(block.receiving())
             self._receive[reads_in_place](block, indexer, n_own)
             comptime if publishes_at_end:
-                block.end_wait()
+                end_wait(block)
             # AFTER: rows are complete; every source may overwrite its tokens here,
             # once that is published, by this launch or the next of this rank.
 
@@ -163,7 +169,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
     ):
         """Publishes some of this block's entries and counts, with an index warp."""
         # I3, for entries and counts.
-        var can_write = block.await_readers()
+        var can_write = await_readers(block)
         if choices.are_in_lanes():
             if can_write:
                 lane_index.publish(block)

@@ -8,6 +8,7 @@ from std.memory import bitcast
 
 from ..counters import NO_EXPERT, sent_choice
 from ..device.block import Block
+from ..device.done_words import await_readers
 from ..device.warp import bytes_at, divmod_32
 from ..failures import Failure, SEND
 from ..flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
@@ -27,7 +28,7 @@ def two_words(first: UInt64, second: UInt64) -> LaneBytes:
 def publish_n_tokens[group: Group](n_tokens: Int, block: Block[group]):
     """Publishes to every rank how many tokens this one sends, with one warp."""
     # I3, for numbers of tokens.
-    if not block.await_readers():
+    if not await_readers(block):
         return
     for rank in range(block.lane, group.n_ranks, WARP_SIZE):
         store_relaxed_sys(
@@ -108,7 +109,7 @@ def send_metadata[
 ](choices: Choices[group], n_tokens: Int, block: Block[group], indexer: Int):
     """Sends routing metadata to every rank, with one of the index warps."""
     # I3, for routing metadata.
-    if not block.await_readers():
+    if not await_readers(block):
         return
     var generation = block.sending()
     for place in range(

@@ -11,6 +11,7 @@ from std.bit import count_trailing_zeros, pop_count
 
 from ..counters import blocks_share_work, NO_EXPERT, Taken, Word
 from ..device.block import Block
+from ..device.done_words import await_readers
 from ..device.encode import EncodedSteps, steps_in_flight
 from ..device.schedule import (
     Chunk,
@@ -272,7 +273,7 @@ struct TokenSender[
         if not self.has_chunk:
             return
         # I3, for tokens.
-        if not block.await_readers():
+        if not await_readers(block):
             return
         var is_loaded = True
         while True:
@@ -302,7 +303,7 @@ struct TokenSender[
         if number >= self.n_tokens * n_bundles:
             return
         # I3, for tokens.
-        if not block.await_readers():
+        if not await_readers(block):
             return
         while True:
             var token_idx, bundle = divmod_32(number, n_bundles)
