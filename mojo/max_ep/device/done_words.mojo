@@ -5,8 +5,10 @@ Peers write to its memory again only after that. Dispatch by expert and combine 
 have words of their own. Dispatch by rank and combine of sums share one: dispatch's
 generation is in its upper half, combine's in its lower one.
 
-By rank the next launch publishes what a launch has read (`publish_earlier_reads`). By
-then all blocks of that launch have ended, so nobody needs to count them.
+The next launch that sends publishes the shared word (`publish_earlier_reads`). By then
+all blocks of the launches before have ended, so nobody needs to count them. A launch
+that only receives publishes it at its end (`end_wait`) if ranks share a GPU, or if
+combine sends rows: that publishes no done words of dispatch.
 """
 from max.gpu import block_idx, syncwarp, WARP_SIZE
 
@@ -84,7 +86,7 @@ def publish_done[group: Group](offset: Int, generation: UInt32, block: Block[gro
 def await_readers[group: Group](block: Block[group]) -> Bool:
     """Waits for readers by rank, unless `poll_done_words` has seen them."""
     comptime is_combine = group.is_combine()
-    var generation = _sent[is_combine](block)
+    var generation = block.before.generation[_sent(is_combine)]()
     if block.before.generation[_drained(is_combine)]() == generation:
         return True
     if not await_done_words[is_combine](
@@ -146,7 +148,7 @@ def poll_done_words[group: Group](block: Block[group]):
     """Polls done words of the other direction, so that its next launch need not wait;
     a warp that no other waits for calls it."""
     comptime is_combine = not group.is_combine()
-    var generation = _sent[is_combine](block)
+    var generation = block.before.generation[_sent(is_combine)]()
     var my_counts = block.my_counts()
     for _ in range(_DONE_POLLS):
         var is_met = True
@@ -165,10 +167,8 @@ def poll_done_words[group: Group](block: Block[group]):
             return
 
 
-@always_inline
-def _sent[is_combine: Bool](block: Block[...]) -> UInt32:
-    comptime word = Word.COMBINE_SENT if is_combine else Word.DISPATCH_SENT
-    return block.before.generation[word]()
+def _sent(is_combine: Bool) -> Int:
+    return Word.COMBINE_SENT if is_combine else Word.DISPATCH_SENT
 
 
 def _drained(is_combine: Bool) -> Int:
