@@ -13,12 +13,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from max.driver import Buffer
 from max.dtype import DType
+from max.graph import Shape
 from max.graph.weights import WeightData
 from max.pipelines.modeling.config_enums import supported_encoding_dtype
 
 from ..moe_shape import MoeShape, fp8_block
-from ..quantize import float8_e4m3fn_to_float32
+from ..quantize import (
+    bfloat16_to_float32,
+    float8_e4m3fn_to_float32,
+    float32_to_bfloat16,
+)
 from .settings import n_gpus
 
 _Adapter = Callable[..., dict[str, WeightData]]
@@ -35,14 +41,30 @@ class _Widened:
 
     def data(self) -> WeightData:
         weight = self._weight.data()
-        scales = self._scales.data().astype(DType.float32)
-        wide = widen(_array(weight, DType.uint8), _array(scales), self._block)
-        return WeightData.from_numpy(wide, weight.name).astype(self._dtype)
+        wide = widen(
+            _bits(weight, DType.uint8), _values(self._scales.data()), self._block
+        )
+        return _weight_data(weight.name, wide, self._dtype)
 
 
-def _array(data: WeightData, view: DType | None = None) -> np.ndarray:
-    buffer = data.to_buffer()
-    return (buffer.view(view) if view else buffer).to_numpy()
+def _bits(data: WeightData, view: DType) -> np.ndarray:
+    return data.to_buffer().view(view).to_numpy()
+
+
+def _values(data: WeightData) -> np.ndarray:
+    """Returns a float32 or bfloat16 weight in float32. ``WeightData.astype`` would
+    compile a graph."""
+    if data.dtype == DType.bfloat16:
+        return bfloat16_to_float32(_bits(data, DType.uint16))
+    return _bits(data, DType.float32)
+
+
+def _weight_data(name: str, values: np.ndarray, dtype: DType) -> WeightData:
+    """Makes a weight of float32 values, in float32 or rounded to bfloat16."""
+    if dtype != DType.bfloat16:
+        return WeightData.from_numpy(values, name)
+    rounded = Buffer.from_numpy(float32_to_bfloat16(values)).view(dtype)
+    return WeightData(rounded, name, dtype, Shape(values.shape))
 
 
 def widen(bits: np.ndarray, scales: np.ndarray, block: list[int]) -> np.ndarray:
@@ -74,7 +96,9 @@ def _adapted(
             weights[of] = _Widened(weights[of], weights.pop(name), block, dtype)
     # MAX casts no weights of a checkpoint that has float8, too.
     return {
-        name: data.astype(dtype) if data.dtype == DType.bfloat16 else data
+        name: _weight_data(name, _values(data), dtype)
+        if data.dtype == DType.bfloat16 and dtype != DType.bfloat16
+        else data
         for name, data in adapt(weights).items()
     }
 
