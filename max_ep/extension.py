@@ -105,10 +105,13 @@ def add_op(
 ) -> list[TensorValue]:
     """Adds an op of an :func:`extension_path` to the current graph; it changes the
     buffers among its values, if there are any."""
-    from max.graph import BufferValue, Graph, ops
+    from max.graph import BufferValue, Graph, KernelLibrary, ops
 
     path, graph = extension_path(package, with_shmem), Graph.current
-    if path not in graph.kernel_libraries_paths:
+    if path not in (paths := graph.kernel_libraries_paths):
+        # MAX gives its library to later graphs of the same packages, too. One more
+        # package in it would make them others, which MAX's cache does not have.
+        graph._kernel_library = KernelLibrary(paths)
         graph._import_kernels([path])
     changes = any(isinstance(value, BufferValue) for value in values)
     call = ops.inplace_custom if changes else ops.custom
