@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..cache import cache_dir, kept
-from ..extension import run_mojo, sources_hash
+from ..extension import extension_path, run_mojo, sources_hash
 from ..limits import FP8_BLOCK, MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_RANKS, MAX_TOP_K
 
 _RUNTIME = (
@@ -118,7 +118,9 @@ def build(settings: Settings) -> Path:
     """Returns the library of a configuration; compiles it if there is none."""
 
     def make(path: Path) -> None:
-        command = ("build", "--emit", "shared-lib", "-I", ".", "max_ep_c/api.mojo")
+        # Precompiled sources take a third of the time.
+        where = "-I", str(extension_path().parent)
+        command = ("build", "--emit", "shared-lib", *where, "max_ep_c/api.mojo")
         run_mojo(*command, *settings.defines(), "-o", str(path))
 
     return kept(cache_dir() / sources_hash() / f"{settings.name()}.so", make)
