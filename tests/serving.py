@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from graphs.serve.server import Server
 
 # Of the bfloat16 model in transformers, tokens are up to 0.128 worse, in logits, than
-# the float32 model's first choice (H200); what was served wrongly once, 0.09 to 0.8,
-# and always the first token.
+# the float32 model's first choice (H200), the first of 4000 answers up to 0.115; what
+# was served wrongly once, 0.09 to 0.8, and always the first token. So a first token has
+# less tolerance, unless it is as likely in the bfloat16 model.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
 _FIRST_TOLERANCE = 0.06
 
@@ -141,7 +142,9 @@ class Reference:
         tally.n_ties += int((gaps > 0).sum())
         tally.worst_gap = max(tally.worst_gap, float(gaps.max()))
         most = torch.full_like(gaps, tolerance)
-        most[0] = min(tolerance, _FIRST_TOLERANCE)
+        firsts = [other[0].max() - other[0, served[0]] for other in rounded]
+        if not firsts or max(firsts) > _FIRST_TOLERANCE:
+            most[0] = min(tolerance, _FIRST_TOLERANCE)
         far = [int(i) for i in (gaps > most).nonzero()[:, 0]]
         for other in rounded:
             theirs = best - _of_each(logits, other.argmax(1))
