@@ -21,8 +21,8 @@ from dataclasses import replace
 import numpy as np
 from max.driver import CPU
 from max.dtype import DType
-from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
+from max.engine import InferenceSession, Model
+from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.experts import linear
@@ -53,8 +53,10 @@ def shared_expert(
     return linear(ops.silu(gate) * up, down)
 
 
-def build(config: EPConfig, has_shared_expert: bool) -> Graph:
-    """Builds the layer for all ranks."""
+def build(options: argparse.Namespace, module: Module | None = None) -> Graph:
+    """Builds the layer for all ranks. With other graphs of one ``module`` it compiles
+    in about the time of one."""
+    config = config_of(options)
     n_local = config.n_local_experts
     rows = ["n"] * 4 if config.use_allreduce else [f"n_{r}" for r in range(4)]
     types = [TensorType(F32, [n, HIDDEN_SIZE], CPU_DEVICE) for n in rows]
@@ -65,17 +67,19 @@ def build(config: EPConfig, has_shared_expert: bool) -> Graph:
         TensorType(F32, [2 * MOE_DIM, HIDDEN_SIZE], CPU_DEVICE),
         TensorType(F32, [HIDDEN_SIZE, MOE_DIM], CPU_DEVICE),
     ]
-    manager = EPBatchManager(config)
-    with Graph("moe_layer", input_types=[*types, *manager.input_types()]) as graph:
-        values = [value.tensor for value in graph.inputs[: len(types)]]
-        manager.fetch_buffers(graph.inputs[len(types) :])
+    manager, n = EPBatchManager(config), len(types)
+    name = "moe_layer_allreduce" if config.use_allreduce else "moe_layer"
+    types += manager.input_types()
+    with Graph(name, input_types=types, module=module) as graph:
+        values = [value.tensor for value in graph.inputs[:n]]
+        manager.fetch_buffers(graph.inputs[n:])
         x, router = values[:4], values[4]
         experts = [ExpertWeights(*pair) for pair in zip(values[5:9], values[9:13])]
         routed, topk_ids = moe_layer(manager, x, router, experts)
         if config.use_allreduce:
             # On GPUs: ops.allreduce.sum(routed, signal_buffers).
             routed = [functools.reduce(operator.add, routed)]
-        if has_shared_expert:
+        if options.shared_expert:
             routed = [y + shared_expert(t, *values[13:]) for y, t in zip(routed, x)]
         graph.output(*routed, *topk_ids[: len(routed)])
     return graph
@@ -87,18 +91,22 @@ def swiglu(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
     return (gate / (1 + np.exp(-gate)) * up) @ down.T
 
 
-def main() -> None:
-    """Runs the layer once and compares."""
+def options_of(words: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line, or the ``words`` of one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared-expert", action="store_true")
     parser.add_argument("--sums", action="store_true")
     formats = [name for name, f in BY_NAME.items() if f.is_quantized]
     parser.add_argument("--format", choices=formats)
     parser.add_argument("--allreduce", action="store_true")
-    options = parser.parse_args()
-    has_shared_expert, config = options.shared_expert, CONFIG
+    return parser.parse_args(words)
+
+
+def config_of(options: argparse.Namespace) -> EPConfig:
+    """Makes the group."""
+    config = replace(CONFIG, use_allreduce=options.allreduce)
     if options.sums:
-        config = replace(CONFIG, combine_mode="sums")
+        config = replace(config, combine_mode="sums")
     if options.format:
         token_format = BY_NAME[options.format]
         config = replace(
@@ -106,9 +114,12 @@ def main() -> None:
             dispatch_dtype=token_format.dtype,
             dispatch_quant_config=token_format.make_quant_config(),
         )
+    return config
 
-    config = replace(config, use_allreduce=options.allreduce)
 
+def run(options: argparse.Namespace, session: InferenceSession, model: Model) -> None:
+    """Runs the layer once and compares."""
+    config, has_shared_expert = config_of(options), options.shared_expert
     rng = np.random.default_rng(7)
 
     def draw(*shape: int) -> np.ndarray:
@@ -123,8 +134,6 @@ def main() -> None:
     down = draw(N_EXPERTS, HIDDEN_SIZE, MOE_DIM)
     shared = draw(2 * MOE_DIM, HIDDEN_SIZE), draw(HIDDEN_SIZE, MOE_DIM)
 
-    session = InferenceSession(devices=[CPU()])
-    model = session.load(build(config, has_shared_expert))
     with EPCommInitializer(config) as comm:
         comm.ep_init(session)
         weights = [*np.split(gate_up, N_RANKS), *np.split(down, N_RANKS), *shared]
@@ -146,6 +155,7 @@ def main() -> None:
 
     expected = exact = plain(tokens)
     if options.format:
+        token_format = BY_NAME[options.format]
         expected = plain(token_format.dequantize(*token_format.quantize(tokens)))
     np.testing.assert_array_equal(np.sort(ids), np.sort(np.argsort(-p)[:, :TOP_K]))
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
@@ -153,6 +163,12 @@ def main() -> None:
     if options.format:
         error = np.linalg.norm(expected - exact) / np.linalg.norm(exact)
         print(f"of which {options.format} tokens change {error:.1%}")
+
+
+def main() -> None:
+    """Compiles the layer, and runs it."""
+    options, session = options_of(), InferenceSession(devices=[CPU()])
+    run(options, session, session.load(build(options)))
 
 
 if __name__ == "__main__":

@@ -31,14 +31,10 @@ def take_share_of_cores(workerid: str, workercount: int, **_: Any) -> None:
 
 
 LONGEST = (
-    "test_round_trip test_programs test_torch test_processes test_gpu_changed_import "
-    "test_serve test_codegen test_emulated test_model"
+    "test_round_trip test_serve test_torch test_processes test_gpu_changed_import "
+    "test_stats test_codegen test_emulated test_model"
 ).split()
-"""Files that take minutes: first, so that no process waits for another at the end.
-
-`test_serve` is late among them: what `make serve` compiles beside the tests in CI, it
-finds.
-"""
+"""Files that take minutes: first, so that no process waits for another at the end."""
 
 TOGETHER = [
     ["test_codegen", "test_codegen_resources"],
@@ -154,6 +150,7 @@ def one_module(request, session) -> Iterator[SimpleNamespace]:
     from max.graph import Module
 
     from max_ep import extension_path
+    from max_ep.experts import PACKAGE
 
     module = Module()
     files = dict.fromkeys(item.module for item in request.session.items)
@@ -165,7 +162,8 @@ def one_module(request, session) -> Iterator[SimpleNamespace]:
         for file in files
         if hasattr(file, "add_graphs")
     }
-    compiled = session.compile(module, custom_extensions=[extension_path()])
+    packages = [extension_path(), extension_path(PACKAGE)]
+    compiled = session.compile(module, custom_extensions=packages)
     models = session.init_all(compiled)
     of_files = [x for made in added.values() for x in getattr(made, "values", list)()]
     groups = [x for x in [*added.values(), *of_files] if isinstance(x, Groups)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from errors import raises, refused
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
 from graphs.moe_layer import CONFIG, HIDDEN_SIZE, MOE_DIM
 from max_ep import EPBatchManager, EPCommInitializer
@@ -192,7 +192,8 @@ BALANCED = replace(
 )
 
 
-def two_layers() -> Graph:
+def add_graphs(module: Module) -> None:
+    """Adds the layer twice: plain, and with balanced experts."""
     cpu, f32 = DeviceRef.CPU(), CONFIG.combine_dtype
     types: list = [TensorType(f32, [f"n_{r}", HIDDEN_SIZE], cpu) for r in range(4)]
     types += [TensorType(f32, [CONFIG.n_experts, HIDDEN_SIZE], cpu)]
@@ -202,7 +203,7 @@ def two_layers() -> Graph:
         for shape in ([n, 2 * MOE_DIM, HIDDEN_SIZE], [n, HIDDEN_SIZE, MOE_DIM]):
             types += [TensorType(f32, shape, cpu)] * N_RANKS
         types += manager.input_types()
-    with Graph("balanced_moe", input_types=types) as graph:
+    with Graph("balanced_moe", input_types=types, module=module) as graph:
         values = iter(graph.inputs)
         x = [next(values).tensor for _ in range(N_RANKS)]
         router, outputs = next(values).tensor, []
@@ -213,10 +214,9 @@ def two_layers() -> Graph:
             results, ids = moe_layer(manager, x, router, list(experts), LAYER)
             outputs += [*results, *ids]
         graph.output(*outputs)
-    return graph
 
 
-def test_a_layer_gives_the_same(session):
+def test_a_layer_gives_the_same(session, one_module):
     """Bit for bit, with any placement, and at each step from one to another."""
     rng = np.random.default_rng(5)
 
@@ -237,7 +237,7 @@ def test_a_layer_gives_the_same(session):
     moved = [
         list(zip(*(np.split(w[row], N_RANKS) for w in experts))) for row in old.phy2log
     ]
-    model = session.load(two_layers())
+    model = one_module.models["balanced_moe"]
     config = replace(BALANCED, eplb_phy2log_plan=old.phy2log)
     with EPCommInitializer(CONFIG) as comm, EPCommInitializer(config) as balanced:
         comm.ep_init(session)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -14,31 +13,35 @@ from harness import to_buffer, to_numpy
 from max.driver import CPU, Accelerator
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.graph import DeviceRef, Graph, TensorType
+from max.graph import DeviceRef, Graph, Module, TensorType
 
-from max_ep.experts import add_rows, grouped_gate_up, routed_swiglu, sort_choices
+from max_ep.experts import (
+    add_rows,
+    grouped_gate_up,
+    grouped_matmul,
+    routed_swiglu,
+    sort_choices,
+)
 
 HIDDEN = 64
 LAYERS = {"few": (7, 3), "usual": (128, 8), "many": (300, 10)}
 """Experts, and those of a token; more rows than are loaded at once."""
+DTYPES = {"cpu": DType.float32, "gpu": DType.bfloat16}
 ON_BOTH = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))]
 
 
-@functools.cache
-def model_of(kind: str) -> Callable:
-    """Compiles a sort and a sum for each of the layers."""
+def choices_graph(kind: str, **where: Module) -> Graph:
+    """Builds a sort and a sum for each of the layers."""
     device = DeviceRef.CPU() if kind == "cpu" else DeviceRef.GPU()
-    there = CPU() if kind == "cpu" else Accelerator()
-    dtype = DType.float32 if kind == "cpu" else DType.bfloat16
     types = []
     for name, (_, top_k) in LAYERS.items():
         choices = ["n_tokens", top_k]
         types += [
             TensorType(DType.int32, choices, device),
-            TensorType(dtype, [f"n_rows_{name}", HIDDEN], device),
+            TensorType(DTYPES[kind], [f"n_rows_{name}", HIDDEN], device),
             TensorType(DType.float32, choices, device),
         ]
-    with Graph("choices", input_types=types) as graph:
+    with Graph("choices", input_types=types, **where) as graph:
         values = iter([value.tensor for value in graph.inputs])
         results = []
         for n_experts, _ in LAYERS.values():
@@ -46,10 +49,51 @@ def model_of(kind: str) -> Callable:
             found = sort_choices(ids, n_experts)
             results += [*found, add_rows(rows, found[-1], weights)]
         graph.output(*results)
-    model = InferenceSession(devices=[CPU(), there]).load(graph)
+    return graph
+
+
+N_EXPERTS, MOE_DIM, TOP_K = 5, 8, 2
+"""Of the layer."""
+
+
+def add_graphs(module: Module) -> None:
+    choices_graph("cpu", module=module)
+    f32, cpu = DType.float32, DeviceRef.CPU()
+    types = [
+        TensorType(f32, ["n_tokens", HIDDEN], cpu),
+        TensorType(DType.int32, ["n_tokens", TOP_K], cpu),
+        TensorType(f32, ["n_tokens", TOP_K], cpu),
+        TensorType(f32, [N_EXPERTS, 2 * MOE_DIM, HIDDEN], cpu),
+        TensorType(f32, [N_EXPERTS, HIDDEN, MOE_DIM], cpu),
+    ]
+    Graph("routed_layer", routed_swiglu, types, module=module)
+    types = [
+        TensorType(f32, [2, 8], cpu),
+        TensorType(f32, [1, 4, 8], cpu),
+        TensorType(DType.uint32, ["n_offsets"], cpu),
+        TensorType(DType.int32, ["n_groups"], cpu),
+    ]
+    Graph("open_sizes", grouped_matmul, types, module=module)
+
+
+@pytest.fixture(scope="module", params=ON_BOTH)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(request, kind) -> Callable:
+    """Sorts and adds up."""
+    if kind == "cpu":
+        there, model = CPU(), request.getfixturevalue("one_module").models["choices"]
+    else:
+        there = Accelerator()
+        model = InferenceSession(devices=[CPU(), there]).load(choices_graph(kind))
 
     def run(given: list[np.ndarray]) -> list[np.ndarray]:
-        given = [narrow(x, dtype) if i % 3 == 1 else x for i, x in enumerate(given)]
+        given = [
+            narrow(x, DTYPES[kind]) if i % 3 == 1 else x for i, x in enumerate(given)
+        ]
         buffers = [to_buffer(x, there) for x in given]
         return [widen(to_numpy(buffer)) for buffer in model.execute(*buffers)]
 
@@ -97,10 +141,9 @@ def added_up(
     return sums
 
 
-@pytest.mark.parametrize("kind", ON_BOTH)
 @pytest.mark.parametrize("how", ["some wrong", "skewed", "one expert"])
 @pytest.mark.parametrize("n_tokens", [0, 1, 2, 63, 64, 65, 515, 4100])
-def test_choices_are_sorted_and_rows_added(kind, how, n_tokens):
+def test_choices_are_sorted_and_rows_added(run, kind, how, n_tokens):
     """Bit for bit; 64 times 8 ids are what a warp loads at once."""
     rng = np.random.default_rng(n_tokens)
     given = []
@@ -109,7 +152,7 @@ def test_choices_are_sorted_and_rows_added(kind, how, n_tokens):
         weights = rng.random((n_tokens, top_k)).astype(np.float32)
         ids = draw_ids(how, (n_tokens, top_k), n_experts)
         given += [ids, widen(narrow(rows, DType.bfloat16)), weights]
-    results = model_of(kind)(given)
+    results = run(given)
     for i, (n_experts, _) in enumerate(LAYERS.values()):
         ids, rows, weights = given[3 * i : 3 * i + 3]
         *found, sums = results[5 * i : 5 * i + 5]
@@ -119,33 +162,35 @@ def test_choices_are_sorted_and_rows_added(kind, how, n_tokens):
         np.testing.assert_array_equal(sums, wanted)
 
 
-def test_a_layer_on_one_device():
+def test_a_layer_on_one_device(one_module):
     """On the CPU, where rows are gathered before the product."""
-    n_experts, moe_dim, top_k, n_tokens = 5, 8, 2, 9
-    f32, cpu = DType.float32, DeviceRef.CPU()
-    types = [
-        TensorType(f32, ["n_tokens", HIDDEN], cpu),
-        TensorType(DType.int32, ["n_tokens", top_k], cpu),
-        TensorType(f32, ["n_tokens", top_k], cpu),
-        TensorType(f32, [n_experts, 2 * moe_dim, HIDDEN], cpu),
-        TensorType(f32, [n_experts, HIDDEN, moe_dim], cpu),
-    ]
-    graph = Graph("layer", routed_swiglu, types)
-    model = InferenceSession(devices=[CPU()]).load(graph)
-    rng = np.random.default_rng(0)
-    shapes = [[n_tokens, *map(int, types[0].shape[1:])], [n_tokens, top_k]]
-    shapes += [list(map(int, x.shape)) for x in types[3:]]
-    x, weights, gate_up, down = (
-        rng.standard_normal(s).astype(np.float32) for s in shapes
-    )
-    ids = rng.integers(-1, n_experts, (n_tokens, top_k)).astype(np.int32)
-    (y,) = model.execute(x, ids, weights, gate_up, down)
+    n_tokens, rng = 9, np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    x, weights = draw(n_tokens, HIDDEN), draw(n_tokens, TOP_K)
+    gate_up = draw(N_EXPERTS, 2 * MOE_DIM, HIDDEN)
+    down = draw(N_EXPERTS, HIDDEN, MOE_DIM)
+    ids = rng.integers(-1, N_EXPERTS, (n_tokens, TOP_K)).astype(np.int32)
+    layer = one_module.models["routed_layer"]
+    (y,) = layer.execute(x, ids, weights, gate_up, down)
     wanted = np.zeros_like(x)
     for token, k in np.argwhere(ids >= 0):
         gate, up = np.split(gate_up[ids[token, k]] @ x[token], 2)
         row = down[ids[token, k]] @ (gate / (1 + np.exp(-gate)) * up)
         wanted[token] += weights[token, k] * row
     np.testing.assert_allclose(y.to_numpy(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_op_sees_sizes_that_the_graph_does_not(one_module):
+    model = one_module.models["open_sizes"]
+    rows, weight = np.ones((2, 8), np.float32), np.ones((1, 4, 8), np.float32)
+    offsets, ids = np.array([0, 2], np.uint32), np.zeros(2, np.int32)
+    (made,) = model.execute(rows, weight, offsets, ids[:1])
+    np.testing.assert_array_equal(made.to_numpy(), np.full((2, 4), 8))
+    with raises(Exception, "have 2 elements and expert_ids 2"):
+        model.execute(rows, weight, offsets, ids)
 
 
 I32, I64, F32, BF16 = DType.int32, DType.int64, DType.float32, DType.bfloat16

@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from assembly import nvidia_resources
 from children import WHERE_WE_IMPORT, ran, slow
@@ -205,19 +204,6 @@ def test_each_group_has_an_offset():
     types = [TensorType(dtype, shape, DeviceRef.CPU()) for dtype, shape in sizes]
     with pytest.raises(ValueError, match="have 4 elements and expert_ids 2"):
         Graph("refused", experts.grouped_matmul, types)
-
-
-def test_the_op_sees_sizes_that_the_graph_does_not(session):
-    sizes = (F32, [2, 8]), (F32, [1, 4, 8])
-    sizes += (DType.uint32, ["n_offsets"]), (DType.int32, ["n_groups"])
-    types = [TensorType(dtype, shape, DeviceRef.CPU()) for dtype, shape in sizes]
-    model = session.load(Graph("sizes", experts.grouped_matmul, types))
-    rows, weight = np.ones((2, 8), np.float32), np.ones((1, 4, 8), np.float32)
-    offsets, ids = np.array([0, 2], np.uint32), np.zeros(2, np.int32)
-    (made,) = model.execute(rows, weight, offsets, ids[:1])
-    np.testing.assert_array_equal(made.to_numpy(), np.full((2, 4), 8))
-    with raises(Exception, "have 2 elements and expert_ids 2"):
-        model.execute(rows, weight, offsets, ids)
 
 
 def test_rows_in_fp8_are_not_gathered():

@@ -8,7 +8,7 @@ from harness import to_buffer, to_numpy
 from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
 from max_ep.experts import PACKAGE
 from max_ep.extension import add_op
@@ -60,11 +60,12 @@ def draw(new):
     return [old, qkv, ends, rotary, lengths, pages, *weights], q, cache
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))])
-def test_heads_are_normalized_rotated_and_cached(kind):
-    device, dtype = DeviceRef.CPU(), DType.float32
-    if kind == "gpu":
-        device, dtype = DeviceRef.GPU(), DType.bfloat16
+DTYPES = {"cpu": DType.float32, "gpu": DType.bfloat16}
+
+
+def heads_graph(kind: str, **where: Module) -> Graph:
+    dtype = DTYPES[kind]
+    device = DeviceRef.CPU() if kind == "cpu" else DeviceRef.GPU()
     u32, i64, host = DType.uint32, DType.int64, DeviceRef.CPU()
     types = [
         BufferType(dtype, [N_PAGES, 2, LAYERS, PAGE, N_KV, SIZE], device),
@@ -77,15 +78,28 @@ def test_heads_are_normalized_rotated_and_cached(kind):
         TensorType(i64, [1], host),
         TensorType(u32, [1], host),
     ]
-    with Graph("heads", input_types=types) as graph:
+    with Graph("heads", input_types=types, **where) as graph:
         cache, *tensors = graph.inputs
         values = [cache.buffer, *(value.tensor for value in tensors)]
         result = TensorType(dtype, [values[1].shape[0], N_Q, SIZE], device)
         of_one = dict(size=SIZE, epsilon_of_one=10**6)
         made = add_op("norm_rope_store", device, values, [result], PACKAGE, **of_one)
         graph.output(*made)
-    there = Accelerator() if kind == "gpu" else CPU()
-    model = InferenceSession(devices=[CPU(), there]).load(graph)
+    return graph
+
+
+def add_graphs(module: Module) -> None:
+    heads_graph("cpu", module=module)
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))])
+def test_heads_are_normalized_rotated_and_cached(request, kind):
+    dtype = DTYPES[kind]
+    if kind == "cpu":
+        there, model = CPU(), request.getfixturevalue("one_module").models["heads"]
+    else:
+        there = Accelerator()
+        model = InferenceSession(devices=[CPU(), there]).load(heads_graph(kind))
     given, want, want_cache = draw(NEW)
 
     def put(x):

@@ -12,6 +12,9 @@ from types import SimpleNamespace
 import pytest
 from children import ROOT, printed
 from errors import refused
+from max.graph import Module
+
+from graphs import moe_layer, overlap
 
 BIN = Path(sys.executable).parent
 
@@ -21,21 +24,33 @@ def run(command: str) -> str:
     return printed(BIN / program, *words, cwd=ROOT, COLUMNS="120")
 
 
-@pytest.mark.parametrize(
-    "command, says",
-    [
-        ("python graphs/round_trip.py", "came back doubled"),
-        # The layer with rows sent back is the demo's.
-        (
-            "python graphs/moe_layer.py --shared-expert --sums --format mxfp8",
-            "agree with the plain MoE",
-        ),
-        ("python graphs/moe_layer.py --allreduce", "agree with the plain MoE"),
-        ("python graphs/overlap.py", "generation 3: right on all 4 ranks"),
-    ],
-)
-def test_graphs(command, says):
-    assert says in run(command)
+LAYERS = {
+    # With rows sent back it is the demo's.
+    "moe_layer": "--shared-expert --sums --format mxfp8",
+    "moe_layer_allreduce": "--allreduce",
+}
+
+
+def add_graphs(module: Module) -> None:
+    overlap.build(module)
+    for words in LAYERS.values():
+        moe_layer.build(moe_layer.options_of(words.split()), module)
+
+
+def test_round_trip():
+    assert "came back doubled" in run("python graphs/round_trip.py")
+
+
+def test_overlap(session, one_module, capsys):
+    overlap.run(session, one_module.models["overlap"])
+    assert "generation 3: right on all 4 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_moe_layer(session, one_module, capsys, name):
+    options = moe_layer.options_of(LAYERS[name].split())
+    moe_layer.run(options, session, one_module.models[name])
+    assert "agree with the plain MoE" in capsys.readouterr().out
 
 
 SMALL = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"

@@ -12,7 +12,9 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,6 +35,7 @@ from serving import (
     write_widened,
 )
 
+from graphs.serve import run
 from graphs.serve.checkpoint import (
     BLOCKWISE_FP8,
     DEEPSEEK_SIZES,
@@ -76,6 +79,7 @@ WHERE = {
     "one_gpu_captured": (1, 0, "small", CAPTURED_DECODE),
     "two_gpus": (2, 0, "small"),
     "two_gpus_captured": (2, 0, "small", CAPTURED_DECODE),
+    "four_gpus": (4, 0, "small"),
     "two_gpus_placed": (2, 0, "small", PLACEMENT_VARIABLE),
     "two_gpus_deepseek": (2, 0, "deepseek"),
     "two_gpus_deepseek_placed": (2, 0, "deepseek", PLACEMENT_VARIABLE),
@@ -108,9 +112,13 @@ def served(request, tmp_path_factory):
     if FP8 in more:
         more.remove(FP8)
         reference = write_widened(folder / "model", folder / "widened")
-    flags = [*LIMITS, *device_flags(n_gpus, n_cpu_ranks), *CUSTOM_ARCHITECTURES, *more]
+    command = ("max", "serve", "--model-path")
+    flags = [*LIMITS, *device_flags(n_gpus, 0), *CUSTOM_ARCHITECTURES, *more]
     if n_gpus:  # the reference needs room, too
         flags += ["--device-memory-utilization", "0.2"]
+    else:
+        command = ("max-ep", "serve")
+        flags = ["--gpus", "0", "--ranks", str(n_cpu_ranks), *LIMITS, *more]
     placed = "_placed" * (PLACEMENT_VARIABLE in more)
     if n_gpus and COMPILED:
         flags += ["--precompiled-mefs", f"{COMPILED}/{size}_{n_gpus}{placed}"]
@@ -119,12 +127,14 @@ def served(request, tmp_path_factory):
         flags.remove(PLACEMENT_VARIABLE)
         variables[PLACEMENT_VARIABLE] = str(folder / "placement.npz")
         placement_of(size, n_gpus or n_cpu_ranks).save(folder / "placement.npz")
-    server = Server(folder / "model", flags, folder / "server.log", variables)
+    where = folder / "model", flags, folder / "server.log"
+    server = Server(*where, variables, command=command)
     try:
         server.wait_until_ready(READY_S, print)
         noises = NOISES if size in DEEPSEEK_SIZES else ()
         yield SimpleNamespace(
             server=server,
+            flags=flags,
             model=folder / "model",
             dtype=dtype,
             # MAX's server returns none on GPUs, nor of a model with thinking tokens.
@@ -161,6 +171,24 @@ def test_the_log_says_who_serves(served):
     )
     alone = "max_ep: all experts on one GPU; they gather their tokens"
     assert re.search(f"{line}|{alone}", served.server.log.read_text())
+
+
+def test_the_program_talks_with_it(served, monkeypatch, capsys):
+    """`make serve`, with the server of these tests, which it would start."""
+    if served.flags != ["--gpus", "0", "--ranks", "4", *LIMITS]:
+        pytest.skip("it starts another server")
+    started = []
+
+    @contextmanager
+    def started_before(*where: object, command: Sequence[str]) -> Iterator[Server]:
+        started.append((where[1], command))
+        yield served.server
+
+    monkeypatch.setattr(run, "Server", started_before)
+    run.main()
+    assert started == [(served.flags, ("max-ep", "serve"))]
+    said = capsys.readouterr().out
+    assert f"> {run._QUESTION}" in said and said.endswith("stopped\n")
 
 
 def test_many_at_once_some_cancelled(served):
@@ -293,7 +321,9 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     make_checkpoint(tmp_path / "model", size, "float8" if fp8 else dtype)
     folders = tmp_path / "model", tmp_path / "mefs"
     command = sys.executable, HERE / "served_graph.py", where, *folders
-    how = dict(HF_HUB_OFFLINE="1", PYTHONPATH=WHERE_WE_IMPORT)
+    # With its other allocator MAX's command would start Python, and import all, anew.
+    how = dict(HF_HUB_OFFLINE="1", MODULAR_MAX_ALLOCATOR="system")
+    how["PYTHONPATH"] = WHERE_WE_IMPORT
     if "balance_ids" in wanted:
         how[PLACEMENT_VARIABLE] = str(tmp_path / "placement.npz")
         placement_of(size, 2).save(tmp_path / "placement.npz")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`max-ep serve`: what it finds, chooses and refuses. `make serve` runs it."""
+"""`max-ep serve`: what it finds, chooses and refuses. `test_serve.py` runs it."""
 
 import json
 import os
