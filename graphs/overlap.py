@@ -41,11 +41,11 @@ def build(module: Module | None = None) -> Graph:
     types += [TensorType(DType.int32, [N_TOKENS, TOP_K], CPU_DEVICE) for _ in RANKS]
     types += [TensorType(F32, [N_TOKENS, TOP_K], CPU_DEVICE) for _ in RANKS]
     types += [TensorType(F32, [HIDDEN_SIZE, HIDDEN_SIZE], CPU_DEVICE)]
-    manager = EPBatchManager(CONFIG)
+    manager, n = EPBatchManager(CONFIG), len(types)
     types += manager.input_types()
     with Graph("overlap", input_types=types, module=module) as graph:
-        values = [value.tensor for value in graph.inputs[:13]]
-        manager.fetch_buffers(graph.inputs[13:])
+        values = [value.tensor for value in graph.inputs[:n]]
+        manager.fetch_buffers(graph.inputs[n:])
         x, ids, weights = values[0:4], values[4:8], values[8:12]
         for rank in RANKS:
             manager.ep_dispatch_async(x[rank], ids[rank], rank)

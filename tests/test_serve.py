@@ -112,13 +112,12 @@ def served(request, tmp_path_factory):
     if FP8 in more:
         more.remove(FP8)
         reference = write_widened(folder / "model", folder / "widened")
-    command = ("max", "serve", "--model-path")
-    flags = [*LIMITS, *device_flags(n_gpus, 0), *CUSTOM_ARCHITECTURES, *more]
-    if n_gpus:  # the reference needs room, too
+    command = ("max-ep", "serve")
+    flags = ["--gpus", "0", "--ranks", str(n_cpu_ranks), *LIMITS, *more]
+    if n_gpus:  # `max-ep serve` would capture all; the reference needs room, too
+        command = ("max", "serve", "--model-path")
+        flags = [*LIMITS, *device_flags(n_gpus, 0), *CUSTOM_ARCHITECTURES, *more]
         flags += ["--device-memory-utilization", "0.2"]
-    else:
-        command = ("max-ep", "serve")
-        flags = ["--gpus", "0", "--ranks", str(n_cpu_ranks), *LIMITS, *more]
     placed = "_placed" * (PLACEMENT_VARIABLE in more)
     if n_gpus and COMPILED:
         flags += ["--precompiled-mefs", f"{COMPILED}/{size}_{n_gpus}{placed}"]
