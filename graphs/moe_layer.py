@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 from max.driver import CPU
 from max.dtype import DType
-from max.engine import InferenceSession, Model
+from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
@@ -117,8 +117,9 @@ def config_of(options: argparse.Namespace) -> EPConfig:
     return config
 
 
-def run(options: argparse.Namespace, session: InferenceSession, model: Model) -> None:
+def main() -> None:
     """Runs the layer once and compares."""
+    options = options_of()
     config, has_shared_expert = config_of(options), options.shared_expert
     rng = np.random.default_rng(7)
 
@@ -134,6 +135,8 @@ def run(options: argparse.Namespace, session: InferenceSession, model: Model) ->
     down = draw(N_EXPERTS, HIDDEN_SIZE, MOE_DIM)
     shared = draw(2 * MOE_DIM, HIDDEN_SIZE), draw(HIDDEN_SIZE, MOE_DIM)
 
+    session = InferenceSession(devices=[CPU()])
+    model = session.load(build(options))
     with EPCommInitializer(config) as comm:
         comm.ep_init(session)
         weights = [*np.split(gate_up, N_RANKS), *np.split(down, N_RANKS), *shared]
@@ -163,12 +166,6 @@ def run(options: argparse.Namespace, session: InferenceSession, model: Model) ->
     if options.format:
         error = np.linalg.norm(expected - exact) / np.linalg.norm(exact)
         print(f"of which {options.format} tokens change {error:.1%}")
-
-
-def main() -> None:
-    """Compiles the layer, and runs it."""
-    options, session = options_of(), InferenceSession(devices=[CPU()])
-    run(options, session, session.load(build(options)))
 
 
 if __name__ == "__main__":

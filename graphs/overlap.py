@@ -12,7 +12,7 @@ run in their order; the meaning is the same.
 import numpy as np
 from max.driver import CPU
 from max.dtype import DType
-from max.engine import InferenceSession, Model
+from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, Module, TensorType
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
@@ -59,8 +59,10 @@ def build(module: Module | None = None) -> Graph:
     return graph
 
 
-def run(session: InferenceSession, model: Model) -> None:
+def main() -> None:
     """Runs the graph three times: three generations of the same buffers."""
+    session = InferenceSession(devices=[CPU()])
+    model = session.load(build())
     rng = np.random.default_rng(3)
     shared = rng.standard_normal((HIDDEN_SIZE, HIDDEN_SIZE), np.float32)
     weights = [np.full((N_TOKENS, TOP_K), 0.5, np.float32) for _ in RANKS]
@@ -83,12 +85,6 @@ def run(session: InferenceSession, model: Model) -> None:
                     y[rank].to_numpy(), expected, rtol=1e-3, atol=1e-3
                 )
             print(f"generation {generation}: right on all {N_RANKS} ranks")
-
-
-def main() -> None:
-    """Compiles the graph, and runs it."""
-    session = InferenceSession(devices=[CPU()])
-    run(session, session.load(build()))
 
 
 if __name__ == "__main__":

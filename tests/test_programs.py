@@ -8,13 +8,17 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from children import ROOT, printed
 from errors import refused
-from max.graph import Module
+from max.engine import InferenceSession, Model
+from max.graph import Graph, Module
 
 from graphs import moe_layer, overlap
+from max_ep.extension import extension_path
+from max_ep.memory.setup_graph import setup_graph
 
 BIN = Path(sys.executable).parent
 
@@ -37,20 +41,39 @@ def add_graphs(module: Module) -> None:
         moe_layer.build(moe_layer.options_of(words.split()), module)
 
 
+@pytest.fixture
+def compiled(one_module, monkeypatch):
+    """Programs load what was compiled with the others."""
+    load = InferenceSession.load
+
+    def load_compiled(session: InferenceSession, graph: Graph, **how: Any) -> Model:
+        model = one_module.models.get(graph.name)
+        return model or load(session, graph, **how)
+
+    monkeypatch.setattr(InferenceSession, "load", load_compiled)
+
+
 def test_round_trip():
     assert "came back doubled" in run("python graphs/round_trip.py")
 
 
-def test_overlap(session, one_module, capsys):
-    overlap.run(session, one_module.models["overlap"])
+def test_overlap(compiled, capsys):
+    overlap.main()
     assert "generation 3: right on all 4 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_moe_layer(session, one_module, capsys, name):
-    options = moe_layer.options_of(LAYERS[name].split())
-    moe_layer.run(options, session, one_module.models[name])
+def test_moe_layer(compiled, monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [name, *LAYERS[name].split()])
+    moe_layer.main()
     assert "agree with the plain MoE" in capsys.readouterr().out
+
+
+def test_the_set_up_graph_has_one_package():
+    """After a graph with two as before it: MAX's cache has it under its packages."""
+    overlap.build()
+    graph = setup_graph(overlap.CONFIG)
+    assert graph.kernel_libraries_paths == [extension_path()]
 
 
 SMALL = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"

@@ -118,7 +118,7 @@ def build(settings: Settings) -> Path:
     """Returns the library of a configuration; compiles it if there is none."""
 
     def make(path: Path) -> None:
-        # Precompiled sources take a third of the time.
+        # Precompiled sources save a third of the time.
         where = "-I", str(extension_path().parent)
         command = ("build", "--emit", "shared-lib", *where, "max_ep_c/api.mojo")
         run_mojo(*command, *settings.defines(), "-o", str(path))
