@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from cases import F32, Case
-from children import slow
 from errors import raises, refused
 from harness import building, to_numpy
 from max.driver import Buffer
@@ -212,7 +211,6 @@ def test_entries_of_formats():
         assert f.is_quantized == (f.quantize is not None)
 
 
-@slow
 def test_dispatch_compares_the_entry_with_mojo(session, monkeypatch):
     """While it is compiled; test_mojo.py has what differs."""
     said = QUANTIZED["mxfp8"].words()

@@ -68,6 +68,9 @@ def placement_of(size: str, n_ranks: int) -> Placement:
     return plan(counts, n_ranks, n // 4, top_k=top_k)
 
 
+IMPORTS_ONCE = {"MODULAR_MAX_ALLOCATOR": "system"}
+"""With its other allocator MAX's command starts Python, and imports all, anew."""
+
 FP8 = "fp8"
 """Among the flags of a server: its checkpoint is in blockwise FP8."""
 
@@ -320,9 +323,7 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     make_checkpoint(tmp_path / "model", size, "float8" if fp8 else dtype)
     folders = tmp_path / "model", tmp_path / "mefs"
     command = sys.executable, HERE / "served_graph.py", where, *folders
-    # With its other allocator MAX's command would start Python, and import all, anew.
-    how = dict(HF_HUB_OFFLINE="1", MODULAR_MAX_ALLOCATOR="system")
-    how["PYTHONPATH"] = WHERE_WE_IMPORT
+    how = dict(HF_HUB_OFFLINE="1", PYTHONPATH=WHERE_WE_IMPORT, **IMPORTS_ONCE)
     if "balance_ids" in wanted:
         how[PLACEMENT_VARIABLE] = str(tmp_path / "placement.npz")
         placement_of(size, 2).save(tmp_path / "placement.npz")
@@ -376,7 +377,7 @@ def test_a_group_that_cannot_run_ends_the_server_before_weights_are_read(tmp_pat
     """What else the memory plan refuses, `test_serve_plan.py` has."""
     make_checkpoint(tmp_path / "model")
     flags = [*LIMITS, *device_flags(0, 4), *CUSTOM_ARCHITECTURES, "--ep-size", "3"]
-    with Server(tmp_path / "model", flags, tmp_path / "log") as server:
+    with Server(tmp_path / "model", flags, tmp_path / "log", IMPORTS_ONCE) as server:
         with pytest.raises(RuntimeError, match="before it was ready"):
             server.wait_until_ready(READY_S)
         log = server.log_end(2000)

@@ -30,9 +30,9 @@ NORMAL = ["normal"] * ALL_CASES
 HEALTHY = ["low_latency", "compiled", "normal", "normal_fp8"]
 RUNS = {
     1: (["low_latency", *NORMAL], ["bf16"]),
-    2: (HEALTHY, ["bf16", "ue8m0"]),
+    2: (HEALTHY, ["bf16", "round", "ue8m0"]),
     4: (["low_latency", *NORMAL, "stopped", "other_arguments"], ["bf16", "fp8"]),
-    8: (["low_latency", *NORMAL], ["bf16", "round"]),
+    8: (["low_latency", *NORMAL], ["bf16"]),
 }
 
 
