@@ -11,6 +11,7 @@ from .formats import mxfp4_quant_config as mxfp4_quant_config
 from .formats import mxfp8_quant_config as mxfp8_quant_config
 from .formats import nvfp4_quant_config as nvfp4_quant_config
 from .graph.all_gather import AllGatherTokenDispatcher as AllGatherTokenDispatcher
+from .graph.buffers import EPCommBuffers as EPCommBuffers
 from .graph.builders import call_distributed_ep_combine as call_distributed_ep_combine
 from .graph.builders import call_distributed_ep_dispatch as call_distributed_ep_dispatch
 from .graph.builders import call_ep_combine as call_ep_combine
@@ -21,7 +22,6 @@ from .graph.builders import call_ep_dispatch_async as call_ep_dispatch_async
 from .graph.builders import call_ep_dispatch_wait as call_ep_dispatch_wait
 from .graph.builders import call_ep_init as call_ep_init
 from .graph.manager import EPBatchManager as EPBatchManager
-from .graph.manager import EPCommBuffers as EPCommBuffers
 from .graph.quantized import dequantize as dequantize
 from .graph.routing import Replicas as Replicas
 from .graph.routing import balance_ids as balance_ids

@@ -7,57 +7,22 @@ ops need.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import numpy as np
 from max.dtype import DType
-from max.graph import (
-    BufferType,
-    BufferValue,
-    DeviceRef,
-    Dim,
-    Graph,
-    TensorType,
-    TensorValue,
-    Value,
-    ops,
-)
+from max.graph import DeviceRef, Dim, TensorType, TensorValue, ops
 
-from ..config import EPConfig, check_is_config
 from ..formats import PLAIN_DTYPES
-from ..limits import NUM_GROUPS
 from . import builders
+from .buffers import COMBINE, DISPATCH, GraphBuffers
 from .checks import OpOrder, check_all_ranks, check_value
 from .ops import Tokens, call_op, check_buffers, n_tokens_of
-from .routing import Replicas, balance_ids, own_ids
-
-_DISPATCH, _COMBINE = range(NUM_GROUPS)
+from .routing import balance_ids, own_ids
 
 
-@dataclass
-class EPCommBuffers:
-    """The graph values of one group's buffers."""
-
-    atomic_counters: list[list[BufferValue]]
-    """Counters, ``[NUM_GROUPS][n_gpus_per_node]``."""
-    send_buf_ptrs: list[TensorValue]
-    """Send buffers, ``[NUM_GROUPS]`` tensors of ``[n_ranks]`` uint64."""
-    recv_buf_ptrs: list[TensorValue]
-    """Receive buffers, of the same shape."""
-    recv_count_ptrs: list[TensorValue]
-    """Counts, of the same shape."""
-    eplb_log2phy: dict[int, BufferValue] | None = None
-    """With balanced experts, of each local rank the physical experts of each logical
-    one, int32 ``[num_moe_layers, num_logical_experts, max_replicas]``."""
-    eplb_logcnt: dict[int, BufferValue] | None = None
-    """How many those are, int32 ``[num_moe_layers, num_logical_experts]``."""
-
-
-class EPBatchManager:
+class EPBatchManager(GraphBuffers):
     """Builds the dispatch and combine ops of a graph.
 
     The interface of ``max.nn.comm.ep.EPBatchManager``: declare
@@ -66,13 +31,6 @@ class EPBatchManager:
     CPU run in the order in which they are built.
     """
 
-    def __init__(self, config: EPConfig) -> None:
-        """Makes the manager of a group; it has no buffers yet."""
-        check_is_config(config, "EPBatchManager")
-        self.config = config
-        self._comm: EPCommBuffers | None = None
-        self._start()
-
     def _start(self) -> None:
         """Forgets what was built before: a new graph begins."""
         n, in_turn = self.config.n_gpus_per_node, self.config.runs_ranks_in_turn
@@ -80,142 +38,6 @@ class EPBatchManager:
         self._src_info: dict[int, TensorValue] = {}
         self._expert_rows: dict[int, TensorValue] = {}
         self._num_tokens: dict[int, Dim] = {}
-
-    # ------------------------------------------------------------------- buffers
-
-    def input_tree(self) -> OrderedDict[str, tuple[TensorType | BufferType, ...]]:
-        """Returns the EP inputs of the graph by name, in their order.
-
-        ``atomic_counters``: ``[NUM_GROUPS][n_gpus_per_node]`` buffers, flat;
-        ``send_buf_ptrs``, ``recv_buf_ptrs``, ``recv_count_ptrs``: one host tensor
-        ``[n_ranks]`` a group; with ``eplb_enabled`` ``eplb_log2phy`` and
-        ``eplb_logcnt``, one buffer a local rank.
-        """
-        config = self.config
-        devices = [config.device(i) for i in range(config.n_gpus_per_node)]
-
-        def buffers(*shape: int) -> tuple[BufferType, ...]:
-            return tuple(BufferType(DType.int32, shape, device) for device in devices)
-
-        pointers = TensorType(DType.uint64, [config.n_ranks], DeviceRef.CPU())
-        kinds = "send_buf_ptrs", "recv_buf_ptrs", "recv_count_ptrs"
-        tree: OrderedDict[str, tuple[TensorType | BufferType, ...]] = OrderedDict(
-            atomic_counters=buffers(config.sizes().counters_words) * NUM_GROUPS,
-            **dict.fromkeys(kinds, (pointers,) * NUM_GROUPS),
-        )
-        if config.eplb_enabled:
-            sizes = config.num_moe_layers, config.num_logical_experts
-            tree["eplb_log2phy"] = buffers(*sizes, config.max_replicas)
-            tree["eplb_logcnt"] = buffers(*sizes)
-        return tree
-
-    def input_types(self) -> list[TensorType | BufferType]:
-        """Returns the types of the EP inputs, to be declared by the graph."""
-        return [t for types in self.input_tree().values() for t in types]
-
-    def comm_buffers(self, input_vals: Iterable[Value[Any]]) -> EPCommBuffers:
-        """Takes the buffers as :meth:`fetch_buffers`; returns them as one value."""
-        values, tree = list(input_vals), self.input_tree()
-        wanted = self.input_types()
-        if len(values) != len(wanted):
-            raise ValueError(
-                f"fetch_buffers got {len(values)} values, input_types() declares "
-                f"{len(wanted)}; pass exactly the graph inputs of those types"
-            )
-        for i, (value, type_) in enumerate(zip(values, wanted)):
-            expected = BufferValue if isinstance(type_, BufferType) else TensorValue
-            if not isinstance(value, expected):
-                raise TypeError(
-                    f"EP input {i} is a {type(value).__name__}, it must be a "
-                    f"{expected.__name__}; pass the graph inputs in the order "
-                    "of input_types()"
-                )
-        rest = iter(values)
-        counters, *kinds = ([next(rest) for _ in types] for types in tree.values())
-        n = self.config.n_gpus_per_node
-        by_rank = [dict(enumerate(tables)) for tables in kinds[3:]]
-        comm = EPCommBuffers([counters[:n], counters[n:]], *kinds[:3], *by_rank)
-        self.bind_comm_buffers(comm)
-        return comm
-
-    def fetch_buffers(self, _input_vals: Iterable[Value[Any]]) -> None:
-        """Takes the graph's inputs that :meth:`input_types` declares, in order."""
-        self.comm_buffers(_input_vals)
-
-    def bind_comm_buffers(self, comm: EPCommBuffers) -> None:
-        """Uses buffers of :meth:`comm_buffers`, as values of the current graph."""
-        graph = _current_graph()
-        self._comm, self._graph = comm, graph and ref(graph)
-        self._start()
-
-    def _fetched(self) -> EPCommBuffers:
-        if self._comm is None:
-            raise ValueError(
-                "EPBatchManager has no buffers yet: declare input_types() as "
-                "inputs of the graph and pass their values to fetch_buffers()"
-            )
-        graph = _current_graph()
-        if self._graph is not None and graph not in (None, self._graph()):
-            raise ValueError(
-                f"EPBatchManager has the buffers of another graph than {graph.name!r}, "
-                "which is being built: pass the inputs of this one to "
-                "fetch_buffers(), in a subgraph its own"
-            )
-        return self._comm
-
-    @property
-    def atomic_counters(self) -> list[list[BufferValue]]:
-        """Counters, ``[NUM_GROUPS][n_gpus_per_node]``."""
-        return self._fetched().atomic_counters
-
-    @property
-    def send_buf_ptrs(self) -> list[TensorValue]:
-        """Send buffers, one tensor a group."""
-        return self._fetched().send_buf_ptrs
-
-    @property
-    def recv_buf_ptrs(self) -> list[TensorValue]:
-        """Receive buffers, one tensor a group."""
-        return self._fetched().recv_buf_ptrs
-
-    @property
-    def recv_count_ptrs(self) -> list[TensorValue]:
-        """Counts, one tensor a group."""
-        return self._fetched().recv_count_ptrs
-
-    def eplb_replicas(self, device_id: int, layer: int | TensorValue) -> Replicas:
-        """Returns the placement of an MoE layer's experts, with balanced experts.
-
-        For :meth:`ep_balance_ids`, ``softmax_top_k`` and ``balance_ids``.
-        """
-        comm = self._fetched()
-        if comm.eplb_log2phy is None or comm.eplb_logcnt is None:
-            raise ValueError(
-                "there is no placement of experts: set EPConfig.eplb_enabled=True"
-            )
-        self.config.device(device_id)  # raises if there is no such rank
-        tables = comm.eplb_log2phy[device_id], comm.eplb_logcnt[device_id]
-        return Replicas(*tables, layer)
-
-    def ep_balance_ids(
-        self, topk_ids: TensorValue, device_id: int, layer: int | TensorValue
-    ) -> TensorValue:
-        """Replaces a rank's logical experts by physical ones; see ``balance_ids``."""
-        return balance_ids(topk_ids, self.eplb_replicas(device_id, layer))
-
-    def _counter(self, device_id: int) -> BufferValue:
-        self.config.device(device_id)  # raises if there is no such rank
-        # As in MAX, both phases of a rank share the counters of group 0:
-        # combine needs what dispatch recorded there.
-        return self.atomic_counters[_DISPATCH][device_id]
-
-    def _pointers(self, group: int, device_id: int = 0) -> tuple[TensorValue, ...]:
-        comm = self._fetched()
-        kinds = comm.send_buf_ptrs, comm.recv_buf_ptrs, comm.recv_count_ptrs
-        of_group = tuple(of_kind[group] for of_kind in kinds)
-        if not self.config.use_allreduce:
-            return of_group
-        return tuple(pointers[device_id : device_id + 1] for pointers in of_group)
 
     # ------------------------------------------------------------------ dispatch
 
@@ -245,8 +67,8 @@ class EPBatchManager:
         """
         counter = self._counter(device_id)
         self._check_receive("ep_dispatch_wait", device_id)
-        self._order[_DISPATCH].wait(device_id)
-        where = self._pointers(_DISPATCH, device_id)[1:]
+        self._order[DISPATCH].wait(device_id)
+        where = self._pointers(DISPATCH, device_id)[1:]
         results = builders.call_ep_dispatch_wait(counter, *where, self.config)
         return self._keep_src_info(device_id, results)
 
@@ -266,7 +88,7 @@ class EPBatchManager:
         self._check_receive("ep_dispatch", device_id)
         tokens = input_tokens, topk_ids, input_scales, router_weight
         results = self._dispatch(builders.call_ep_dispatch, device_id, *tokens)
-        self._order[_DISPATCH].wait(device_id)
+        self._order[DISPATCH].wait(device_id)
         return self._keep_src_info(device_id, results)
 
     def _dispatch(
@@ -286,9 +108,9 @@ class EPBatchManager:
             ids = own_ids(ids, first, n_local, config.n_experts)
             if scales is not None and scales.shape[0] == config.n_experts:
                 scales = scales[first : first + n_local]
-        where = self._counter(device_id), *self._pointers(_DISPATCH, device_id)
+        where = self._counter(device_id), *self._pointers(DISPATCH, device_id)
         results = build(tokens, ids, *where, config, scales, weights)
-        self._order[_DISPATCH].send(device_id)
+        self._order[DISPATCH].send(device_id)
         self._num_tokens[device_id] = n_tokens_of(tokens)
         return results
 
@@ -321,6 +143,12 @@ class EPBatchManager:
             self.ep_dispatch_async(*of_rank)
         return [self.ep_dispatch_wait(device_id) for device_id in device_ids]
 
+    def ep_balance_ids(
+        self, topk_ids: TensorValue, device_id: int, layer: int | TensorValue
+    ) -> TensorValue:
+        """Replaces a rank's logical experts by physical ones; see ``balance_ids``."""
+        return balance_ids(topk_ids, self.eplb_replicas(device_id, layer))
+
     # ------------------------------------------------------------------ statistics
 
     def ep_watch(self, phase: str, device_id: int) -> TensorValue:
@@ -333,7 +161,7 @@ class EPBatchManager:
         if phase not in ("dispatch", "combine"):
             raise ValueError(f"phase={phase!r}; there are 'dispatch' and 'combine'")
         config, is_combine = self.config, phase == "combine"
-        group = _COMBINE if is_combine else _DISPATCH
+        group = COMBINE if is_combine else DISPATCH
         counter = self._counter(device_id)
         self._order[group].check_wait(device_id, f"ep_watch({phase!r})")
         if config.masks:
@@ -378,7 +206,7 @@ class EPBatchManager:
 
     def _check_receive(self, op: str, device_id: int) -> None:
         """Refuses to forget where the rows of a combine under way are."""
-        if self.config.combines_sums and self._order[_COMBINE].is_under_way(device_id):
+        if self.config.combines_sums and self._order[COMBINE].is_under_way(device_id):
             raise ValueError(
                 f"{op} on device {device_id} between ep_combine_async and "
                 "ep_combine_wait: combine_mode='sums' finds the rank's own rows by its "
@@ -407,10 +235,10 @@ class EPBatchManager:
             input_tokens,
             self._dispatched(device_id),
             self._counter(device_id),
-            *self._pointers(_COMBINE, device_id),
+            *self._pointers(COMBINE, device_id),
             self.config,
         )
-        self._order[_COMBINE].send(device_id)
+        self._order[COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
     def ep_combine_wait(
@@ -418,10 +246,10 @@ class EPBatchManager:
     ) -> TensorValue:
         """Completes combine; see :func:`call_ep_combine_wait`."""
         counter = self._counter(device_id)
-        self._order[_COMBINE].wait(device_id)
+        self._order[COMBINE].wait(device_id)
         return builders.call_ep_combine_wait(
             counter,
-            *self._pointers(_COMBINE, device_id)[1:],
+            *self._pointers(COMBINE, device_id)[1:],
             self.config,
             self._num_tokens[device_id],
             router_weight,
@@ -445,13 +273,13 @@ class EPBatchManager:
             input_tokens,
             self._dispatched(device_id),
             self._counter(device_id),
-            *self._pointers(_COMBINE, device_id),
+            *self._pointers(COMBINE, device_id),
             self.config,
             self._num_tokens[device_id],
             router_weight,
         )
-        self._order[_COMBINE].send(device_id)
-        self._order[_COMBINE].wait(device_id)
+        self._order[COMBINE].send(device_id)
+        self._order[COMBINE].wait(device_id)
         return result
 
     def ep_combine_all(
@@ -534,10 +362,3 @@ class EPBatchManager:
                 "them first"
             )
         return self._src_info[device_id]
-
-
-def _current_graph() -> Graph | None:
-    try:
-        return Graph.current
-    except LookupError:
-        return None
