@@ -13,7 +13,7 @@ from emulator import Clock, Emulated, Launch, Memory, Races, run
 from kernels import compiled, counter_word
 
 from max_ep.quantize import bfloat16_to_float32, float32_to_bfloat16
-from max_ep.who import N_HEADER_WORDS
+from max_ep.waits import N_HEADER_WORDS
 
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30

@@ -11,7 +11,7 @@ from errors import raises, refused
 
 from max_ep import extension
 from max_ep.extension import extension_path, run_mojo
-from max_ep.who import PHASES
+from max_ep.waits import PHASES
 
 PROGRAMS = Path(__file__).resolve().parent / "mojo"
 

@@ -13,17 +13,8 @@ import pytest
 from errors import refused
 
 from max_ep import who
-from max_ep.who import (
-    PHASES,
-    Facts,
-    RankWait,
-    Waits,
-    Words,
-    answer_for,
-    cpu_wait,
-    gpu_wait,
-    groups_of,
-)
+from max_ep.waits import PHASES, Facts, RankWait, Waits, Words, cpu_wait, gpu_wait
+from max_ep.who import answer_for, groups_of
 
 # 3 ranks with 2, 2 and 1 experts; counts of dispatch, then of combine.
 N_RANKS, N_EXPERTS, N_LOCAL = 3, 5, 2

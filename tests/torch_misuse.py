@@ -29,7 +29,7 @@ from torch_member import (
 
 from max_ep import EPConfig
 from max_ep.torch import Buffer
-from max_ep.who import Facts
+from max_ep.waits import Facts
 
 
 def dispatch(buffer: Buffer, **options: Any) -> Any:

@@ -18,15 +18,8 @@ from ..config import EPConfig, check_is_config
 from ..config_checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
-from ..who import (
-    Facts,
-    RankWait,
-    Waits,
-    Words,
-    answer_for,
-    gpu_wait,
-    waits_of_processes,
-)
+from ..waits import Facts, RankWait, Waits, Words, gpu_wait
+from ..who import answer_for, waits_of_processes
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory, reader
 from .masked_ranks import MaskedRanks

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ..limits import checked_timeout_s, timeout_s_of_environment
-from ..who import Waits, answer_for
+from ..waits import Waits
+from ..who import answer_for
 from .board import Board
 from .communicator import Communicator, Masks, refuse, refuse_hosts
 from .compiled import BUFFERS

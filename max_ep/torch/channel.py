@@ -20,7 +20,7 @@ import torch
 
 from ..limits import FP8_BLOCK
 from ..memory.gpu_shared import reader
-from ..who import Facts, RankWait, Words, cpu_wait, gpu_wait
+from ..waits import Facts, RankWait, Words, cpu_wait, gpu_wait
 from .library import Settings, load
 from .tables import n_table_words, row_major
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
-from ..who import RankWait, Waits
+from ..waits import RankWait, Waits
 from .board import Board
 from .channel import Channel, Region
 from .library import Settings, build_all

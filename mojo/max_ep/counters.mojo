@@ -141,7 +141,7 @@ struct Word:
     """GPU: the most tokens of any source in the last dispatch."""
     comptime LAUNCH = 28
     """CPU: 1 + the number in `PHASES` of what runs; negative once it has ended, 0
-    before the first. Other processes read it (`max_ep/who.py`)."""
+    before the first. Other processes read it (`max_ep/waits.py`)."""
     comptime LAUNCH_SINCE = 30
     """CPU: since when, in ns of the monotonic clock: two words."""
 

@@ -235,7 +235,7 @@ def _write(text: String, address: Int, size: Int) -> Int32:
 def max_ep_size(what: Int32) abi("C") -> Int64:
     """Returns a size: 0 a region, in bytes; 1 the counters, in int32 words; 2 the
     offset of the failure record in the counters; 3 the words of that record; 4 the
-    offset of the mask in the counters; then the `Facts` of `max_ep/who.py`, in order.
+    offset of the mask in the counters; then the `Facts` of `max_ep/waits.py`, in order.
     """
     var sizes = [
         REGION.region_bytes(),
