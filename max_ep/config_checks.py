@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from max.driver import accelerator_api
+from max.driver import accelerator_api, accelerator_architecture_name
 from max.dtype import DType
 
 from . import limits
@@ -246,6 +246,16 @@ def check_scale_layout(config: EPConfig) -> None:
         )
 
 
+def _gpu_before_hopper() -> str:
+    """Returns the name of an NVIDIA architecture that lacks launch overlap, or ""."""
+    try:
+        name = accelerator_architecture_name()
+    except ValueError:  # there is no GPU
+        return ""
+    version = name.removeprefix("sm_").rstrip("af")
+    return name if version.isdecimal() and int(version) < 90 else ""
+
+
 def refusal_by_rank(config: EPConfig) -> str:
     """Says why a group cannot have ``protocol="by_rank"``; empty: it can."""
     if config.uses_shmem:
@@ -255,6 +265,8 @@ def refusal_by_rank(config: EPConfig) -> str:
         )
     if config.target == "gpu" and accelerator_api() == "hip":
         return "with target='gpu' on AMD GPUs: its kernels are for NVIDIA GPUs"
+    if config.target == "gpu" and (gpu := _gpu_before_hopper()):
+        return f"with target='gpu' on {gpu}: its kernels need sm_90 or newer"
     for field in ("n_experts", "max_tokens_per_rank"):
         n = getattr(config, field)
         if n > limits.MAX_OF_ENTRY:

@@ -101,7 +101,7 @@ def run_doctor(_: Any = None) -> int:
         )
     say("serving", not missing, text, is_needed=False)
     version = _version("torch")
-    text = version or "PyTorch programs need it: pip install 'max_ep[torch]'"
+    text = version or "PyTorch programs need it: pip install torch"
     say("torch", bool(version), text, is_needed=False)
     print()
     if can_run:

@@ -68,7 +68,7 @@ def run_serve(options: Any) -> int:
     beside = Path(sys.executable).with_name("max")
     program = str(beside) if beside.exists() else shutil.which("max")
     if not program:
-        raise ValueError("there is no `max`; uv pip install 'max-ep[serve]'")
+        raise ValueError("there is no `max`; uv pip install 'max[serve]==26.7.*'")
     print("MAX compiles the model, the first time for minutes, then loads it.")
     sys.stdout.flush()
     os.execv(program, command)
@@ -90,6 +90,8 @@ def gpus_of_machine() -> list[Gpu]:
     """Asks ``nvidia-smi``; without one there are no GPUs."""
     asked = "--query-gpu=name,memory.total,compute_cap"
     command = ["nvidia-smi", asked, "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError:
