@@ -54,7 +54,7 @@ faults: .venv/.installed-dev
 sanitize: .venv/.installed-dev
 	PYTHON=$(BIN)/python tests/sanitize.sh $(CHECK)
 
-bench: .venv/.installed
+bench: .venv/.installed-serve
 	$(BIN)/python -m bench.cpu_round_trip
 
 lint: .venv/.installed-dev

@@ -69,6 +69,19 @@ OURS["packed"] = OURS["sums"] | {
 }
 """Peers that are an ``EPBatchManager`` of this library: what ``EPConfig`` says."""
 
+EXPERTS = {
+    "experts": ("gathered", "dispatched", "products", "gathered_products"),
+    "grouped_mm": ("products",),
+}
+"""Peers that compute experts, and what a layer of each is made of.
+
+``gathered``: choices sorted, a first product that gathers its rows, the second product,
+weighted rows added up; what one GPU serves. ``dispatched``: dispatch, both products,
+combine of sums. ``products``: both products of rows that lie sorted by expert, with
+SwiGLU between them; ``gathered_products``: of rows that the first product gathers.
+``grouped_mm`` is ``torch._grouped_mm``.
+"""
+
 FORMS = {
     **dict.fromkeys(OURS, ("fused", "split", "fused_work", "work")),
     "sums": ("fused", "split", "fused_work", "work", "dispatch"),
@@ -78,6 +91,7 @@ FORMS = {
     "max_layer": ("fused",),
     "nccl": ("all_gather", "all_to_all"),
     "buffer": ("fused", "split"),
+    **EXPERTS,
 }
 """Peers, and what a layer of each is made of.
 
@@ -87,19 +101,6 @@ FORMS = {
 ``all_gather`` is an ``AllGatherTokenDispatcher``; ``max`` MAX's EP; ``max_layer`` what
 MAX's MoE layer does on one GPU, without expert parallelism; ``nccl`` and ``buffer``
 see ``bench.peer_torch``.
-"""
-
-EXPERTS = {
-    "experts": ("gathered", "dispatched", "products", "gathered_products"),
-    "grouped_mm": ("products",),
-}
-"""Peers of ``bench.experts``, and what a layer of each is made of.
-
-``gathered``: choices sorted, a first product that gathers its rows, the second product,
-weighted rows added up; what one GPU serves. ``dispatched``: dispatch, both products,
-combine of sums. ``products``: both products of rows that lie sorted by expert, with
-SwiGLU between them; ``gathered_products``: of rows that the first product gathers.
-``grouped_mm`` is ``torch._grouped_mm``.
 """
 
 _SCHEMES = {
@@ -123,7 +124,7 @@ class Config:
     """What one set of compiled graphs is for."""
 
     peer: str
-    """One of :data:`FORMS` or :data:`EXPERTS`."""
+    """One of :data:`FORMS`."""
     n_ranks: int
     shape_name: str
     dtype: str
@@ -196,12 +197,14 @@ class Case:
         }
 
 
-def max_tokens_for(n_tokens: int) -> int:
-    """Returns the ``max_tokens_per_rank`` that a token count is run with."""
-    for size in _LAYERS:
+def max_tokens_for(n_tokens: int, peer: str) -> int:
+    """Returns the ``max_tokens_per_rank`` that a token count is run with; experts have
+    one at all sizes, as in a server."""
+    sizes = (4096,) if peer in EXPERTS else tuple(_LAYERS)
+    for size in sizes:
         if n_tokens <= size:
             return size
-    raise ValueError(f"{n_tokens} tokens a rank: at most {max(_LAYERS)}")
+    raise ValueError(f"{n_tokens} tokens a rank: at most {max(sizes)}")
 
 
 # -------------------------------------------------------------------------- data
@@ -319,36 +322,18 @@ def chain_factor(n_layers: int) -> float:
 
 
 def expert_row(shape: Shape, rank: int) -> np.ndarray:
-    """Makes the row that every expert of a rank returns in a chain that quantizes.
-
-    ``float32 [hidden_size]``, integers in ``[-15, 15]``: weighted sums with powers
-    of two are exact, and so are their parts in MXFP8.
-    """
+    """Makes the row that every expert of a rank returns in a chain that quantizes, of
+    small integers: weighted sums are exact, and so are their parts in MXFP8."""
     column = np.arange(shape.hidden_size)
     return ((7 * column + 53 * rank) % 31 - 15).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class Routes:
-    """Where the oracle puts rows; no payload, so it is quick at any size."""
-
-    token_numbers: list[np.ndarray]
-    """``int64 [n_rows]`` a rank: number in the group of each row's token."""
-    row_offsets: list[np.ndarray]
-    """``int64 [n_local_experts + 1]`` a rank."""
-
-
-def routes(shape: Shape, ids: list[np.ndarray]) -> Routes:
-    """Asks the oracle for the order of rows, with token numbers for tokens."""
-    first = np.cumsum([0, *(len(rank_ids) for rank_ids in ids)])
-    numbers = [
-        np.arange(a, b, dtype=np.int64)[:, np.newaxis] for a, b in zip(first, first[1:])
-    ]
-    results = reference.dispatch(numbers, ids, shape.n_experts)
-    return Routes(
-        [result.rows[:, 0] for result in results],
-        [result.row_offsets.astype(np.int64) for result in results],
-    )
+def routes(shape: Shape, ids: list[np.ndarray]) -> list[reference.DispatchResult]:
+    """Asks the oracle for the order of each rank's rows. The payload of a row is the
+    number of its token in the group, so it is quick at any size."""
+    first = np.cumsum([0, *map(len, ids)])
+    numbers = [np.arange(a, b)[:, np.newaxis] for a, b in zip(first, first[1:])]
+    return reference.dispatch(numbers, ids, shape.n_experts)
 
 
 # ------------------------------------------------------------------------- bytes
@@ -362,11 +347,8 @@ def row_bytes(shape: Shape, dtype: str) -> int:
 
 
 def rows_between(shape: Shape, ids: list[np.ndarray], scheme: str) -> np.ndarray:
-    """Counts rows: ``int64 [n_ranks, n_ranks]``, from rank (row) to rank.
-
-    ``scheme``: ``slots`` is one for each (token, choice), ``dedup`` one for each
-    (token, rank), ``gather`` every token to every rank.
-    """
+    """Counts rows, from rank (row) to rank. ``slots``: one for each (token, choice);
+    ``dedup``: for each (token, rank); ``gather``: every token to every rank."""
     n_ranks = len(ids)
     n_local = reference.n_local_experts(shape.n_experts, n_ranks)
     rows = np.zeros((n_ranks, n_ranks), np.int64)
@@ -382,11 +364,8 @@ def rows_between(shape: Shape, ids: list[np.ndarray], scheme: str) -> np.ndarray
 
 
 def wire_bytes(case: Case, ids: list[np.ndarray]) -> int:
-    """Counts bytes that cross a link, of the busiest rank, in its busier direction.
-
-    Dispatch and combine together. Combine sends the rows of dispatch back, so its
-    busiest direction is dispatch's reversed.
-    """
+    """Counts bytes of dispatch and combine that cross a link, of the busiest rank. What
+    combine sends back has the busier direction of dispatch, reversed."""
     config, n_ranks = case.config, len(ids)
     name = case.form if config.peer == "nccl" else config.peer
     schemes = _SCHEMES.get(name, ("slots", "slots"))

@@ -102,8 +102,7 @@ def token_numbers(rows: torch.Tensor, values_per_byte: int = 1) -> torch.Tensor:
 def check_dispatch(
     where: str,
     got: Delivered,
-    want_numbers: np.ndarray,
-    want_offsets: np.ndarray,
+    wanted: reference.DispatchResult,
     x_all: torch.Tensor,
     *,
     exact: bool,
@@ -111,14 +110,14 @@ def check_dispatch(
 ) -> None:
     """Compares one rank's rows with the oracle.
 
-    ``want_numbers`` and ``want_offsets`` are the rank's :class:`bench.cases.Routes`,
-    ``x_all`` is :func:`stack_tokens` of the group. Each expert's rows are filled up to
-    a multiple of ``filled_to``; what follows its own is not compared.
+    ``wanted`` is the rank's of :func:`bench.cases.routes`, ``x_all`` is
+    :func:`stack_tokens` of the group. Each expert's rows are filled up to a multiple of
+    ``filled_to``; what follows its own is not compared.
     """
     device = got.rows.device
     offsets = got.row_offsets.cpu().numpy().astype(np.int64)
-    n_rows = len(want_numbers)
-    want_counts = np.diff(want_offsets.astype(np.int64))
+    want_offsets, n_rows = wanted.row_offsets.astype(np.int64), len(wanted.rows)
+    want_counts = np.diff(want_offsets)
     expert_ids = got.expert_ids.cpu().numpy()
     counts = want_counts[expert_ids]  # of each range
     _require(
@@ -135,9 +134,9 @@ def check_dispatch(
     at = torch.from_numpy(np.concatenate(own)).to(device)
     token_format = BY_NAME[got.dtype]
     numbers = token_numbers(got.rows[at], token_format.values_per_byte)
-    wanted = torch.from_numpy(want_numbers).to(device)
+    want_numbers = torch.from_numpy(wanted.rows[:, 0]).to(device)
     if exact:
-        _require((numbers == wanted).all(), f"{where}: rows out of order")
+        _require((numbers == want_numbers).all(), f"{where}: rows out of order")
 
     def keys(experts: np.ndarray, n: np.ndarray, tokens: torch.Tensor) -> torch.Tensor:
         expert = np.repeat(experts.astype(np.int64), n)
@@ -145,7 +144,7 @@ def check_dispatch(
 
     same = torch.equal(
         keys(expert_ids, counts, numbers),
-        keys(np.arange(len(want_counts)), want_counts, wanted),
+        keys(np.arange(len(want_counts)), want_counts, want_numbers),
     )
     _require(same, f"{where}: an expert has the wrong tokens")
     if got.dtype in ("bfloat16", "fp8"):

@@ -34,12 +34,8 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def measure(n_ranks: int) -> dict[str, float]:
-    """Measures one group.
-
-    Returns relative errors of combining ``rows``, and to sums with partials of
-    :data:`PARTIALS`, all with bfloat16 results; and how many rows and partials of a
-    token cross between ranks, ``n_rows`` and ``n_partials``.
-    """
+    """Returns relative errors of combining ``rows``, and to sums of :data:`PARTIALS`;
+    and how many rows and partials of a token cross between ranks."""
     rng = np.random.default_rng(1)
     ids, weights = [], []
     for _ in range(n_ranks):

@@ -17,7 +17,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from max.graph import Module
 from max_ep import extension_path
 
 from . import runs
-from .cases import SHAPES, Case, Config, expert_ids, row_bytes
+from .cases import SHAPES, Case, Config, row_bytes
 from .peer_ep import Peer
 
 WARM_UPS, SAMPLES = 5, 40
@@ -37,24 +36,13 @@ PROTOCOLS = {"by_expert": "by_expert", "by_rank": "rows"}
 """Columns of the table, and their peers."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """How much is sent."""
-
-    name: str
-    n_tokens: int  # a rank
-    n_ranks: int = 4
+SIZES = {"decode": 8, "prefill": 512}
+"""Tokens of a rank."""
 
 
-SIZES = (Size("decode", 8), Size("prefill", 512))
-
-
-def bytes_to_move(size: Size, wire: str) -> int:
+def bytes_to_move(n_choices: int, wire: str) -> int:
     """Returns the token bytes on the wire: a row for each choice, both ways."""
-    shape = SHAPES[SHAPE]
-    ids = expert_ids(shape, "uniform", size.n_ranks, size.n_tokens)
-    n_bytes = sum(row_bytes(shape, w) for w in (wire, "bfloat16"))
-    return sum(of_rank.size for of_rank in ids) * n_bytes
+    return n_choices * sum(row_bytes(SHAPES[SHAPE], w) for w in (wire, "bfloat16"))
 
 
 def memcpy(n_bytes: int, n_threads: int) -> Callable[[], None]:
@@ -89,17 +77,19 @@ def sample(functions: dict[str, Callable[[], object]]) -> dict[str, list[float]]
     return times
 
 
-def measure(session: InferenceSession, size: Size, wire: str, n_cores: int) -> dict:
+def measure(
+    session: InferenceSession, size: str, wire: str, n_cores: int, n_ranks: int = 4
+) -> dict:
     """Measures one row of the table."""
-    module, cases = Module(), {}
+    module, cases, n_tokens = Module(), {}, SIZES[size]
     for name, peer in PROTOCOLS.items():
-        config = Config(peer, size.n_ranks, SHAPE, wire, size.n_tokens, "cpu")
-        cases[name] = Case(config, "split", size.n_tokens, "uniform")
+        config = Config(peer, n_ranks, SHAPE, wire, n_tokens, "cpu")
+        cases[name] = Case(config, "split", n_tokens, "uniform")
     peers = {name: Peer(case.config) for name, case in cases.items()}
     for peer in peers.values():
         peer.graph("split", is_check=False, module=module)
     models = session.load_all(module, custom_extensions=[extension_path()])
-    n_bytes = bytes_to_move(size, wire)
+    n_bytes = bytes_to_move(n_ranks * n_tokens * SHAPES[SHAPE].top_k, wire)
     functions = dict(memcpy_1=memcpy(n_bytes, 1), memcpy_all=memcpy(n_bytes, n_cores))
     checks = {}
     try:
@@ -114,7 +104,7 @@ def measure(session: InferenceSession, size: Size, wire: str, n_cores: int) -> d
     finally:
         for peer in peers.values():
             peer.close()
-    row = {"shape": size.name, "tokens": size.n_tokens, "wire": wire}
+    row = {"shape": size, "tokens": n_tokens, "wire": wire}
     row["mb"] = n_bytes / 1e6
     for name, values in times.items():
         row[f"{name}_ms"] = round(statistics.median(values), 5)

@@ -14,6 +14,12 @@ Without ``--from`` the GPU host compiles. The permutation of one rank::
 
     --ranks 1 --tokens 128 1024 4096 8192 --peers sums rows max_layer --forms fused
 
+and layers of experts behind their router, and both products alone (``peer_experts.py``
+says how weights are kept out of the cache)::
+
+    --ranks 1 --tokens 1 4 16 64 512 1024 4096 --shapes h2048_e128_k8 \
+        --peers experts grouped_mm
+
 Each configuration runs in a process of its own (``bench/processes.py``).
 docs/performance.md says what is measured, ``bench/cases.py`` what peers and forms are.
 """
@@ -23,15 +29,27 @@ from __future__ import annotations
 import argparse
 
 from . import processes
-from .cases import DTYPES, FORMS, ROUTINGS, SHAPES, TOKENS, Case, Config, max_tokens_for
+from .cases import (
+    DTYPES,
+    EXPERTS,
+    FORMS,
+    ROUTINGS,
+    SHAPES,
+    TOKENS,
+    Case,
+    Config,
+    max_tokens_for,
+)
 
-_BFLOAT16_ONLY = ("all_gather", "max_layer", *processes.FROM_TORCH)
+_ON_ONE = ("max_layer", *EXPERTS)
+_BFLOAT16_ONLY = ("all_gather", *_ON_ONE, *processes.FROM_TORCH)
 
 
 def main() -> None:
     """Measures, or compiles."""
     options = _options()
-    processes.run("gpu", "bench.gpu_round_trip", cases_of(options), options)
+    kind = "experts" if options.peers[0] in EXPERTS else "gpu"
+    processes.run(kind, cases_of(options), options)
 
 
 def _options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,15 +65,23 @@ def _options(arguments: list[str] | None = None) -> argparse.Namespace:
     several("--shapes", tuple(SHAPES)[:1], choices=list(SHAPES))
     several("--dtypes", DTYPES[:1], choices=DTYPES)
     several("--routings", ROUTINGS[:1], choices=ROUTINGS)
-    several("--peers", tuple(FORMS), choices=list(FORMS))
+    several("--peers", [p for p in FORMS if p not in EXPERTS], choices=list(FORMS))
     several("--forms", (), help="default: all of a peer")
-    return processes.parse(parser, "gpu_round_trip.json", arguments)
+    options = processes.parse(parser, arguments)
+    if len({peer in EXPERTS for peer in options.peers}) > 1:
+        parser.error("--peers: experts have a section of their own; run them alone")
+    return options
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
     """Lists the cases, small ones first, so that a short run sees most."""
     cases = [
-        Case(Config(peer, n_ranks, shape, dtype, max_tokens_for(n)), form, n, routing)
+        Case(
+            Config(peer, n_ranks, shape, dtype, max_tokens_for(n, peer)),
+            form,
+            n,
+            routing,
+        )
         for n_ranks in options.ranks
         for shape in options.shapes
         for dtype in options.dtypes
@@ -70,14 +96,15 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def _can_run(peer: str, n_ranks: int, dtype: str) -> bool:
-    """MAX's EP needs two ranks, its layer has one, NCCL has nothing to do for one."""
+    """MAX's EP needs two ranks, layers of experts have one, for which NCCL has nothing
+    to do."""
     if peer in _BFLOAT16_ONLY and dtype != "bfloat16":
         return False
     if (peer, dtype) == ("given", "bfloat16") or (peer == "packed" and dtype != "fp8"):
         return False  # there are no scales, or none that can be packed
     if peer == "max" and dtype not in ("bfloat16", "fp8"):
         return False  # its other formats are not for Hopper
-    if peer == "max_layer":
+    if peer in _ON_ONE:
         return n_ranks == 1
     return n_ranks > 1 or peer not in ("max", "nccl", "all_gather")
 

@@ -14,6 +14,7 @@ from max_ep import AllGatherTokenDispatcher, reference
 from max_ep.memory.setup_graph import setup_graph
 
 from .cases import Case
+from .checks import check_chain, check_same, from_bits, stack_tokens
 from .peer_graphs import Data, GraphPeer, token_types
 
 
@@ -30,12 +31,8 @@ class Peer(GraphPeer):
         )
 
     def graph(self, form: str, *, is_check: bool) -> Graph:
-        """Builds a chain.
-
-        Inputs, each a list with one tensor a rank: tokens, ids, probabilities; the EP
-        inputs. Outputs, each a tensor a rank: the last layer's sums; the first layer's,
-        and the tokens, routing map and probabilities that it gathered.
-        """
+        """Builds a chain. It returns the last layer's sums, the first layer's, and the
+        tokens, routing map and probabilities that this one gathered."""
         config, n = self.config, self.config.n_ranks
         dispatcher = self._dispatcher()
         inputs = token_types(config, 1)
@@ -64,8 +61,6 @@ class Peer(GraphPeer):
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
         """Tokens so small that the chain does not overflow, ids, probabilities."""
-        from .checks import from_bits
-
         x = [from_bits(self._scaled(bits)) for bits in data.x]
         return [x, data.ids, data.weights[0]]
 
@@ -76,8 +71,6 @@ class Peer(GraphPeer):
 
     def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares the first layer."""
-        from .checks import check_same, stack_tokens
-
         n = self.config.n_ranks
         self._check_sums(case, data, outputs[n : 2 * n], n_layers=1)
         tokens = stack_tokens([self._scaled(x) for x in data.x], "cpu")
@@ -102,8 +95,6 @@ class Peer(GraphPeer):
     def _check_sums(
         self, case: Case, data: Data, sums: list[Buffer], n_layers: int
     ) -> None:
-        from .checks import check_chain, from_bits
-
         for rank, got in enumerate(sums):
             device = self.torch_device(rank)
             x = from_bits(self._scaled(data.x[rank]), device).double()

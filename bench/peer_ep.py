@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from max.driver import Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
@@ -23,6 +24,7 @@ from max_ep.formats import BY_NAME
 from max_ep.memory.setup_graph import setup_graph
 
 from . import cases as _cases
+from . import checks
 from .cases import LAYER_FACTORS, OURS, Case, Config
 from .peer_graphs import (
     CHECKED_LAYERS,
@@ -47,7 +49,6 @@ def library(config: Config) -> ModuleType:
 def ep_config(config: Config) -> Any:
     """Returns the library's ``EPConfig``."""
     token_format = BY_NAME[config.dtype]
-    quant_config = token_format.make_quant_config
     fields: dict[str, Any] = dict(
         dispatch_dtype=token_format.dtype,
         combine_dtype=DType.bfloat16,
@@ -58,7 +59,7 @@ def ep_config(config: Config) -> Any:
         n_gpus_per_node=config.n_ranks,
         n_nodes=1,
         node_id=0,
-        dispatch_quant_config=quant_config() if quant_config else None,
+        dispatch_quant_config=token_format.make_quant_config(),
     )
     if config.peer in OURS:
         fields |= dict(target=config.target, timeout_s=5.0, **OURS[config.peer])
@@ -78,14 +79,8 @@ class Peer(GraphPeer):
     def graph(
         self, form: str, *, is_check: bool, module: Module | None = None
     ) -> Graph:
-        """Builds a chain.
-
-        Inputs, each a list with one tensor a rank: see :meth:`make_inputs`; then the
-        EP inputs. Outputs, each a tensor a rank: the last layer's sums, and other
-        work's result; of dispatch alone the last layer's rows of each expert. With
-        ``is_check`` for each rank what the first dispatch returned without the last
-        element: rows, scales if it quantizes, row offsets, expert ids.
-        """
+        """Builds a chain. It returns the last layer's sums, or of dispatch alone its
+        rows of each expert; with ``is_check`` what the first dispatch returned."""
         config, n = self.config, self.config.n_ranks
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
         manager = library(config).EPBatchManager(ep_config(config))
@@ -137,12 +132,8 @@ class Peer(GraphPeer):
             session.load(setup_graph(ep_config(self.config)))
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
-        """Tokens, ids, weights of each factor; experts' rows; other work."""
-        import torch
-
-        from .checks import from_bits
-
-        inputs = [[from_bits(x) for x in data.x], data.ids, *data.weights]
+        """And experts' rows; other work."""
+        inputs = super().make_inputs(form, data)
         if self.config.peer == "given":
             inputs[:1] = self._given(data)
         if self.config.is_quantized:
@@ -168,8 +159,6 @@ class Peer(GraphPeer):
     @functools.cached_property
     def _expert_rows(self) -> list[Buffer]:
         """What experts return of quantized rows: one row a rank, as often as needed."""
-        import torch
-
         n_rows = ep_config(self.config).get_max_recv_tokens()
         made = []
         for rank, device in enumerate(self.devices):
@@ -181,8 +170,6 @@ class Peer(GraphPeer):
 
     def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares dispatched rows with the oracle."""
-        from .checks import Delivered, check_dispatch, stack_tokens
-
         config, n = self.config, self.config.n_ranks
         is_ours = config.peer in OURS
         per_rank = len(outputs) // n
@@ -190,9 +177,9 @@ class Peer(GraphPeer):
             where = f"{case.name} rank {rank}"
             found = outputs[rank * per_rank : (rank + 1) * per_rank]
             rows, *scales, offsets, experts = (self.tensor(b, rank) for b in found)
-            check_dispatch(
+            checks.check_dispatch(
                 where,
-                Delivered(
+                checks.Delivered(
                     config.dtype,
                     rows,
                     scales[0] if scales else None,
@@ -200,9 +187,8 @@ class Peer(GraphPeer):
                     experts,
                     config.peer == "packed",
                 ),
-                data.routes.token_numbers[rank],
-                data.routes.row_offsets[rank],
-                stack_tokens(data.x, self.torch_device(rank)),
+                data.routes[rank],
+                checks.stack_tokens(data.x, self.torch_device(rank)),
                 exact=is_ours,
                 # MAX lets each expert's FP8 rows begin at a multiple of four.
                 filled_to=4 if config.is_quantized and not is_ours else 1,
@@ -210,13 +196,13 @@ class Peer(GraphPeer):
 
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares a chain's result with what exact arithmetic gives."""
-        from .checks import check_chain, check_same, expert_sums
-
         config = self.config
         if case.form == "dispatch":
             for rank, got in enumerate(outputs):
-                want = np.diff(data.routes.row_offsets[rank])
-                check_same(f"{case.name} rank {rank}", self.tensor(got, rank), want)
+                want = np.diff(data.routes[rank].row_offsets.astype(int))
+                checks.check_same(
+                    f"{case.name} rank {rank}", self.tensor(got, rank), want
+                )
             return
         if not config.is_quantized:
             super().check_chain(case, data, outputs)
@@ -225,9 +211,9 @@ class Peer(GraphPeer):
         for rank in range(config.n_ranks):
             sizes, given = (config.shape, config.n_ranks), (data.ids, of_last)
             given = (of_ranks[rank] for of_ranks in given)
-            want = expert_sums(*sizes, *given, self.torch_device(rank))
+            want = checks.expert_sums(*sizes, *given, self.torch_device(rank))
             where = f"{case.name} rank {rank}, {config.n_layers} layers"
-            check_chain(where, self.tensor(outputs[rank], rank), want)
+            checks.check_chain(where, self.tensor(outputs[rank], rank), want)
 
 
 class _Layer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of experts of max_ep on one GPU: the peer of ``bench.experts``.
+"""Layers of experts of max_ep on one GPU: the peer ``experts``.
 
 A timed graph is a chain of layers with the same weights and choices of their own. So
 the weights that a layer reads are not those that the layer before left in the cache.
@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from max.driver import Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
@@ -29,6 +30,7 @@ from max_ep.graph.moe import through_experts
 
 from . import cases, peer_ep
 from .cases import Case, Config
+from .checks import check_near, check_same, from_bits
 from .peer_graphs import GraphPeer, types
 
 _ROUTED = ("gathered", "dispatched")
@@ -54,11 +56,7 @@ class Peer(GraphPeer):
     # ----------------------------------------------------------------------- graphs
 
     def graph(self, form: str, *, is_check: bool) -> Graph:
-        """Builds a chain, or with ``is_check`` its first layer.
-
-        Inputs: rows, weights, each layer's choices; the EP inputs if it dispatches.
-        Output: the last layer's rows.
-        """
+        """Builds a chain, or with ``is_check`` its first layer; it returns rows."""
         n_layers = 1 if is_check else self.config.n_layers
         manager = EPBatchManager(peer_ep.ep_config(self._group.config))
         inputs = self._types(form)
@@ -110,8 +108,6 @@ class Peer(GraphPeer):
     @functools.cached_property
     def weights(self) -> list[Any]:
         """Gate and up, and down of each expert; rows keep about their magnitude."""
-        import torch
-
         device = self.torch_device(0)
         draw = torch.Generator(device).manual_seed(0)
         made = [
@@ -138,21 +134,18 @@ class Peer(GraphPeer):
                 weights /= np.linalg.norm(weights, axis=1, keepdims=True)
                 choices.append([ids[0], weights])
                 continue
-            routes = cases.routes(shape, ids)
-            choices.append(
-                [
-                    routes.row_offsets[0].astype(np.uint32),
-                    np.arange(shape.n_experts, dtype=np.int32),
-                    routes.token_numbers[0].astype(np.int32),
-                ][: 3 if case.form == "gathered_products" else 2]
-            )
+            (sent,) = cases.routes(shape, ids)
+            tables = [
+                sent.row_offsets,
+                sent.expert_ids,
+                sent.rows[:, 0].astype(np.int32),
+            ]
+            choices.append(tables[: 3 if case.form == "gathered_products" else 2])
         n_rows = n if is_routed else n * shape.top_k
         return Data(cases.tokens(shape, 1, n_rows, seed)[0], choices)
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
         """Rows, weights, each layer's choices."""
-        from .checks import from_bits
-
         return [[v] for v in (from_bits(data.x), *self.weights, *sum(data.choices, []))]
 
     def group_inputs(self, form: str) -> list[Buffer]:
@@ -163,10 +156,6 @@ class Peer(GraphPeer):
 
     def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares some rows of the first layer with plain products in float64."""
-        import torch
-
-        from .checks import check_near, from_bits
-
         got = self.tensor(outputs[0], 0)
         at = np.unique(np.linspace(0, len(got) - 1, _CHECKED_ROWS).astype(int))
         gate_up, down = self.weights
@@ -184,8 +173,6 @@ class Peer(GraphPeer):
 
         The sums of a chain that gathers have the bits of one that dispatches.
         """
-        from .checks import check_same
-
         data = self.make_data(case, 0)
         inputs = self._inputs(case.form, data)
         layer = self._model(case.form, is_check=True)

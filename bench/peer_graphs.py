@@ -25,13 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from max.driver import CPU, Accelerator, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 
+from max_ep import reference
+
 from . import cases as _cases
 from .cases import LAYER_FACTORS, Case, Config
+from .checks import check_chain, from_bits
 
 CHECKED_LAYERS = 2
 """Layers of the short graph, whose first layer is compared with the oracle."""
@@ -48,7 +52,7 @@ class Data:
     ids: list[np.ndarray]
     weights: list[list[np.ndarray]]
     """``[len(LAYER_FACTORS)][n_ranks]`` of ``[n_tokens, top_k]`` float32."""
-    routes: _cases.Routes
+    routes: list[reference.DispatchResult]
 
 
 @functools.lru_cache(maxsize=3)
@@ -95,8 +99,9 @@ class GraphPeer:
         return make_data(case, seed)
 
     def make_inputs(self, form: str, data: Any) -> list[list[Any]]:
-        """Returns the graph's inputs, lists of one host array or buffer a rank."""
-        raise NotImplementedError
+        """Returns the graph's inputs, lists of one host array or buffer a rank: tokens,
+        ids, weights of each factor."""
+        return [[from_bits(x) for x in data.x], data.ids, *data.weights]
 
     def group_inputs(self, form: str) -> list[Buffer]:
         """Returns what the graph takes of the library's memory."""
@@ -108,8 +113,6 @@ class GraphPeer:
 
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares the timed chain's result with what exact arithmetic gives."""
-        from .checks import check_chain, from_bits
-
         layers = self.config.n_layers
         for rank in range(self.config.n_ranks):
             x = from_bits(data.x[rank], self.torch_device(rank)).double()
@@ -154,8 +157,6 @@ class GraphPeer:
 
     def tensor(self, buffer: Buffer, rank: int) -> Any:
         """Returns a result as a torch tensor; FP8 as its bits."""
-        import torch
-
         if buffer.dtype in (DType.float8_e4m3fn, DType.float8_e8m0fnu):
             buffer = buffer.view(DType.uint8, list(buffer.shape))
         is_host = buffer.is_host
@@ -192,8 +193,6 @@ class GraphPeer:
 
     def _check(self, case: Case, seed: int) -> None:
         """Runs the short graph eagerly on other inputs and compares its first layer."""
-        import torch
-
         data = self.make_data(case, seed)
         outputs = self._model(case.form, is_check=True).execute(
             *self._inputs(case.form, data)
@@ -214,8 +213,6 @@ class GraphPeer:
 
     def measure(self, case: Case, n_samples: int, n_replays: int) -> dict[str, float]:
         """Checks and times a case: median and p95 in µs a layer."""
-        import torch
-
         self._check(case, seed=1)
         inputs, check = self.start(case)
         model, layers = self._model(case.form), self.config.n_layers
@@ -246,10 +243,7 @@ class GraphPeer:
         return summary("us", "p95", seconds, layers * n_replays) | times
 
     def _sample(self, run: Callable[[], object], n_samples: int) -> list[float]:
-        """Times ``run`` with all devices idle before and after; in seconds.
-
-        One process drives all GPUs, so the slowest is waited for.
-        """
+        """Times ``run`` with all devices idle before and after; in seconds."""
         seconds = []
         gc.collect()
         gc.disable()
@@ -311,12 +305,8 @@ def use_virtual_devices(arch: str, n_ranks: int) -> None:
 
 
 def compile_peer(config: Config, forms: list[str], folder: Path) -> list[str]:
-    """Compiles a configuration's graphs and its set-up graph into a folder.
-
-    One folder holds one configuration: the set-up graphs of MAX's EP all have one
-    name and one signature. Returns a line for each graph, which says ``FAILED`` if it
-    did.
-    """
+    """Compiles a configuration's graphs into a folder of their own: set-up graphs of
+    MAX's EP all have one name and one signature. Returns a line for each."""
     for old in folder.glob("*"):
         old.unlink()
     peer = peer_of(config)

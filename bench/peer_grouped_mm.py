@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch._grouped_mm`` with SwiGLU between: a peer of ``bench.experts``.
+"""``torch._grouped_mm`` with SwiGLU between: the peer ``grouped_mm``.
 
 Inputs, chains and checks are those of max_ep's ``products``.
 """

@@ -8,15 +8,15 @@ are measured against.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import torch
 from max.driver import Buffer
 from max.dtype import DType
 from max.graph import Graph, TensorValue, ops
 from max.nn.kernels import moe_create_indices, moe_finalize
 
 from .cases import LAYER_FACTORS, Case
+from .checks import Delivered, check_dispatch, stack_tokens
 from .peer_graphs import CHECKED_LAYERS, Data, GraphPeer, token_types
 
 
@@ -24,11 +24,8 @@ class Peer(GraphPeer):
     """One configuration."""
 
     def graph(self, form: str, *, is_check: bool) -> Graph:
-        """Builds a chain.
-
-        Inputs: tokens, ids, weights of each factor. Output: the last layer's sums; with
-        ``is_check`` the first layer's rows, and the choice of each row.
-        """
+        """Builds a chain. It returns the last layer's sums; with ``is_check`` the first
+        layer's rows, and the choice of each row."""
         config, shape = self.config, self.config.shape
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
         inputs = token_types(config, len(LAYER_FACTORS))
@@ -47,23 +44,12 @@ class Peer(GraphPeer):
             graph.output(*(first if is_check else [x]))
         return graph
 
-    def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
-        """Tokens, ids, weights of each factor."""
-        from .checks import from_bits
-
-        return [[from_bits(x) for x in data.x], data.ids, *data.weights]
-
     def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares rows by expert with the oracle."""
-        import torch
-
-        from .checks import Delivered, check_dispatch, stack_tokens
-
         rows, order = (self.tensor(buffer, 0) for buffer in outputs)
         experts = data.ids[0].reshape(-1)[order.cpu().numpy()]
         starts = np.flatnonzero(np.diff(experts, prepend=-1))
         tables = np.append(starts, len(experts)), experts[starts]
         got = Delivered("bfloat16", rows, None, *map(torch.from_numpy, tables))
-        routes, x = data.routes, stack_tokens(data.x, rows.device)
-        wanted = routes.token_numbers[0], routes.row_offsets[0]
-        check_dispatch(case.name, got, *wanted, x, exact=False)
+        x = stack_tokens(data.x, rows.device)
+        check_dispatch(case.name, got, data.routes[0], x, exact=False)

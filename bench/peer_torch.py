@@ -23,6 +23,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from . import cases
 from .cases import Case
 from .checks import CheckError, from_bits
 from .peer_graphs import summary
+from .processes import write
 
 
 class _AllGather:
@@ -125,9 +127,10 @@ LAYERS: dict[tuple[str, str], Any] = {
 
 
 def run_rank(
-    rank: int, n_ranks: int, port: int, todo: list[Case], options: Any
+    rank: int, port: int, todo: list[Case], options: Any, results: Path
 ) -> None:
-    """Measures cases as one of ``n_ranks`` processes; rank 0 writes the results."""
+    """Measures cases as one of several processes; rank 0 writes the results."""
+    n_ranks = todo[0].config.n_ranks
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     torch.cuda.set_device(rank)
@@ -141,7 +144,7 @@ def run_rank(
         except Exception as e:
             result = {"error": f"{type(e).__name__}: {e}"[:500]}
         if rank == 0:
-            options.write(case, result)
+            write(results, case, result)
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 
@@ -196,10 +199,8 @@ def _measure(case: Case, rank: int, device: Any, options: Any) -> dict:
 
 
 def _sample(run: Callable[[], object], n_samples: int) -> list[float]:
-    """Times ``run`` from the first process's begin to the last one's end.
-
-    All clocks are the host's monotonic one, so they can be compared.
-    """
+    """Times ``run`` from the first process's begin to the last one's end; all have the
+    host's monotonic clock."""
     n_warm_ups = max(3, n_samples // 6)
     spans = torch.zeros((n_samples, 2), dtype=torch.float64)
     flag = torch.zeros(1)
@@ -220,10 +221,10 @@ def _sample(run: Callable[[], object], n_samples: int) -> list[float]:
     return (everyone[:, :, 1].amax(0) - everyone[:, :, 0].amin(0)).tolist()
 
 
-def run(todo: list[Case], options: Any) -> None:
+def run(todo: list[Case], options: Any, results: Path) -> None:
     """Starts one process a GPU and waits for them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    n_ranks = todo[0].config.n_ranks
-    mp.spawn(run_rank, (n_ranks, port, todo, options), nprocs=n_ranks)
+    given = port, todo, options, results
+    mp.spawn(run_rank, given, nprocs=todo[0].config.n_ranks)

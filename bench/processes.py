@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import runs
@@ -26,27 +25,19 @@ FROM_TORCH = ("nccl", "buffer")
 """Peers of ``bench.peer_torch``, which have no graphs to compile."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a child process gets."""
-
-    samples: int
-    replays: int
-    mefs: Path | None
-    results: Path
-
-    def write(self, case: Case, result: dict) -> None:
-        """Adds a row, so that it is there however the process ends."""
-        with self.results.open("a") as file:
-            file.write(json.dumps(case.row() | result) + "\n")
-        shown = f"{result['us']:.2f} us" if "us" in result else result["error"]
-        print(f"{case.name}: {shown}", flush=True)
+def write(results: Path, case: Case, result: dict) -> None:
+    """Adds a row to a file, so that it is there however the process ends."""
+    with results.open("a") as file:
+        file.write(json.dumps(case.row() | result) + "\n")
+    shown = f"{result['us']:.2f} us" if "us" in result else result["error"]
+    print(f"{case.name}: {shown}", flush=True)
 
 
 def parse(
-    parser: argparse.ArgumentParser, out: str, arguments: list[str] | None
+    parser: argparse.ArgumentParser, arguments: list[str] | None
 ) -> argparse.Namespace:
-    """Adds the options that all programs have, and reads them."""
+    """Adds the options of how to run, and reads all."""
+    out = "gpu_round_trip.json"
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--replays", type=int, default=8, help="in a sample")
     parser.add_argument("--compile-for", metavar="ARCH", help="sm_90a, for instance")
@@ -65,7 +56,7 @@ def parse(
     return options
 
 
-def run(kind: str, module: str, cases: list[Case], options: argparse.Namespace) -> None:
+def run(kind: str, cases: list[Case], options: argparse.Namespace) -> None:
     """Measures, or compiles. Rows are of a ``kind`` of ``bench.runs``."""
     groups: dict[Config, list[Case]] = {}
     for case in cases:
@@ -73,7 +64,7 @@ def run(kind: str, module: str, cases: list[Case], options: argparse.Namespace) 
     if options.compile_for:
         _compile_all(groups, options)
     else:
-        _measure_all(kind, module, groups, options)
+        _measure_all(kind, groups, options)
 
 
 # ------------------------------------------------------------------------ children
@@ -114,13 +105,13 @@ def _compile(config: Config, forms: list[str], arch: str, folder: Path) -> None:
         print(f"  {line}")
 
 
-def _measure(todo: list[Case], options: Options) -> None:
+def _measure(todo: list[Case], options: argparse.Namespace, results: Path) -> None:
     from .peer_graphs import peer_of
 
     if todo[0].config.peer in FROM_TORCH:
         from . import peer_torch
 
-        peer_torch.run(todo, options)
+        peer_torch.run(todo, options, results)
         return
     peer = peer_of(todo[0].config)
     peer.open(options.mefs)
@@ -129,7 +120,7 @@ def _measure(todo: list[Case], options: Options) -> None:
             result = peer.measure(case, options.samples, options.replays)
         except Exception as e:
             result = {"error": f"{type(e).__name__}: {e} / {e.__cause__}"[:800]}
-        options.write(case, result)
+        write(results, case, result)
     peer.close()
 
 
@@ -141,7 +132,7 @@ def _compile_all(groups: dict[Config, list[Case]], options: argparse.Namespace) 
     from .peer_graphs import is_compiled
 
     for config, todo in groups.items():
-        if config.peer in FROM_TORCH:
+        if config.peer in (*FROM_TORCH, "grouped_mm"):
             continue
         forms = list(dict.fromkeys(case.form for case in todo))
         if is_compiled(config, options.out, forms):
@@ -156,13 +147,10 @@ def _compile_all(groups: dict[Config, list[Case]], options: argparse.Namespace) 
 
 
 def _measure_all(
-    kind: str,
-    module: str,
-    groups: dict[Config, list[Case]],
-    options: argparse.Namespace,
+    kind: str, groups: dict[Config, list[Case]], options: argparse.Namespace
 ) -> None:
     about = runs.about(
-        module,
+        "bench.gpu_round_trip",
         **runs.gpus(max((config.n_ranks for config in groups), default=0)),
         torch=importlib.metadata.version("torch"),
         samples=options.samples,
@@ -173,8 +161,7 @@ def _measure_all(
     for config, todo in groups.items():
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results"
-            given = Options(options.samples, options.replays, options.mefs, results)
-            error = in_child(_measure, (todo, given), options.limit_s)
+            error = in_child(_measure, (todo, options, results), options.limit_s)
             lines = results.read_text().splitlines() if results.exists() else []
         if error:
             print(f"{config.name}: {error}", flush=True)

@@ -4,8 +4,8 @@
     python -m bench.report              # writes the tables and the plots
     python -m bench.report --add FILE   # first takes the runs of FILE into the JSON
 
-``bench.gpu_round_trip``, ``bench.experts``, ``bench.cpu_round_trip`` and
-``bench.serving`` write such files, see ``bench/runs.py``.
+``bench.gpu_round_trip``, ``bench.cpu_round_trip`` and ``bench.serving`` write such
+files, see ``bench/runs.py``.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ run one by one, and layers that gather with those that dispatch, bit for bit.
 
 
 def experts_sections(data: dict) -> list[str]:
-    """Lays out rows of ``bench.experts``; nothing if there are none."""
+    """Lays out rows of layers of experts; nothing if there are none."""
     of_gpu: dict[str, list[dict]] = {}
     for row in data["experts"]:
         of_gpu.setdefault(data["runs"][row["run"]]["gpu"], []).append(row)
@@ -244,9 +244,7 @@ def serving_tables(rows: list[dict]) -> list[str]:
         cells.append([name_of(row), str(row["clients"])])
         cells[-1].append(spread(row, "step_ms"))
         for name, n_digits in (("first_ms", 1), ("between_ms", 2)):
-            theirs = row.get(f"foreign_{name}")
-            foreign = f"; {theirs:.{n_digits}f}" if theirs else ""
-            cells[-1].append(f"{row[name]:.{n_digits}f}{foreign}")
+            cells[-1].append(f"{row[name]:.{n_digits}f}")
         cells[-1] += [f"{row['tokens_per_s']:.0f}", row["run"]]
     return [*of_prompts, *table(columns, cells)]
 

@@ -17,9 +17,8 @@ measured. A *prefill* is a long prompt of which one token is asked: *cold* the f
 time, *cached* the second. To *decode*, each client asks, waits for the whole answer,
 streamed, and asks again; throughput is that of the time in which all have their second
 answer or a later one. A step is what the server's log says of each decoding of one
-token for more than seven of eight clients. With ``--foreign`` the load of most
-clients also comes from ``max benchmark``, once. Greedy tokens of all servers are
-compared with those of transformers, and only then are rows written.
+token for more than seven of eight clients. Greedy tokens of all servers are compared
+with those of transformers, and only then are rows written.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -170,25 +167,6 @@ def decode(pool: ProcessPoolExecutor, server: Server, n_clients: int) -> dict:
     }
 
 
-def foreign(server: Server, n_clients: int, folder: Path) -> dict:
-    """Lets ``max benchmark`` send the same load."""
-    out = folder / "foreign.json"
-    flags = f"--random-input-len {_PROMPT} --random-output-len {_ANSWER}".split()
-    # It leaves the first and the last request of each client out.
-    flags += f"--num-prompts {(2 + _REQUESTS) * n_clients}".split()
-    flags += f"--max-concurrency {n_clients} --seed {next(_seeds)}".split()
-    flags += "--endpoint /v1/completions --dataset-name random".split()
-    flags += [f"--no-collect-{what}-stats" for what in ("gpu", "cpu", "server")]
-    flags += ["--port", str(server.port), "--result-filename", str(out)]
-    command = [server.command[0], "benchmark", "--model", server.model, *flags]
-    # The environment of this process, without what MAX puts into it for itself.
-    quiet = {"env": dict(os.environ), "stdout": subprocess.DEVNULL}
-    subprocess.run(command, check=True, cwd=folder, **quiet)
-    said = json.loads(out.read_text())
-    names = {"first_ms": "median_ttft_ms", "between_ms": "median_tpot_ms"}
-    return {f"foreign_{name}": [said[key]] for name, key in names.items()}
-
-
 def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
     """Sums up all rounds: quartiles, or of a few values the median."""
     row: dict[str, Any] = {"peer": peer, size: n}
@@ -218,7 +196,6 @@ def main() -> None:
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt", type=int, default=4096, help="tokens to prefill")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--foreign", action="store_true", help="max benchmark, too")
     parser.add_argument("--size", default="large")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float8"])
     parser.add_argument("--model", type=Path, help="a checkpoint that is there")
@@ -266,9 +243,6 @@ def main() -> None:
                 )
                 for n in args.clients:
                     add(peer, "clients", n, decode(pool, servers[peer], n))
-        for peer in peers if args.foreign else ():
-            n = max(args.clients)
-            add(peer, "clients", n, foreign(servers[peer], n, args.logs))
     if _PLAIN in args.peers:
         device = "cuda" if args.gpus else "cpu"
         times = prefill_in_transformers(model, args.prompt, device)

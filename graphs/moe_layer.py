@@ -27,7 +27,7 @@ from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.experts import linear
 from max_ep.formats import BY_NAME
-from max_ep.graph.moe import ExpertWeights, moe_layer
+from max_ep.graph.moe import moe_layer
 from max_ep.reference import moe
 
 N_RANKS, N_EXPERTS, TOP_K, HIDDEN_SIZE, MOE_DIM = 4, 16, 4, 128, 64
@@ -74,7 +74,7 @@ def build(options: argparse.Namespace, module: Module | None = None) -> Graph:
         values = [value.tensor for value in graph.inputs[:n]]
         manager.fetch_buffers(graph.inputs[n:])
         x, router = values[:4], values[4]
-        experts = [ExpertWeights(*pair) for pair in zip(values[5:9], values[9:13])]
+        experts = list(zip(values[5:9], values[9:13]))
         routed, topk_ids = moe_layer(manager, x, router, experts)
         if config.use_allreduce:
             # On GPUs: ops.allreduce.sum(routed, signal_buffers).

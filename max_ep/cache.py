@@ -54,13 +54,8 @@ def kept(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def compile_once() -> None:
-    """From now on, compiles a graph in one of the processes of this host only.
-
-    The first process that calls ``InferenceSession.load`` or ``compile`` for a graph
-    compiles it. The others wait, say so on stderr, and find it in MAX's cache.
-    :func:`max_ep.launch` calls this in its processes, and so does an
-    ``EPCommInitializer`` of a group of several.
-    """
+    """From now on, compiles a graph in one of the processes of this host only. The
+    others wait, say so on stderr, and find it in MAX's cache."""
     # Here, so that who only keeps files, as `max_ep.torch`, loads no MAX.
     from max.engine import InferenceSession
     from max.graph import Graph, Module

@@ -11,12 +11,6 @@ from collections.abc import Sequence
 
 from .limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
 
-_STATUS_OF_BROKEN_PIPE = 141
-"""What a shell reports of a program that SIGPIPE ended."""
-
-_STATUS_OF_INTERRUPT = 130
-"""And of one that Ctrl-C ended."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``max-ep`` with these words, or the process's; returns the exit status."""
@@ -27,11 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("max-ep: interrupted", file=sys.stderr)
-        return _STATUS_OF_INTERRUPT
+        return 130  # as a shell reports it
     except BrokenPipeError:
         # The reader is gone, as with `| head`. Python flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _STATUS_OF_BROKEN_PIPE
+        return 141  # as of a program that SIGPIPE ended
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -26,7 +26,7 @@ from .config import EPConfig
 from .experts import PACKAGE
 from .extension import extension_path
 from .graph.manager import EPBatchManager
-from .graph.moe import ExpertWeights, moe_layer
+from .graph.moe import moe_layer
 from .memory.initializer import EPCommInitializer
 from .memory.setup_graph import SETUP_GRAPH, setup_graph
 
@@ -83,7 +83,7 @@ def build_layer(config: EPConfig, manager: EPBatchManager, module: Module) -> No
             manager,
             [ops.rms_norm(tokens, ones, _EPSILON) for tokens in x],
             router,
-            [ExpertWeights(*weights[2 * r : 2 * r + 2]) for r in ranks],
+            [(weights[2 * r], weights[2 * r + 1]) for r in ranks],
         )
         graph.output(*(a + b for a, b in zip(x, routed)), *topk_ids)
 

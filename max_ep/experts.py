@@ -166,18 +166,9 @@ def sort_choices(
     """Sorts a router's choices by expert; those of one expert keep their order.
 
     It stands in for dispatch if all experts are on one device: rows are not copied.
-
-    Args:
-        topk_ids: ``[n_tokens, top_k]`` int32. An id that no expert has is dropped.
-        n_experts: Experts.
-
-    Returns:
-        ``row_offsets`` and ``expert_ids``, as from dispatch; the token of each row,
-        int32 ``[n_tokens * top_k]``, dropped ones behind all others; and the row of
-        each choice, int32 ``[n_tokens, top_k]``, -1 if it was dropped.
-
-    Raises:
-        TypeError: If the ids are not int32.
+    Returns ``row_offsets`` and ``expert_ids``, as from dispatch; the token of each row,
+    int32 ``[n_tokens * top_k]``; and the row of each choice, int32 ``[n_tokens,
+    top_k]``. A choice of no expert is dropped: its row is -1, its token behind all.
     """
     if topk_ids.dtype != DType.int32:
         raise TypeError(
@@ -199,14 +190,8 @@ def add_rows(
 ) -> TensorValue:
     """Adds up the weighted rows of each token, in float32, in order of its choices.
 
-    ``rows`` are ``[n_rows, hidden_size]``, a multiple of 16 bytes each,
     ``row_of_choice`` is from :func:`sort_choices`, ``weights`` are the router's,
-    float32 ``[n_tokens, top_k]``. Returns ``[n_tokens, hidden_size]`` of the dtype of
-    ``rows``.
-
-    Raises:
-        TypeError: If rows of choices are not int32, or weights not float32.
-        ValueError: If the sizes do not fit.
+    float32 ``[n_tokens, top_k]``. Returns ``[n_tokens, hidden_size]``.
     """
     if row_of_choice.dtype != DType.int32 or weights.dtype != DType.float32:
         raise TypeError(
@@ -231,13 +216,8 @@ def routed_swiglu(
     gate_up: TensorValue,
     down: TensorValue,
 ) -> TensorValue:
-    """Runs a routed layer of SwiGLU experts that are all on one device.
-
-    ``x`` is ``[n_tokens, hidden_size]``; ``topk_ids`` and ``weights`` are those of
-    :func:`sort_choices` and :func:`add_rows`, ``gate_up`` and ``down`` those of
-    :func:`grouped_swiglu`; on GPUs where :func:`gather_takes` says so. Returns
-    ``[n_tokens, hidden_size]``.
-    """
+    """Runs a routed layer of SwiGLU experts that are all on one device; on GPUs where
+    :func:`gather_takes` says so. Weights are those of :func:`grouped_swiglu`."""
     *groups, token_of_row, row_of_choice = sort_choices(topk_ids, int(down.shape[0]))
     activated = grouped_gate_up(x, gate_up, *groups, token_of_row)
     return add_rows(grouped_matmul(activated, down, *groups), row_of_choice, weights)
@@ -268,17 +248,10 @@ def _fp8(
     return _op(op, list(inputs), results)
 
 
-def fits_gpu(weight: TensorValue) -> bool:
-    """Returns whether the GPU kernels support a weight ``[..., n, k]``."""
-    n, k = weight.shape[-2:]
-    if not (isinstance(n, StaticDim) and isinstance(k, StaticDim)):
-        return False
-    return gpu_takes(int(n), int(k))
-
-
-def gpu_takes(n: int, k: int) -> bool:
+def gpu_takes(n: int | Dim, k: int | Dim) -> bool:
     """Returns whether the GPU kernels support weights of ``n`` rows, ``k`` columns."""
-    return n % GPU_COLUMNS == 0 and k % GPU_K_STEP == 0
+    are_known = all(isinstance(size, int | StaticDim) for size in (n, k))
+    return are_known and int(n) % GPU_COLUMNS == int(k) % GPU_K_STEP == 0
 
 
 def gather_takes(n_experts: int, n: int, k: int) -> bool:
@@ -325,7 +298,7 @@ def _check(op: str, rows: TensorValue, weights: TensorValue) -> None:
                 f"rows are {rows.dtype}; on GPUs {op} takes bfloat16. For others use "
                 f"MAX's {of_max}"
             )
-        if not fits_gpu(weights):
+        if not gpu_takes(*weights.shape[-2:]):
             raise ValueError(
                 f"weights are [{sizes}]; on GPUs {op} takes n, the last but one, "
                 f"in multiples of {GPU_COLUMNS}, and k, the last, of {GPU_K_STEP}"

@@ -113,19 +113,9 @@ class TokenFormat:
     @property
     def scale_layouts(self) -> tuple[str, ...]:
         """Each ``EPConfig.scale_layout`` that it can have, the default first."""
-        if self.has_float_scales:
+        if self.is_quantized and self.scale_dtype == DType.float32:
             return ("transposed", "rows", "packed")[: 2 + self.rounds_scales]
         return ("rows", "transposed", "tiles") if self.is_quantized else ()
-
-    @property
-    def has_float_scales(self) -> bool:
-        """Whether scales are float32."""
-        return self.is_quantized and self.scale_dtype == DType.float32
-
-    def op_name(self, power_of_two_scales: bool) -> str:
-        """Returns the format's name in ops that quantize."""
-        is_rounded = self.rounds_scales and power_of_two_scales
-        return self.name + ("_power_of_two" if is_rounded else "")
 
     def words(self) -> list[str]:
         """Describes a token on the wire, in the words of ``op_config.mojo``."""

@@ -17,14 +17,8 @@ import numpy as np
 
 from .balance import read_npz
 
-_LINE = 80
-"""Characters of a line."""
-
-BAR = 40
-"""Characters of the longest bar."""
-
-_MOST_BARS = 32
-"""Bars of a histogram in text; neighbours are put together."""
+_LINE, BAR = 80, 40  # characters of a line, and of the longest bar
+_MOST_BARS = 32  # of a histogram in text; neighbours are put together
 
 
 @dataclass

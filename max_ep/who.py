@@ -97,11 +97,8 @@ def answers_of(pid: int) -> list[Waits]:
 
 
 def groups_of(target: str | None = None) -> list[Waits]:
-    """Asks all processes of this machine, and puts the ranks of a group together.
-
-    ``target``: a process, the one that started it, or the beginning of a group's name;
-    None: all groups.
-    """
+    """Asks all processes of this machine, and puts the ranks of a group together; of a
+    process, of the one that started it, or by the beginning of a group's name."""
     groups: dict[str, dict[int, RankWait]] = {}
     for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
         try:

@@ -14,7 +14,7 @@ from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 from graphs.moe_layer import CONFIG, HIDDEN_SIZE, MOE_DIM
 from max_ep import EPBatchManager, EPCommInitializer
 from max_ep.balance import Placement, moves, plan, rebalance, unbalanced
-from max_ep.graph.moe import ExpertWeights, moe_layer
+from max_ep.graph.moe import moe_layer
 from max_ep.reference import balance_ids
 from max_ep.stats import Statistics
 
@@ -209,7 +209,7 @@ def add_graphs(module: Module) -> None:
         router, outputs = next(values).tensor, []
         for manager in managers:
             weights = [next(values).tensor for _ in range(2 * N_RANKS)]
-            experts = map(ExpertWeights, weights[:N_RANKS], weights[N_RANKS:])
+            experts = zip(weights[:N_RANKS], weights[N_RANKS:])
             manager.fetch_buffers([next(values) for _ in manager.input_types()])
             results, ids = moe_layer(manager, x, router, list(experts), LAYER)
             outputs += [*results, *ids]

@@ -14,7 +14,7 @@ from max.driver import Buffer
 from bench import (
     cases,
     checks,
-    experts,
+    gpu_round_trip,
     peer_graphs,
     peer_torch,
     processes,
@@ -60,12 +60,11 @@ def test_rows_are_those_of_their_cases():
     keys = [runs._key(DATA, *of_row) for of_row in of_kind]
     assert len(set(keys)) == len(keys)
     times = ("run", "us", "p95", "eager_us", "eager_p95")
-    forms = cases.FORMS | cases.EXPERTS
     for _, row in of_kind:
-        max_tokens = cases.max_tokens_for(row["tokens"])
+        max_tokens = cases.max_tokens_for(row["tokens"], row["peer"])
         what = row["peer"], row["ranks"], row["shape"], row["dtype"], max_tokens
         case = Case(Config(*what), row["form"], row["tokens"], row["routing"])
-        assert row["form"] in forms[row["peer"]]
+        assert row["form"] in cases.FORMS[row["peer"]]
         assert case.row() == {k: v for k, v in row.items() if k not in times}
 
 
@@ -84,8 +83,7 @@ def test_a_child_that_does_not_end_is_killed(function, argument, limit_s, reason
 
 @pytest.mark.parametrize(
     "peer, form",
-    [(p, f) for p, forms in cases.FORMS.items() for f in forms]
-    + [("experts", form) for form in cases.EXPERTS["experts"]],
+    [(p, f) for p, fs in cases.FORMS.items() for f in fs if p != "grouped_mm"],
 )
 def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
     """As where they are compiled ahead: without a GPU."""
@@ -96,7 +94,7 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
     dtypes = {"by_expert": "fp8", "sums": "nvfp4", "given": "mxfp8", "packed": "fp8"}
     dtype = dtypes.get(peer, "bfloat16")
     n_ranks = 1 if peer in ("max_layer", "experts") else 2
-    shape = experts.SHAPE if peer == "experts" else "h4096_e8_k2"
+    shape = "h2048_e128_k8" if peer == "experts" else "h4096_e8_k2"
     built = peer_graphs.peer_of(Config(peer, n_ranks, shape, dtype, 128))
     timed = built.graph(form, is_check=False)
     n_work = n_ranks if "work" in form else 0
@@ -114,8 +112,8 @@ def test_delivered_rows_are_compared(dtype):
     dtype, *packed = dtype.split()
     shape = cases.Shape("small", 512, 4, 2, "")
     x = cases.tokens(shape, 1, 6)
-    routes = cases.routes(shape, cases.expert_ids(shape, "uniform", 1, 6))
-    numbers, offsets = routes.token_numbers[0], routes.row_offsets[0]
+    (wanted,) = cases.routes(shape, cases.expert_ids(shape, "uniform", 1, 6))
+    numbers, offsets = wanted.rows[:, 0], wanted.row_offsets.astype(np.int64)
     all_tokens = checks.stack_tokens(x, "cpu")
     rows, scales = all_tokens[numbers], None
     if dtype != "bfloat16":
@@ -129,7 +127,7 @@ def test_delivered_rows_are_compared(dtype):
     def check(rows: torch.Tensor, more: int = 0, exact: bool = True) -> None:
         tables = torch.from_numpy(offsets + np.uint32(more)), torch.arange(4)
         got = checks.Delivered(dtype, rows, scales, *tables, bool(packed))
-        checks.check_dispatch("here", got, numbers, offsets, all_tokens, exact=exact)
+        checks.check_dispatch("here", got, wanted, all_tokens, exact=exact)
 
     check(rows)
     with pytest.raises(checks.CheckError, match="out of order"):
@@ -190,19 +188,19 @@ def test_a_chain_tells_tokens_apart(wire):
 
 def test_experts_are_timed_at_each_size(capsys):
     """And those of torch, which are not compiled ahead."""
-    asked = ["--tokens", "16", "1"]
-    found = experts.cases_of(experts._options(asked))
+    asked = "--ranks 1 --peers experts grouped_mm --tokens 16 1".split()
+    found = gpu_round_trip.cases_of(gpu_round_trip._options(asked))
     wanted = [("experts", f, n) for n in (1, 16) for f in cases.EXPERTS["experts"]]
-    n_ours = len(wanted)
     wanted += [("grouped_mm", "products", n) for n in (1, 16)]
     assert [(c.config.peer, c.form, c.n_tokens) for c in found] == wanted
     asked += ["--compile-for", "sm_90a"]
-    ahead = experts._options([*asked, "--out", "graphs"])
-    assert experts.cases_of(ahead) == found[:n_ours]
-    for wrong, says in ((asked, "needs --out"), (["--tokens", "5000"], "1 to 4096")):
+    mixed = ["--peers", "sums", "experts"]
+    for wrong, says in ((asked, "needs --out"), (mixed, "run them alone")):
         with pytest.raises(SystemExit):
-            experts._options(wrong)
+            gpu_round_trip._options(wrong)
         assert says in capsys.readouterr().err
+    with pytest.raises(ValueError, match="at most 4096"):
+        gpu_round_trip.cases_of(gpu_round_trip._options([*asked[:6], "5000"]))
 
 
 EXPERTS = cases.Shape("experts", 128, 8, 2, "none", moe_dim=64)
@@ -262,11 +260,11 @@ def test_a_chain_of_experts_is_its_layers(torch_layers):
 
 def test_experts_have_a_section_if_they_were_timed():
     text = report.PAGE.read_text()
-    row = dict(run="new", ranks=1, shape=experts.SHAPE, dtype="bfloat16")
+    row = dict(run="new", ranks=1, shape="h2048_e128_k8", dtype="bfloat16")
     row |= dict(routing="uniform", wire_bytes=0, tokens=16)
     times = [("grouped_mm", "products", 300.0), ("experts", "products", 240.0)]
     rows = [row | dict(peer=p, form=f, us=us) for p, f, us in times]
-    run = runs.about("bench.experts", gpu="NVIDIA H200", n_gpus=1, driver="1")
+    run = runs.about("bench.gpu_round_trip", gpu="NVIDIA H200", n_gpus=1, driver="1")
     none = runs.merge(DATA | {"experts": []}, {"runs": {}})
     made = report.page(text, runs.merge(none, {"runs": {"new": run}, "experts": rows}))
     section = made.partition("## Experts\n")[2].partition("<!-- end -->")[0]

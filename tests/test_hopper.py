@@ -18,7 +18,7 @@ from max.nn.moe import moe as max_moe
 
 from max_ep import EPBatchManager, extension_path
 from max_ep.serve import hopper, settings
-from max_ep.serve.forward import forward_layers
+from max_ep.serve.hopper import forward_layers
 from max_ep.serve.model import ExpertParallelModel, using_max_ep
 from max_ep.serve.settings import MoeShape, gathers, rank_bytes
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,11 +268,11 @@ def test_benchmark_checks_and_measures(monkeypatch):
     from max.driver import CPU
     from max.engine import InferenceSession
 
-    from bench.cpu_round_trip import PROTOCOLS, SIZES, measure
+    from bench.cpu_round_trip import PROTOCOLS, measure
 
     monkeypatch.delitem(PROTOCOLS, "by_expert")  # compiling is what costs
-    size = replace(SIZES[0], n_ranks=2)
-    row = measure(InferenceSession(devices=[CPU()]), size, "bfloat16", 1)
+    session = InferenceSession(devices=[CPU()])
+    row = measure(session, "decode", "bfloat16", 1, n_ranks=2)
     # 2 ranks x 8 tokens x 8 choices, 4096 bytes there and back.
     assert row["mb"] == 2 * 8 * 8 * 2 * 4096 / 1e6
     for name in ("by_rank", "memcpy_1"):

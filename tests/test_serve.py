@@ -46,7 +46,7 @@ from graphs.serve.checkpoint import (
 from graphs.serve.run import LIMITS
 from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.balance import Placement, plan
-from max_ep.serve import forward, model, qwen3_moe
+from max_ep.serve import hopper, model, qwen3_moe
 from max_ep.serve.settings import PLACEMENT_VARIABLE
 from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
@@ -350,7 +350,7 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
 
 def test_shared_experts_outside_of_dispatch_are_added(monkeypatch):
     """Where MAX's decoder for several GPUs runs our layers."""
-    monkeypatch.setattr(forward, "through_experts", lambda _manager, xs, *_: list(xs))
+    monkeypatch.setattr(hopper, "through_experts", lambda _manager, xs, *_: list(xs))
     types = [TensorType(DType.float32, ["n_tokens", 64], DeviceRef.CPU())]
     shard = SimpleNamespace(gate=lambda x: (x, x), num_experts_per_token=4)
     shard.has_shared_experts, shard.shared_experts = True, lambda x: x * 3
@@ -361,7 +361,7 @@ def test_shared_experts_outside_of_dispatch_are_added(monkeypatch):
             config=config
         )
         with Graph("layer", input_types=types) as graph:
-            graph.output(*forward.forward_layers([shard], [graph.inputs[0].tensor]))
+            graph.output(*hopper.forward_layers([shard], [graph.inputs[0].tensor]))
         n_added.append(str(graph).count(".add("))
     assert n_added[0] == n_added[1] + 1
 

@@ -12,7 +12,7 @@ from max.dtype import DType
 from max_ep import EPConfig
 from max_ep.balance import Placement, plan
 from max_ep.moe_shape import MoeShape
-from max_ep.serve import deepseek_v3, planner
+from max_ep.serve import deepseek_v3, settings
 from max_ep.serve.settings import (
     PLACEMENT_VARIABLE,
     activation_bytes,
@@ -129,8 +129,8 @@ def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
         _config(_flags(256, True))
 
 
-def _planner() -> planner.ExpertParallelPlanner:
-    plan = planner.ExpertParallelPlanner.__new__(planner.ExpertParallelPlanner)
+def _planner() -> settings.ExpertParallelPlanner:
+    plan = settings.ExpertParallelPlanner.__new__(settings.ExpertParallelPlanner)
     plan._config = SimpleNamespace(dtype=DType.float32)
     return plan
 
@@ -181,7 +181,7 @@ def test_gpus_that_do_not_divide_the_experts():
 def test_what_makes_batches_large_is_named(monkeypatch):
     """Without chunked prefill a prompt may come on top of a full batch."""
     free = SimpleNamespace(stats={"free_memory": 1})
-    monkeypatch.setattr(planner, "CPU", lambda: free)
+    monkeypatch.setattr(settings, "CPU", lambda: free)
     plan = _planner()
     with pytest.raises(ValueError, match="lower --max-batch-input-tokens$"):
         plan.estimate_activation_memory(_flags(64, True), HUGGINGFACE)

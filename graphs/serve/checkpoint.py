@@ -148,11 +148,7 @@ _READ_BY_MAX = dict(
 
 
 def make_tokenizer(*more_special: str) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer on this project's README.
-
-    Args:
-        more_special: Special tokens that MAX looks for.
-    """
+    """Trains a tokenizer on this project's README; with tokens that MAX looks for."""
     tokenizer = Tokenizer(models.BPE(unk_token=_SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -178,14 +174,8 @@ def make_tokenizer(*more_special: str) -> PreTrainedTokenizerFast:
 
 
 def make_checkpoint(folder: Path, size: str = "tiny", dtype: str = "float32") -> None:
-    """Writes a checkpoint as Hugging Face's ``save_pretrained`` does.
-
-    Args:
-        folder: Where to; made if it is not there.
-        size: A key of :data:`SIZES`, :data:`MINIMAX_SIZES` or
-            :data:`DEEPSEEK_SIZES`.
-        dtype: Dtype of the weights, as torch calls it, or float8: blockwise FP8.
-    """
+    """Writes a checkpoint of a key of :data:`SIZES`, :data:`MINIMAX_SIZES` or
+    :data:`DEEPSEEK_SIZES`, as ``save_pretrained`` does; float8: in blockwise FP8."""
     tokenizer = make_tokenizer(*(_THINKING if size in MINIMAX_SIZES else ()))
     tokenizer.save_pretrained(folder)
     common = dict(

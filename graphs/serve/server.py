@@ -42,15 +42,7 @@ class Server:
         env: dict[str, str] | None = None,
         command: Sequence[str] = ("max", "serve", "--model-path"),
     ) -> None:
-        """Starts the process; :meth:`wait_until_ready` waits for it.
-
-        Args:
-            model: Folder of the checkpoint.
-            flags: Further flags of the command.
-            log: Where what it prints goes.
-            env: Environment variables to be set beside the present ones.
-            command: What starts a server; the model follows.
-        """
+        """Starts a command that the model follows; what it prints goes to a log."""
         self.model, self.log, self.port = str(model), log, free_port()
         beside = Path(sys.executable).with_name(command[0])
         program = str(beside) if beside.exists() else command[0]
@@ -75,19 +67,8 @@ class Server:
     def wait_until_ready(
         self, timeout_s: float, say: Callable[[str], None] | None = None
     ) -> float:
-        """Waits until the server answers.
-
-        Args:
-            timeout_s: How long at most.
-            say: Is called with what the server is about, every few seconds.
-
-        Returns:
-            Seconds it took.
-
-        Raises:
-            RuntimeError: If the server ends, or is not ready in time; carries the end
-                of its log.
-        """
+        """Waits until the server answers; returns how many seconds it took. ``say`` is
+        called with what it is about. A ``RuntimeError`` has the end of its log."""
         begin = said = time.monotonic()
         while True:
             if self._process.poll() is not None:
@@ -111,27 +92,14 @@ class Server:
             time.sleep(0.3)
 
     def complete(self, prompt: str | list[int], max_tokens: int, **more: Any) -> dict:
-        """Asks for a greedy completion.
-
-        Args:
-            prompt: Text, or token ids.
-            max_tokens: Tokens to be generated.
-            more: Further fields of the request, such as ``return_token_ids``.
-
-        Returns:
-            The only element of the answer's ``choices``; ``text`` is in it.
-        """
+        """Asks for a greedy completion of text or token ids, with further fields of the
+        request; returns the only element of the answer's ``choices``."""
         body = self._body(max_tokens, prompt=prompt, **more)
         with self._open("/v1/completions", body) as answer:
             return json.load(answer)["choices"][0]
 
     def chat(self, content: str, max_tokens: int) -> Iterator[str]:
-        """Asks for an answer, and yields its pieces as they come.
-
-        Args:
-            content: What the user says.
-            max_tokens: Tokens to be generated.
-        """
+        """Asks for an answer, and yields its pieces as they come."""
         messages = [{"role": "user", "content": content}]
         body = self._body(max_tokens, messages=messages, stream=True)
         for choice in self._events("/v1/chat/completions", body):
@@ -146,11 +114,8 @@ class Server:
                     yield from json.loads(data)["choices"]
 
     def stop(self, timeout_s: float = 90) -> None:
-        """Stops the server as Ctrl-C does, and by force what is left of it.
-
-        Raises:
-            subprocess.TimeoutExpired: If it did not end in time by itself.
-        """
+        """Stops the server as Ctrl-C does, and by force what is left of it; raises if
+        it did not end in time by itself."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:

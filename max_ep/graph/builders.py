@@ -265,15 +265,9 @@ def call_ep_combine_wait(
         ``partial_dtype`` by itself; these partial sums are added to the own rank's
         in order of rank.
     """
-    return _combine(
-        "combine_wait",
-        config,
-        atomic_counter,
-        (recv_buf_ptrs, recv_count_ptrs),
-        input_tokens,
-        num_tokens=num_tokens,
-        router_weights=router_weights,
-    )
+    given = input_tokens, None, num_tokens, router_weights
+    pointers = recv_buf_ptrs, recv_count_ptrs
+    return _combine("combine_wait", config, atomic_counter, pointers, *given)
 
 
 def call_ep_combine(
@@ -295,16 +289,9 @@ def call_ep_combine(
     not read.
     """
     refuse_if_in_turn(config, "combine")
-    return _combine(
-        "combine",
-        config,
-        atomic_counter,
-        (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs),
-        input_tokens,
-        src_info,
-        num_tokens,
-        router_weights,
-    )
+    given = input_tokens, src_info, num_tokens, router_weights
+    pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
+    return _combine("combine", config, atomic_counter, pointers, *given)
 
 
 def _combine(

@@ -231,13 +231,8 @@ class EPBatchManager(GraphBuffers):
 
     def ep_combine_async(self, input_tokens: TensorValue, device_id: int) -> None:
         """Starts sending expert rows back; see :func:`call_ep_combine_async`."""
-        builders.call_ep_combine_async(
-            input_tokens,
-            self._dispatched(device_id),
-            self._counter(device_id),
-            *self._pointers(COMBINE, device_id),
-            self.config,
-        )
+        where = self._where_combined(device_id)
+        builders.call_ep_combine_async(input_tokens, *where, self.config)
         self._order[COMBINE].send(device_id)
         self._expert_rows[device_id] = input_tokens
 
@@ -245,17 +240,12 @@ class EPBatchManager(GraphBuffers):
         self, router_weight: TensorValue | None, device_id: int
     ) -> TensorValue:
         """Completes combine; see :func:`call_ep_combine_wait`."""
-        counter = self._counter(device_id)
+        where = self._counter(device_id), *self._pointers(COMBINE, device_id)[1:]
         self._order[COMBINE].wait(device_id)
-        return builders.call_ep_combine_wait(
-            counter,
-            *self._pointers(COMBINE, device_id)[1:],
-            self.config,
-            self._num_tokens[device_id],
-            router_weight,
-            # Rows that were not sent stand there.
-            self._expert_rows[device_id],
-        )
+        # Rows that were not sent stand there.
+        rows, n_tokens = self._expert_rows[device_id], self._num_tokens[device_id]
+        given = n_tokens, router_weight, rows
+        return builders.call_ep_combine_wait(*where, self.config, *given)
 
     def ep_combine(
         self,
@@ -269,15 +259,9 @@ class EPBatchManager(GraphBuffers):
         Args and result are those of :meth:`ep_combine_async` and
         :meth:`ep_combine_wait`; ``topk_ids`` is not read.
         """
-        result = builders.call_ep_combine(
-            input_tokens,
-            self._dispatched(device_id),
-            self._counter(device_id),
-            *self._pointers(COMBINE, device_id),
-            self.config,
-            self._num_tokens[device_id],
-            router_weight,
-        )
+        where = self._where_combined(device_id)
+        more = self._num_tokens[device_id], router_weight
+        result = builders.call_ep_combine(input_tokens, *where, self.config, *more)
         self._order[COMBINE].send(device_id)
         self._order[COMBINE].wait(device_id)
         return result
@@ -353,12 +337,13 @@ class EPBatchManager(GraphBuffers):
         check_value(topk_ids, "topk_ids", DType.int32, shape, device)
         return device
 
-    def _dispatched(self, device_id: int) -> TensorValue:
-        self._counter(device_id)  # raises if there are no buffers
+    def _where_combined(self, device_id: int) -> tuple:
+        """Returns the last dispatch's ``src_info``, counters and addresses."""
+        counter = self._counter(device_id)
         if device_id not in self._src_info:
             raise ValueError(
                 f"combine on device {device_id} without a dispatch: it sends back the "
                 "rows of ep_dispatch_wait, ep_dispatch or ep_dispatch_all; call one of "
                 "them first"
             )
-        return self._src_info[device_id]
+        return self._src_info[device_id], counter, *self._pointers(COMBINE, device_id)

@@ -8,7 +8,6 @@ that uses it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from max.dtype import DType
 from max.graph import TensorValue
@@ -17,16 +16,6 @@ from ..experts import grouped_swiglu, linear
 from .manager import EPBatchManager
 from .quantized import dequantize
 from .routing import softmax_top_k
-
-
-@dataclass
-class ExpertWeights:
-    """Weights of the experts that one rank holds."""
-
-    gate_up: TensorValue
-    """``[n_local_experts, 2 * moe_dim, hidden_size]``: gate, then up."""
-    down: TensorValue
-    """``[n_local_experts, hidden_size, moe_dim]``."""
 
 
 def through_experts(
@@ -63,13 +52,14 @@ def moe_layer(
     manager: EPBatchManager,
     x: Sequence[TensorValue],
     router: TensorValue,
-    experts: Sequence[ExpertWeights],
+    experts: Sequence[tuple[TensorValue, TensorValue]],
     layer: int = 0,
 ) -> tuple[list[TensorValue], list[TensorValue]]:
     """Runs the layer on all ranks of this process.
 
     ``x`` is ``[n_tokens, hidden_size]`` of each, ``router`` ``[n_experts,
-    hidden_size]``, both float32. Where dispatch quantizes, experts get its rows in
+    hidden_size]``, both float32; ``experts`` are ``gate_up`` and ``down`` of each, as
+    ``grouped_swiglu`` takes them. Where dispatch quantizes, experts get its rows in
     float32 again, and ``combine_dtype`` is float32. With
     ``eplb_enabled``, ``layer`` is that of the placement. Returns the results of each
     rank, ``[n_tokens, hidden_size]``, and its ``topk_ids``, of logical experts.
@@ -84,7 +74,6 @@ def moe_layer(
             scales, *groups = groups
             row_scales = groups.pop(0) if config.nvfp4_dyn_global_scales else None
             rows = dequantize(rows, scales, config, row_scales)
-        own = experts[rank]
-        return grouped_swiglu(rows, own.gate_up, own.down, *groups[:2])
+        return grouped_swiglu(rows, *experts[rank], *groups[:2])
 
     return through_experts(manager, x, ids, weights, run_experts, layer), ids

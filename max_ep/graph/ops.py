@@ -85,9 +85,11 @@ def _group(config: EPConfig) -> list[str]:
 
 
 def _format_name(config: EPConfig) -> str:
+    of = config.token_format
     if config.tokens_are_quantized:
-        return f"{config.token_format.name}_forwarded"
-    return config.token_format.op_name(config.fp8_power_of_two_scales)
+        return f"{of.name}_forwarded"
+    is_rounded = of.rounds_scales and config.fp8_power_of_two_scales
+    return of.name + "_power_of_two" * is_rounded
 
 
 def check_buffers(

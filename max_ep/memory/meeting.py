@@ -135,12 +135,9 @@ class Meeting:
         absent: Collection[int] = (),
         lost: set[int] | None = None,
     ) -> dict[int, tuple[Owner, int]]:
-        """Exchanges descriptors with all nodes that are not ``absent``.
-
-        Returns each peer and its descriptor, which the caller closes. The meeting is
-        over then, and the name free. Who does not come in time is added to ``lost``,
-        if it is given, and an error else.
-        """
+        """Exchanges descriptors with all nodes that are not ``absent``, and ends; the
+        caller closes them. Who does not come in time is added to ``lost``, if it is
+        given, and an error else."""
         self._descriptor, deadline = descriptor, time.monotonic() + timeout_s
         missing = set(range(self.n_nodes)) - {self.node_id, *absent}
         found: dict[int, tuple[Owner, int]] = {}

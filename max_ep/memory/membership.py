@@ -137,12 +137,7 @@ class Membership:
             members_folder(group).rmdir()
 
     def is_running(self) -> bool:
-        """Returns whether the group runs without this node.
-
-        Raises:
-            RuntimeError: If the node's old process is alive: it may still write.
-            ValueError: If the group has another configuration.
-        """
+        """Returns whether the group runs without this node."""
         old, own = self.note(self._node), self._note.owner["fingerprint"]
         if old is not None and old.is_alive():
             raise RuntimeError(
@@ -228,11 +223,8 @@ class Membership:
         """Takes part in the next decision, and returns it.
 
         ``heard_s`` says when one of some nodes was last heard of: those that still wait
-        in a launch, for one that has died, are not late.
-
-        Raises:
-            RankExpelled: If the decision is to go on without this process.
-            TimeoutError: If fewer than half of the processes alive have come.
+        in a launch, for one that has died, are not late. A ``TimeoutError``: fewer than
+        half of the processes alive have come.
         """
         epoch, n_polls = self.decision.epoch + 1, 0
         said = dict(masked=sorted(masked), generations=generations)

@@ -20,8 +20,7 @@ from max.pipelines.architectures.deepseekV3.memory_planner import (
 
 from .fp8 import widening
 from .model import ExpertParallelModel
-from .planner import ExpertParallelPlanner
-from .settings import place_experts
+from .settings import ExpertParallelPlanner, place_experts
 
 
 class DeepseekV3Planner(ExpertParallelPlanner, DeepseekV3MemoryPlanner):

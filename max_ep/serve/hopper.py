@@ -10,6 +10,7 @@ MAX's function on other devices and for other dtypes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,14 @@ from max.nn.attention import multi_latent_attention as max_latent_attention
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 from max.nn.kv_cache import PagedCacheValues
 from max.nn.linear import linear
-from max.nn.moe import MoE
+from max.nn.moe import MoE, MoEGate, forward_moe_sharded_layers
 from max.nn.moe import moe as max_moe
+from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 
-from ..experts import fits_gpu, grouped_matmul, grouped_swiglu
+from .. import softmax_top_k
+from ..experts import gpu_takes, grouped_matmul, grouped_swiglu
 from ..experts import linear as our_linear
+from ..graph.moe import through_experts
 
 TILE_ROWS = 128
 """Rows are padded to a multiple of it: twice the 64 rows that were seen written."""
@@ -68,14 +72,11 @@ def experts_anywhere(
     x: TensorValue,
     n_rows: TensorValue,
 ) -> TensorValue:
-    """Runs the experts of a layer of MAX on dispatched rows.
-
-    SwiGLU experts run in two matmuls of ours, others as MAX runs them. ``n_rows`` says
-    MAX about how many rows there are.
-    """
+    """Runs the experts of a layer of MAX on dispatched rows: SwiGLU in two matmuls of
+    ours, others as MAX runs them, which takes about how many rows there are."""
     if _is_swiglu(layer) and _is_bfloat16_on_hopper(dispatched[0]):
         gate_up, down = layer.gate_up_proj, layer.down_proj
-        if fits_gpu(gate_up) and fits_gpu(down):
+        if gpu_takes(*gate_up.shape[-2:]) and gpu_takes(*down.shape[-2:]):
             rows, row_offsets, expert_ids, *_ = dispatched
             return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
     return layer._local_ep_compute(dispatched, x, n_rows)
@@ -97,7 +98,7 @@ def linear_anywhere(
     is_quantized = any(value is not None for value in (*quantization, *more.values()))
     is_plain = not is_quantized and x.rank == 2 and x.dtype == weight.dtype
     is_float32_on_cpu = x.dtype == DType.float32 and x.device.is_cpu()
-    is_on_hopper = _is_bfloat16_on_hopper(x) and fits_gpu(weight)
+    is_on_hopper = _is_bfloat16_on_hopper(x) and gpu_takes(*weight.shape[-2:])
     if is_plain and (is_float32_on_cpu or is_on_hopper):
         return our_linear(x, weight)
     return linear(x, weight, *quantization, **more)
@@ -124,11 +125,8 @@ def product_of_whole_tiles(x: TensorValue, other: TensorValue) -> TensorValue:
 def latent_attention_anywhere(
     *args: Any, kv_collection: PagedCacheValues, **more: Any
 ) -> TensorValue:
-    """Replaces ``mla_prefill_decode_graph``: short prompts go to the prefill kernel.
-
-    MAX's MLA decode kernel is wrong for prompts of 2 to 8 tokens. A length of 9
-    selects the prefill kernel; it only bounds the work there.
-    """
+    """Replaces ``mla_prefill_decode_graph``: MAX's decode kernel is wrong for prompts
+    of 2 to 8 tokens. A length of 9 selects the prefill kernel and only bounds work."""
     if _is_bfloat16_on_hopper(more["q"]):
         longest, cpu = kv_collection.max_prompt_length, DeviceRef.CPU()
         one = ops.constant(1, longest.dtype, cpu)
@@ -136,6 +134,55 @@ def latent_attention_anywhere(
         bound = ops.where(longest > one, ops.max(longest, enough), longest)
         kv_collection = replace(kv_collection, max_prompt_length=bound)
     return mla_prefill_decode_graph(*args, kv_collection=kv_collection, **more)
+
+
+class PlacedMoE(MoE):
+    """MAX's MoE layer, with a place for each replica if experts are balanced."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        manager = kwargs.get("ep_batch_manager")
+        if manager is not None and manager.config.eplb_enabled:
+            kwargs["num_experts"] = manager.config.n_experts
+            kwargs["num_logical_experts"] = manager.config.num_logical_experts
+        super().__init__(*args, **kwargs)
+
+
+def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
+    """Runs a router: Qwen3's in one op behind its product, others as MAX does.
+
+    Returns ids and weights, ``[n_tokens, top_k]``. Qwen3's weights are float32, where
+    MAX rounds them to the dtype of ``x``.
+    """
+    if type(gate) is not Qwen3MoEGate:
+        return gate(x)
+    return softmax_top_k(gate.gate_score(x), gate.num_experts_per_token)
+
+
+def forward_layers(
+    shards: Sequence[Any], xs: list[TensorValue], *eplb: Any
+) -> list[TensorValue]:
+    """Replaces MAX's ``forward_moe_sharded_layers``; the result on each device.
+
+    Layers without experts are left to MAX. ``eplb`` is for its load balancing.
+    """
+    if getattr(shards[0], "_ep_batch_manager", None) is None:
+        return forward_moe_sharded_layers(shards, xs, *eplb)
+    manager = shards[0].ep_batch_manager
+    ids, weights = zip(*(route(shard.gate, x) for shard, x in zip(shards, xs)))
+    n_tokens = sum(ops.shape_to_tensor(x.shape)[0] for x in xs)
+    n_rows = n_tokens * shards[0].num_experts_per_token // len(shards)
+    about_n_rows = n_rows.cast(DType.uint32)
+
+    def experts(rank: int, dispatched: tuple[TensorValue, ...]) -> TensorValue:
+        return experts_anywhere(shards[rank], dispatched, xs[rank], about_n_rows)
+
+    layer = getattr(shards[0], "layer_idx", None)
+    layer = 0 if layer is None else layer
+    results = through_experts(manager, xs, ids, weights, experts, layer)
+    if shards[0].has_shared_experts and not manager.config.fused_shared_expert:
+        shared = [shard.shared_experts(x) for shard, x in zip(shards, xs)]
+        results = [result + more for result, more in zip(results, shared)]
+    return [result.cast(x.dtype) for result, x in zip(results, xs)]
 
 
 REPLACED = [

@@ -27,7 +27,7 @@ from max.pipelines.lib.graph_specs import GraphSpec
 from .fp8 import widening
 from .model import ExpertParallelModel
 from .one_device import OneDeviceDecoder
-from .planner import ExpertParallelPlanner
+from .settings import ExpertParallelPlanner
 
 
 class MiniMaxM2Gate(SigmoidTopKRouter):

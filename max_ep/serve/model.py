@@ -20,8 +20,7 @@ from max.graph.graph import default_custom_extensions_scope
 
 from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_path
 from ..moe_shape import MoeShape
-from .forward import PlacedMoE, forward_layers
-from .hopper import REPLACED, is_hopper
+from .hopper import REPLACED, PlacedMoE, forward_layers, is_hopper
 from .settings import gathers, n_gpus, serving_config, uses_max_ep
 
 _CHECK_EVERY_S = 1.0

@@ -10,14 +10,12 @@ ranks share the device and run one after another; each has a slice of the tokens
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Any
 
 from max import tree
 from max.dtype import DType
-from max.graph import Graph, TensorValue, Value, ops
-from max.graph import Module as GraphModule
+from max.graph import TensorValue, Value, ops
 from max.nn.embedding import Embedding
 from max.nn.kv_cache import KVCacheInputsPerDevice, KVCacheParamInterface
 from max.nn.layer import Module
@@ -31,30 +29,18 @@ from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_inpu
 from .. import EPBatchManager
 from ..experts import grouped_swiglu, routed_swiglu
 from ..graph.moe import through_experts
-from .forward import route
-from .hopper import experts_anywhere
+from .hopper import experts_anywhere, route
 from .settings import gathers, place_experts
 
 
 class OneDeviceMoe(MoE):
     """MAX's MoE layer, with dispatch and combine between ranks of one device."""
 
-    def __init__(
-        self, manager: EPBatchManager, layer: int, gate_dtype: DType, **kwargs: Any
-    ) -> None:
-        """Makes MAX's ``MoE`` of these ``kwargs``, with a router of ``gate_dtype``.
-
-        Of the layers with experts this is number ``layer``.
-        """
+    def __init__(self, manager: EPBatchManager, layer: int, **kwargs: Any) -> None:
+        """Makes MAX's ``MoE`` of these ``kwargs``; of the layers with experts this is
+        number ``layer``."""
         super().__init__(**kwargs)
         self._manager, self._layer = manager, layer
-        self.gate = self.gate_cls(
-            devices=self.devices,
-            hidden_dim=self.hidden_dim,
-            num_experts=manager.config.num_logical_experts,
-            num_experts_per_token=self.num_experts_per_token,
-            dtype=gate_dtype,
-        )
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """Runs the layer on ``[n_tokens, hidden_dim]``."""
@@ -65,7 +51,7 @@ class OneDeviceMoe(MoE):
             result = ops.rebind(sums, x.shape)
         else:
             result = self._through_ranks(x)
-        return result + self.shared_experts(x) if self.has_shared_experts else result
+        return result
 
     def _through_ranks(self, x: TensorValue) -> TensorValue:
         n_ranks = self._manager.config.n_gpus_per_node
@@ -153,6 +139,10 @@ class OneDeviceDecoder(Transformer):
             eps = config.rms_norm_eps
             return RMSNorm(hidden, norm_dtype, eps, multiply_before_cast=False)
 
+        def gate(**sizes: Any) -> MoEGate:  # MAX's MoE has only bfloat16 ones
+            gate_dtype = getattr(config, "gate_dtype", None) or dtype
+            return gate_cls(**(sizes | {"dtype": gate_dtype}))
+
         def mlp(layer_idx: int) -> Module:
             if layer_idx in dense_layers:
                 sizes = hidden, config.intermediate_size
@@ -160,13 +150,13 @@ class OneDeviceDecoder(Transformer):
             return OneDeviceMoe(
                 self._manager,
                 layer=layer_idx - sum(i < layer_idx for i in dense_layers),
-                gate_dtype=getattr(config, "gate_dtype", None) or dtype,
                 devices=config.devices,
                 hidden_dim=hidden,
                 num_experts=group.n_experts,
+                num_logical_experts=group.num_logical_experts,
                 num_experts_per_token=group.top_k,
                 moe_dim=moe_dim,
-                gate_cls=gate_cls,
+                gate_cls=gate,
                 dtype=group.dispatch_dtype if group.is_quantized else dtype,
                 quant_config=group.dispatch_quant_config,
             )
@@ -226,36 +216,19 @@ class OneDeviceDecoder(Transformer):
         inputs["ep"] = self._manager.input_types() if self._dispatches else []
         return inputs
 
-    def trace(
+    def __call__(
         self,
-        *input_types: Any,
-        name: str | None = None,
-        module: GraphModule | None = None,
-        custom_extensions: Iterable[Path] = (),
-        is_device_graph: bool = False,
-    ) -> Graph:
-        """Traces the graph; its inputs are the leaves of :meth:`input_tree`."""
-
-        def forward(
-            tokens: Value[Any],
-            row_offsets: Value[Any],
-            return_n_logits: Value[Any],
-            *rest: Value[Any],
-        ) -> tuple[TensorValue, ...]:
-            values = iter(rest)
-            caches = self.kv_params.unflatten_kv_inputs(values)
-            (cache,) = tree.leaves(caches, leaf=KVCacheInputsPerDevice)
-            if self._dispatches:
-                self._manager.fetch_buffers(values)
-            return self(
-                tokens.tensor, cache, return_n_logits.tensor, row_offsets.tensor
-            )
-
-        return Graph(
-            name or type(self).__qualname__,
-            forward,
-            input_types=input_types,
-            custom_extensions=list(custom_extensions),
-            module=module,
-            is_device_graph=is_device_graph,
+        tokens: Value[Any],
+        row_offsets: Value[Any],
+        return_n_logits: Value[Any],
+        *rest: Value[Any],
+    ) -> tuple[TensorValue, ...]:
+        """Takes the graph's inputs, the leaves of :meth:`input_tree`."""
+        values = iter(rest)
+        caches = self.kv_params.unflatten_kv_inputs(values)
+        (cache,) = tree.leaves(caches, leaf=KVCacheInputsPerDevice)
+        if self._dispatches:
+            self._manager.fetch_buffers(values)
+        return super().__call__(
+            tokens.tensor, cache, return_n_logits.tensor, row_offsets.tensor
         )

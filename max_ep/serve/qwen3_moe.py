@@ -27,8 +27,7 @@ from ..moe_shape import dense_layers
 from .fp8 import widening
 from .model import ExpertParallelModel
 from .one_device import OneDeviceDecoder
-from .planner import ExpertParallelPlanner
-from .settings import place_experts
+from .settings import ExpertParallelPlanner, place_experts
 
 
 class OnePassAttention(Qwen3Attention):

@@ -13,14 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from max.driver import CPU, Accelerator, is_virtual_device_mode
 from max.dtype import DType
 from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
+from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement
 from ..experts import gather_takes, gpu_takes
 from ..limits import FP8_BLOCK, PROTOCOLS, timeout_s_of_environment
-from ..moe_shape import MoeShape
+from ..moe_shape import MoeShape, check_place
 from .hopper import is_hopper
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
@@ -206,12 +208,9 @@ def rank_bytes(config: EPConfig, shape: MoeShape) -> tuple[int, int]:
 
 
 def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
-    """Returns the bytes of a rank's MoE layers, without weights and symmetric memory.
-
-    That is the rows it may receive: as dispatched, as products of gate and up, and as
-    results. Where one kernel has all of SwiGLU, on GPUs, gate and up are not stored.
-    Layers run one after another and share these bytes.
-    """
+    """Returns the bytes of the rows that a rank may receive, which layers share: as
+    dispatched, as products of gate and up (not stored where one kernel has all of
+    SwiGLU), and as results."""
     if config.is_quantized:
         # In bytes, and scales of four for a block.
         in_fp8 = (shape.hidden_size + shape.moe_dim) * (FP8_BLOCK + 4) // FP8_BLOCK
@@ -221,3 +220,55 @@ def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
     is_one_kernel = config.target == "gpu" and all(gpu_takes(*size) for size in sizes)
     per_row = 2 * shape.hidden_size + (1 if is_one_kernel else 3) * shape.moe_dim
     return config.n_output_rows * per_row * config.dispatch_dtype.size_in_bytes
+
+
+class ExpertParallelPlanner(PagedMemoryPlanner):
+    """Adds a group's memory to the plan of a paged model.
+
+    MAX calls it before it reads weights, so it refuses a group that cannot run.
+    """
+
+    _always_signal_buffers = True
+
+    def estimate_signal_buffer_memory(
+        self, pipeline_config: Any, arch_config: Any | None = None
+    ) -> int:
+        """Returns the bytes of MAX's signal buffers; one device has none."""
+        if n_gpus(pipeline_config) < 2:
+            return 0
+        return super().estimate_signal_buffer_memory(pipeline_config, arch_config)
+
+    def estimate_activation_memory(
+        self, pipeline_config: Any, huggingface_config: Any
+    ) -> int:
+        """Returns the bytes of all devices: symmetric memory and expert rows."""
+        check_place(huggingface_config.architectures[0], n_gpus(pipeline_config))
+        if not uses_max_ep(pipeline_config):
+            return 0
+        shape = MoeShape.of(huggingface_config)
+        config = serving_config(pipeline_config, shape, self._config.dtype)
+        _check_fits(config, shape, pipeline_config)
+        return sum(rank_bytes(config, shape)) * config.n_gpus_per_node
+
+
+def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None:
+    """Refuses a group that is larger than a device's free memory."""
+    if is_virtual_device_mode():
+        return
+    n_here, devices = 1, [Accelerator(i) for i in range(n_gpus(pipeline_config))]
+    if not devices:
+        n_here, devices = config.n_gpus_per_node, [CPU()]
+    free = min(int(device.stats["free_memory"]) for device in devices)
+    regions, rows = (n_here * n_bytes for n_bytes in rank_bytes(config, shape))
+    if regions + rows <= free:
+        return
+    runtime = pipeline_config.runtime
+    remedy = "lower --max-batch-input-tokens"
+    if not runtime.enable_chunked_prefill:
+        remedy += " or --max-length, or turn chunked prefill on"
+    raise ValueError(
+        f"dispatch and combine need {(regions + rows) / 2**30:.1f} GiB on a device "
+        f"for --max-batch-input-tokens {runtime.max_batch_input_tokens} "
+        f"({regions / 2**30:.1f} of symmetric memory, {rows / 2**30:.1f} of expert "
+        f"rows), and {free / 2**30:.1f} GiB are free; {remedy}"
+    )

@@ -2,7 +2,7 @@
 """From PyTorch, one process a rank: DeepEP's interface over the same kernels."""
 
 from .api import Buffer
-from .events import Config, EventHandle, EventOverlap
 from .quantized import dequantize
+from .streams import Config, EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "dequantize"]

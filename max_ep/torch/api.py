@@ -19,9 +19,9 @@ from ..who import answer_for
 from .board import Board
 from .communicator import Communicator, Masks, refuse, refuse_hosts
 from .compiled import BUFFERS
-from .events import Config, EventHandle, EventOverlap
 from .low_latency_api import LowLatency
 from .normal_api import Normal
+from .streams import Config, EventHandle, EventOverlap
 
 _KEYS = itertools.count()
 
@@ -55,7 +55,6 @@ class Buffer(LowLatency, Normal):
         *,
         timeout_s: float | None = None,
         device: torch.device | str | None = None,
-        memory: str | None = None,
     ) -> None:
         """Joins the other ranks. All processes of the group call it.
 
@@ -73,8 +72,6 @@ class Buffer(LowLatency, Normal):
                 ``MAX_EP_TIMEOUT_S``, or 30.
             device: Of the tensors; None: ``MAX_EP_TORCH_DEVICE``, or the current GPU,
                 or the CPU if there is none.
-            memory: ``"vmm"`` (the driver's, the default) or ``"symm"`` (torch's
-                symmetric memory), on GPUs; None: ``MAX_EP_TORCH_MEMORY``.
 
         Raises:
             NotImplementedError: For ranks on several hosts.
@@ -96,10 +93,6 @@ class Buffer(LowLatency, Normal):
         if timeout_s is None:
             timeout_s = timeout_s_of_environment()
         timeout_s = checked_timeout_s(timeout_s)
-        name = "memory" if memory else "MAX_EP_TORCH_MEMORY"
-        memory = memory or os.environ.get(name) or "vmm"
-        if memory not in ("vmm", "symm"):
-            refuse(name, f"={memory!r} is not 'vmm' or 'symm'")
         mine = (socket.gethostname(), uuid.uuid4().hex[:12], where.type, num_nvl_bytes)
         all_ = self._gather(mine)
         if len({host for host, *_ in all_}) > 1:
@@ -111,7 +104,7 @@ class Buffer(LowLatency, Normal):
                     f"this rank ({self.rank}) {mine[2:]}; pass the same on all ranks"
                 )
         board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
-        self._comm = Communicator(board, where, group, memory, enable_shrink)
+        self._comm = Communicator(board, where, group, enable_shrink)
         self._low_latency_channels = {}
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
         # change keeps them in order.

@@ -36,31 +36,6 @@ def refuse_hosts(what: str) -> NoReturn:
     raise NotImplementedError(f"max_ep: {what}; {where}")
 
 
-class TorchSymmetricMemory:
-    """Symmetric memory of ``torch.distributed._symmetric_memory``."""
-
-    def __init__(self, group: Any, n_bytes: int, index: int) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
-        self._group, self._symmetric = group, symmetric
-        device = f"cuda:{index}"
-        self._block = symmetric.empty(n_bytes, dtype=torch.uint8, device=device)
-
-    def local_addresses(self) -> list[int]:
-        return [self._block.data_ptr()]
-
-    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
-        """Returns the address of every rank's block; torch's own time-out applies."""
-        if absent:
-            raise NotImplementedError('max_ep: enable_shrink needs memory="vmm"')
-        name = self._group.group_name
-        self._rendezvous = self._symmetric.rendezvous(self._block, name)
-        return list(self._rendezvous.buffer_ptrs)
-
-    def close(self) -> None:
-        self._rendezvous = self._block = None
-
-
 class Communicator:
     """The group of a rank, and the channels that it has opened."""
 
@@ -69,7 +44,6 @@ class Communicator:
         board: Board,
         device: torch.device,
         group: Any,
-        memory: str,
         masks: bool,
     ) -> None:
         """``masks``: whether the others go on without a rank that is late."""
@@ -84,10 +58,8 @@ class Communicator:
         self.has_ended = False  # so that reset() cannot help
         self.next_check = 0.0
         self.channels: dict[Settings, Channel] = {}
-        self._group = group
         ranks = group and tuple(dist.get_process_group_ranks(group))
         self.group_and_device = (ranks or object(), device)
-        self._memory = memory
         self.streams = Streams(device)
         self.masks = Masks(self) if masks else None
         self.target, own = "cpu", f"CPU {self.rank}"
@@ -173,8 +145,6 @@ class Communicator:
         name = f"{self.board.name}-{self.board.n_exchanges}-{len(self.channels)}"
         if not self.is_gpu:
             return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, "")
-        if self._memory == "symm":
-            return TorchSymmetricMemory(self._group, n_bytes, self.index)
         return GpuSharedMemory(name, self.rank, self.n_ranks, n_bytes, "", self.index)
 
     def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:

@@ -17,8 +17,8 @@ from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K
 from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .communicator import Communicator, refuse
-from .events import EventOverlap
 from .library import WIRE_FORMATS, Settings
+from .streams import EventOverlap
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
@@ -108,7 +108,7 @@ class LowLatency:
             result = (rows, scales_of_rows(scales)) if use_fp8 else rows
             hook = compiled.nothing if return_recv_hook else None
             return result, counts, handle, EventOverlap(), hook
-        self._check_how(waits_ns, async_finish, return_recv_hook)
+        how = self._checked_how(waits_ns, async_finish, return_recv_hook)
         channel = self._low_latency_channel(*given)
         n_local, capacity, _ = channel.rows_shape
         if stats is not None:
@@ -143,16 +143,9 @@ class LowLatency:
             src_info,
         )
         channel.take(region)  # now that nothing is refused any more
-        event, hook = self._phase(
-            region,
-            arguments,
-            (x, topk_idx, tables, rows, scales, stats),
-            is_combine=False,
-            waits_ns=waits_ns,
-            after=None if stats is None else lambda: stats.add_(counts),
-            async_finish=async_finish,
-            return_recv_hook=return_recv_hook,
-        )
+        tensors = x, topk_idx, tables, rows, scales, stats
+        after = None if stats is None else lambda: stats.add_(counts)
+        event, hook = self._phase(region, "dispatch", arguments, tensors, how, after)
         handle = Handle(self._comm, channel, region, region.use, tables, x.shape[0])
         return result, counts, handle, event, hook
 
@@ -209,7 +202,7 @@ class LowLatency:
         if handle.region.hook is not None and handle.region.hook_is_of_dispatch:
             refuse("handle", "has no rows yet: call the hook of its dispatch")
         waits_ns = combine_wait_recv_cost_stats
-        self._check_how(waits_ns, async_finish, return_recv_hook)
+        how = self._checked_how(waits_ns, async_finish, return_recv_hook)
         channel, n_tokens, comm = handle.channel, handle.n_tokens, self._comm
         if zero_copy:
             if handle.combine_buffer is None:
@@ -231,21 +224,12 @@ class LowLatency:
             n_tokens,
             topk_weights.data_ptr(),
         )
-        event, hook = self._phase(
-            handle.region,
-            arguments,
-            (x, topk_weights, handle.tables, out),
-            is_combine=True,
-            waits_ns=waits_ns,
-            after=None,
-            async_finish=async_finish,
-            return_recv_hook=return_recv_hook,
-        )
-        return out, event, hook
+        tensors = x, topk_weights, handle.tables, out
+        return out, *self._phase(handle.region, "combine", arguments, tensors, how)
 
-    def _check_how(
+    def _checked_how(
         self, waits_ns: torch.Tensor | None, async_finish: bool, return_recv_hook: bool
-    ) -> None:
+    ) -> tuple[torch.Tensor | None, bool, bool]:
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         if waits_ns is not None:
@@ -253,22 +237,21 @@ class LowLatency:
             if self._comm.masks:
                 refuse(name, "cannot be had with enable_shrink")
             self._comm.check_tensor(name, waits_ns, torch.int64, shape)
+        return waits_ns, async_finish, return_recv_hook
 
     def _phase(
         self,
         region: Region,
+        name: str,
         arguments: tuple[int, ...],
         tensors: tuple[torch.Tensor | None, ...],
-        *,
-        is_combine: bool,
-        waits_ns: torch.Tensor | None,
-        after: Callable[[], None] | None,
-        async_finish: bool,
-        return_recv_hook: bool,
+        how: tuple[torch.Tensor | None, bool, bool],
+        after: Callable[[], None] | None = None,
     ) -> tuple[EventOverlap, Callable[[], None] | None]:
         """Launches a phase, for the hook or to measure waits in two; returns the event,
         and the hook if one is wanted."""
-        launch = region.combine if is_combine else region.dispatch
+        waits_ns, async_finish, return_recv_hook = how
+        launch, is_combine = getattr(region, name), name == "combine"
         if region.hook is not None:  # which nobody called
             region.hook()
         in_two = return_recv_hook or waits_ns is not None

@@ -22,9 +22,9 @@ from torch._compile import _disable_dynamo
 
 from .channel import BOTH, Channel
 from .communicator import Communicator, refuse, refuse_hosts
-from .events import Config, EventOverlap
 from .library import round_up, rows_out, weights_back, words_of_row, words_out
-from .normal_layout import Layout, NormalHandle, agree
+from .normal_layout import NormalHandle, agree, check_layout
+from .streams import Config, EventOverlap
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _SCALES = (torch.float32, torch.int32)
@@ -178,16 +178,11 @@ class Normal:
         if is_new:
             if previous_event is not None and not num_worst_tokens:
                 previous_event.current_stream_wait()
-            layout = Layout(
-                num_tokens_per_rank,
-                is_token_in_rank,
-                num_tokens_per_expert,
-                topk_idx,
-                topk_weights,
-            )
-            top_k, most, n_rows, counts = agree(
-                comm, layout, n_tokens, row_bytes, n_scales, num_worst_tokens
-            )
+            there = is_token_in_rank, num_tokens_per_expert
+            layout = num_tokens_per_rank, *there, topk_idx, topk_weights
+            top_k = check_layout(comm, n_tokens, *layout)
+            rows = f"rows of {row_bytes} bytes, {n_scales} scales, top_k={top_k}"
+            most, n_rows, counts = agree(comm, rows, *there, num_worst_tokens)
             self._cap = self._capacity(most, row_bytes)
             handle = NormalHandle(
                 comm,

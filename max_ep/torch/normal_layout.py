@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,19 +17,6 @@ from .tables import LazyTuple
 _MOST_TOKENS = 32768
 
 
-class Layout(NamedTuple):
-    """What a first dispatch is given besides its tokens."""
-
-    per_rank: torch.Tensor | None
-    """Tokens for each rank."""
-    mask: torch.Tensor | None
-    """Whether a token goes to a rank."""
-    per_expert: torch.Tensor | None
-    """Tokens for each expert."""
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-
-
 @dataclass(eq=False)
 class NormalHandle(LazyTuple):
     """What combine and a repeated dispatch need; reads as DeepEP's tuple.
@@ -37,30 +24,19 @@ class NormalHandle(LazyTuple):
     Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, four sizes int64
     (here alone), None, source token of each row int32 ``[n_rows]``,
     ``is_token_in_rank``, None. In the matrix only this rank's column is filled.
-
-    Attributes:
-        n_rows: Rows of ``recv_x``.
-        n_made: Rows that kernels may write.
-        n_sent: Tokens that this rank sent.
-        cap: Tokens of a rank that the channels hold.
-        n_scales: Scales of a row, as int32 words; then ids and weights.
-        top_k: Ids of a row, and weights.
-        mask: ``is_token_in_rank``.
-        ids: int32 ``[n_sent, n_ranks]``: the ranks of each token, or -1; written by
-            the first launch.
-        src_info: int32 ``[n_made, 2]``; every launch writes it and ``ranges``.
-        ranges: int32 ``[n_ranks, 2]``: first row of each source, and rows.
     """
 
     comm: Communicator
-    n_rows: int
-    n_made: int
-    n_sent: int
-    cap: int
-    n_scales: int
-    top_k: int
-    mask: torch.Tensor
+    n_rows: int  # of `recv_x`
+    n_made: int  # that kernels may write
+    n_sent: int  # tokens of this rank
+    cap: int  # tokens of a rank that the channels hold
+    n_scales: int  # of a row, as int32 words; then ids and weights
+    top_k: int  # of a row: ids, and weights
+    mask: torch.Tensor  # `is_token_in_rank`
+    # Ranks of each token, or -1, `[n_sent, n_ranks]`; written by the first launch.
     ids: torch.Tensor = field(init=False)
+    # `[n_made, 2]` and `[n_ranks, 2]`, first row and rows; every launch writes both.
     src_info: torch.Tensor = field(init=False)
     ranges: torch.Tensor = field(init=False)
     has_ids: bool = False
@@ -106,10 +82,17 @@ class NormalHandle(LazyTuple):
         return matrix, sizes, None, sources, self.mask, None
 
 
-def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> int:
+def check_layout(
+    comm: Communicator,
+    n_tokens: int,
+    per_rank: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    per_expert: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+) -> int:
     """Refuses a layout that cannot be of these tokens; returns ids of a token."""
     n_ranks = comm.n_ranks
-    per_rank, mask, per_expert, topk_idx, topk_weights = layout
     if per_rank is None or mask is None or per_expert is None:
         refuse(
             "dispatch",
@@ -140,33 +123,26 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> int:
 
 def agree(
     comm: Communicator,
-    layout: Layout,
-    n_tokens: int,
-    row_bytes: int,
-    n_scales: int,
+    rows: str,
+    mask: torch.Tensor,
+    per_expert: torch.Tensor,
     num_worst_tokens: int,
-) -> tuple[int, int, int, list[int]]:
-    """Checks a layout, and exchanges counts if the worst is not given; returns ids of a
-    token, the most tokens of a rank, the rows that this rank receives, and those of
-    each local expert."""
-    n_ranks = comm.n_ranks
-    top_k = check_layout(comm, n_tokens, layout)
+) -> tuple[int, int, list[int]]:
+    """Exchanges counts if the worst is not given; returns the most tokens of a rank,
+    the rows that this rank receives, and those of each local expert."""
+    n_ranks, n_tokens, n_experts = comm.n_ranks, len(mask), per_expert.numel()
     if num_worst_tokens:
         most = round_up(num_worst_tokens, n_ranks) // n_ranks
         if n_tokens > most:
             what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
             refuse("num_worst_tokens", what)
-        return top_k, most, num_worst_tokens, []
+        return most, num_worst_tokens, []
     # The mask says what is sent, so rows are counted by it alone.
-    mine = torch.cat([layout.mask.sum(0), layout.per_expert.long()]).tolist()
-    n_experts = layout.per_expert.numel()
-    what = (
-        f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
-        f"top_k={top_k}, num_experts={n_experts}"
-    )
+    mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
+    what = f"dispatch of {rows}, num_experts={n_experts}"
     notes = comm.exchange(what, [n_tokens, *mine])
     n_local = n_experts // n_ranks
     first = 1 + n_ranks + comm.rank * n_local
     counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
     most = max(note[0] for note in notes)
-    return top_k, most, sum(note[1 + comm.rank] for note in notes), counts
+    return most, sum(note[1 + comm.rank] for note in notes), counts
