@@ -2,7 +2,7 @@
 """The choices of this rank's tokens: where their ids and weights are read from.
 
 Up to `N_LANE_CHOICES` ids are in the registers of each index warp, up to
-`N_SHARED_CHOICES` in the shared memory of each block, and more in global memory.
+`N_SHARED_CHOICES` in the shared memory of each block. More stay in global memory.
 """
 from max.gpu import block_dim, block_idx, grid_dim, lane_id, thread_idx, WARP_SIZE
 from std.math import ceildiv
@@ -18,13 +18,9 @@ from .roles import N_INDEX_WARPS
 
 comptime N_LANE_CHOICES = 256
 """Choices up to which the lanes of a warp hold all ids."""
-comptime N_SHARED_CHOICES = 4096
-"""Choices up to which a block keeps ids in its shared memory, if they are more."""
-comptime _N_SHARED_WEIGHTS = 1024
-"""Choices up to which it keeps their weights there, too."""
-
-# Ids that a thread has under way to shared memory.
-comptime _SHARED_AT_ONCE = 8
+comptime N_SHARED_CHOICES = 2048
+"""Choices up to which a block keeps ids and weights in its shared memory, if they are
+more. For more, `index_large.mojo` is faster."""
 
 # Blocks that a grid on a whole GPU has at least; and the most experts that a block counts
 # while it copies ids. On a smaller grid, index warps count the other experts.
@@ -79,7 +75,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
     var n_choices: Int
     var shared_ids: SharedInts
     var shared_weights: SharedInts
-    """The weights' bits, if they are at most `_N_SHARED_WEIGHTS`, too."""
+    """The weights' bits."""
     var counted: SharedInts
     """`[n_counted][WARP_SIZE]`: for each expert that this block counts, how many of the
     ids that each of its warps has copied are of that expert."""
@@ -93,13 +89,12 @@ struct Choices[group: Group](TrivialRegisterPassable):
         router_weights: ImmPointer[Float32],
         n_tokens: Int,
     ):
-        comptime n_weights = min(_N_SHARED_WEIGHTS, Self.group.n_choices())
-        comptime has_sums = Self.group.has_sums
+        comptime n_weights = min(N_SHARED_CHOICES, Self.group.n_choices())
         self.ids = topk_ids
         self.weights = router_weights
         self.n_choices = n_tokens * Self.group.top_k
         self.shared_ids = shared[Int32, n_shared_ids[Self.group](), MESSAGE_ALIGN]()
-        self.shared_weights = shared[Int32, n_weights if has_sums else 1]()
+        self.shared_weights = shared[Int32, n_weights if Self._loads_weights else 1]()
         self.counted = shared[Int32, max(n_counted[Self.group]() * WARP_SIZE, 1)]()
 
     @always_inline
@@ -144,9 +139,8 @@ struct Choices[group: Group](TrivialRegisterPassable):
     def shared(self, choice: Int) -> Choice:
         var id = self.shared_ids[unsafe_offset=choice]
         comptime if Self._loads_weights:
-            if self.n_choices <= _N_SHARED_WEIGHTS:
-                var bits = self.shared_weights[unsafe_offset=choice]
-                return Choice(id, bitcast[DType.float32](bits))
+            var bits = self.shared_weights[unsafe_offset=choice]
+            return Choice(id, bitcast[DType.float32](bits))
         return Choice(id, self.load_weight(choice))
 
     @always_inline
@@ -169,37 +163,28 @@ struct Choices[group: Group](TrivialRegisterPassable):
         comptime n_own = n_counted[Self.group]()
         var me = Int(thread_idx.x)
         var last = self.n_choices - 1
-        comptime n_at_once = min(
-            _SHARED_AT_ONCE, ceildiv(Self.group.n_choices(), num_threads)
+        comptime n_of_thread = ceildiv(
+            min(N_SHARED_CHOICES, Self.group.n_choices()), num_threads
         )
-        comptime n_weights = (
-            min(n_at_once, ceildiv(_N_SHARED_WEIGHTS, num_threads))
-        ) if Self._loads_weights else 0
+        comptime n_weights = n_of_thread if Self._loads_weights else 0
         var n_of_own = Array[UInt32, n_own](fill=0)
-        for first in range(me, self.n_choices, n_at_once * num_threads):
-            # All loads at once; there is nothing after the last choice.
-            var ids = Array[Int32, n_at_once](fill=0)
-            var weights = Array[Float32, n_weights](fill=0)
-            comptime for i in range(n_at_once):
-                ids[i] = self.load_id(min(first + i * num_threads, last))
-            if last < _N_SHARED_WEIGHTS:
-                comptime for i in range(n_weights):
-                    weights[i] = self.weights[
-                        unsafe_offset=min(first + i * num_threads, last)
-                    ]
-            comptime for i in range(n_at_once):
-                var choice = first + i * num_threads
-                if choice <= last:
-                    self.shared_ids[unsafe_offset=choice] = ids[i]
-                    comptime for n in range(n_own):
-                        if ids[i] == Int32(nth_expert_of_block(n)):
-                            n_of_own[n] += 1
-            if last < _N_SHARED_WEIGHTS:
-                comptime for i in range(n_weights):
-                    var choice = first + i * num_threads
-                    if choice <= last:
-                        var bits = bitcast[DType.int32](weights[i])
-                        self.shared_weights[unsafe_offset=choice] = bits
+        # All loads at once; there is nothing after the last choice.
+        var ids = Array[Int32, n_of_thread](fill=0)
+        var weights = Array[Float32, n_weights](fill=0)
+        comptime for i in range(n_of_thread):
+            ids[i] = self.load_id(min(me + i * num_threads, last))
+        comptime for i in range(n_weights):
+            weights[i] = self.weights[unsafe_offset=min(me + i * num_threads, last)]
+        comptime for i in range(n_of_thread):
+            var choice = me + i * num_threads
+            if choice <= last:
+                self.shared_ids[unsafe_offset=choice] = ids[i]
+                comptime if i < n_weights:
+                    var bits = bitcast[DType.int32](weights[i])
+                    self.shared_weights[unsafe_offset=choice] = bits
+                comptime for n in range(n_own):
+                    if ids[i] == Int32(nth_expert_of_block(n)):
+                        n_of_own[n] += 1
         comptime for n in range(n_own):
             var count = sum_of_lanes(n_of_own[n])
             if lane_id() == 0:
