@@ -152,8 +152,8 @@ grow(g, 1) | dispatch_async; rank 1; 33 tokens; max_tokens_per_rank is 32; reset
 g.ids[1] = g.ids[1][:5] | dispatch_async; rows; topk_ids; 5; 32
 g.ids[1] = g.ids[1][:, :1].copy() | topk_ids; 4
 g.tokens[1] = g.tokens[1][:, :40].copy() | input_tokens; 256
-g.weights[0] = g.weights[0][:3] | combine_wait; router_weights; 3; 128 rows; only 12
-g.weights[1] = g.weights[1][:0] | combine_wait; router_weights; 0; 128 rows; only 0
+g.weights[0] = g.weights[0][:3] | combine_wait; 3 tokens are combined; 32 were
+g.weights[1] = g.weights[1][:0] | combine_wait; 0 tokens are combined; 32 were
 """ + "\n".join(
     f"g.ids[{rank}][[2, 4], [1, 0]] = {i} | dispatch_async; rank {rank}; token 2; k 1; "
     f"expert {i}; [-1, n_experts); 2 of 128; reset()"
@@ -267,6 +267,6 @@ def test_a_lost_partial_sum_is_not_summed_as_nothing(sums, given, token_idx):
     flag = ctypes.c_uint64.from_address(end - 16)
     assert flag.value == 1 << 32 | 3, "generation 1, three rows"
     flag.value = 1 << 32 | 1
-    with raises(ValueError, "combine_wait on rank 0; 128 rows; sums of 126"):
+    with raises(ValueError, "combine_wait on rank 0; 128 rows; 126 came"):
         sums.add_up(given, got)
     sums.check_next_run()

@@ -104,7 +104,7 @@ class Region:
             if not comm.streams.is_capturing():
                 comm.check_regions()
         if function(self.handle, comm.streams.current(), what, given):
-            self._raise(self.library.last_error)
+            self._raise()
 
     def check(self) -> None:
         """Raises if a launch on a GPU has failed; does not wait for launches."""
@@ -113,7 +113,8 @@ class Region:
         with torch.cuda.stream(self.comm.streams.side):
             record = self._record.cpu()
         if record[0] != 0:
-            self._raise(self.library.failure, record.data_ptr())
+            self.library.failure(self.handle, record.data_ptr())
+            self._raise()
 
     def facts(self) -> Facts:
         """Returns what a reader of the region must know."""
@@ -129,9 +130,10 @@ class Region:
             return gpu_wait(facts, comm.rank, words)
         return cpu_wait(facts, comm.rank, words, time.monotonic_ns())
 
-    def _raise(self, ask: Callable[..., int], *arguments: int) -> None:
+    def _raise(self) -> None:
+        """Raises what the library's last call that failed says."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
-        ask(self.handle, *arguments, addressof(buffer), _TEXT_BYTES)
+        self.library.last_error(self.handle, addressof(buffer), _TEXT_BYTES)
         self.comm.failure = buffer.value.decode()
         self.comm.raise_failure()
 
@@ -139,7 +141,7 @@ class Region:
         """Puts this rank before the first launch; no rank may be in one."""
         self.use = self.hook = None
         if self.library.clear(self.handle):
-            self._raise(self.library.last_error)
+            self._raise()
 
     def close(self) -> None:
         if self.handle:

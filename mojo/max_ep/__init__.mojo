@@ -16,10 +16,5 @@ from .formats.block_scaled import BlockScaledTokenFormat
 from .formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from .ops import *
 from .routing_ops import *
-from .formats.plain import (
-    BF16TokenFormat,
-    Float32TokenFormat,
-    PlainTokenFormat,
-    WithMetadataTokenFormat,
-)
+from .formats.plain import BF16TokenFormat, Float32TokenFormat, PlainTokenFormat
 from .token_format import TokenFormat

@@ -77,6 +77,7 @@ from .arguments import (
     given_tokens,
     GivenRows,
     GivenTokens,
+    peer_buffers,
 )
 from .device.kernel import InputScales
 from .kernel_argument import ImmPointer, unused
@@ -118,8 +119,9 @@ def ep_dispatch_async_kernel_api[
         n_mapped=n_gpus_per_node if use_shmem and is_gpu[target]() else 0,
     )
     var call = Call[group].of[target](
-        "dispatch_async", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
+        "dispatch_async", atomic_counters, recv_ptrs, recv_count_ptrs
     )
+    call.send_bufs = peer_buffers[group](call.op, "send_ptrs", send_ptrs)
     launch_dispatch[token_fmt_type, target, Form.ASYNC, input_scales_wrapper](
         call,
         given_tokens[token_fmt_type, target](call, input_tokens, topk_ids),
@@ -166,7 +168,7 @@ def ep_dispatch_wait_kernel_api[
         fused_shared_expert=fused_shared_expert,
         n_mapped=n_gpus_per_node if use_shmem and is_gpu[target]() else 0,
     )
-    var call = Call[group].of_wait[target](
+    var call = Call[group].of[target](
         "dispatch_wait", atomic_counters, recv_ptrs, recv_count_ptrs
     )
     launch_dispatch[token_fmt_type, target, Form.WAIT](
@@ -212,8 +214,9 @@ def ep_combine_async_kernel_api[
         n_mapped=n_gpus_per_node if use_shmem and is_gpu[target]() else 0,
     )
     var call = Call[group].of[target](
-        "combine_async", atomic_counters, send_ptrs, recv_ptrs, recv_count_ptrs
+        "combine_async", atomic_counters, recv_ptrs, recv_count_ptrs
     )
+    call.send_bufs = peer_buffers[group](call.op, "send_ptrs", send_ptrs)
     var given = given_rows[True](call, input_tokens, src_info)
     launch_combine[combine_dtype, target, Form.ASYNC](
         call, given, unused[CombinedTokens[combine_dtype]](), context
@@ -257,7 +260,7 @@ def ep_combine_wait_kernel_api[
         fused_shared_expert=fused_shared_expert,
         n_mapped=n_gpus_per_node if use_shmem and is_gpu[target]() else 0,
     )
-    var call = Call[group].of_wait[target](
+    var call = Call[group].of[target](
         "combine_wait", atomic_counters, recv_ptrs, recv_count_ptrs
     )
     var given = GivenRows(expert_rows, unused[ImmPointer[Int32]]())

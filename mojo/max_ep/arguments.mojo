@@ -13,7 +13,7 @@ from .counters import (
 from .failures import Caller, Failure, GRAPH, NEXT, what_failed
 from .flags import FlagPointer
 from .kernel_argument import ImmPointer, KernelArgument, MutPointer, unused
-from .layout import Group, MAX_RANKS, MAX_TOP_K, N_GROUP_WORDS
+from .layout import Group, MAX_RANKS, MAX_TOP_K, MESSAGE_ALIGN, N_GROUP_WORDS
 from .row_tables import RowTables
 from .token_format import BytePointer, SharedRows, TokenFormat
 from .transport import PeerBuffers
@@ -162,28 +162,15 @@ struct Call[group: Group](TrivialRegisterPassable):
     ](
         op: StaticString,
         atomic_counters: TileTensor[DType.int32, ...],
-        send_ptrs: TileTensor[DType.uint64, ...],
         recv_ptrs: TileTensor[DType.uint64, ...],
         recv_count_ptrs: TileTensor[DType.uint64, ...],
     ) raises -> Self:
-        """Checks counters and buffers; raises if they belong to another group."""
-        var call = Self.of_wait[target](op, atomic_counters, recv_ptrs, recv_count_ptrs)
-        call.send_bufs = _peer_buffers[Self.group](op, "send_ptrs", send_ptrs)
-        return call
-
-    @staticmethod
-    def of_wait[
-        target: StaticString
-    ](
-        op: StaticString,
-        atomic_counters: TileTensor[DType.int32, ...],
-        recv_ptrs: TileTensor[DType.uint64, ...],
-        recv_count_ptrs: TileTensor[DType.uint64, ...],
-    ) raises -> Self:
-        """The same for an op that only receives, and has no send buffers."""
+        """Checks counters and buffers; raises if they belong to another group. An op that
+        sends also sets `send_bufs`."""
         var call = Self.of_counters[target](op, atomic_counters)
-        call.recv_bufs = _peer_buffers[Self.group](op, "recv_ptrs", recv_ptrs)
-        call.counts = _peer_buffers[Self.group](op, "recv_count_ptrs", recv_count_ptrs)
+        call.recv_bufs = peer_buffers[Self.group](op, "recv_ptrs", recv_ptrs)
+        call.counts = peer_buffers[Self.group](op, "recv_count_ptrs", recv_count_ptrs)
+        call.send_bufs = call.recv_bufs
         return call
 
     @staticmethod
@@ -239,7 +226,7 @@ struct Call[group: Group](TrivialRegisterPassable):
             )
 
 
-def _peer_buffers[
+def peer_buffers[
     group: Group
 ](
     op: StaticString, what: StaticString, ptrs: TileTensor[DType.uint64, ...]
@@ -325,6 +312,18 @@ struct DispatchedRows[group: Group, Format: TokenFormat](
     def set_source(self, row: Int, token_idx: Int, k: Int):
         self.src_info[unsafe_offset=2 * row] = Int32(token_idx)
         self.src_info[unsafe_offset=2 * row + 1] = Int32(k)
+
+
+@always_inline
+def place_all_scales[
+    Format: TokenFormat
+](message: BytePointer, rows: Format.Rows, row: Int, worker: Int, n_workers: Int):
+    """Puts the scales of a message into a row, with one of some threads."""
+    comptime n_vectors = (Format.token_bytes - Format.row_bytes) // MESSAGE_ALIGN
+    var words = message.unsafe_offset(Format.row_bytes).unsafe_bitcast[UInt32]()
+    for vector in range(worker, n_vectors, n_workers):
+        var scales = words.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4 * vector)
+        Format.place_scales(rows, row, vector, scales)
 
 
 def dispatched_rows[

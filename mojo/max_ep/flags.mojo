@@ -138,17 +138,11 @@ struct Deadline(TrivialRegisterPassable):
 
 
 def _device_scope() -> StaticString:
-    comptime if is_amd_gpu():
-        return "agent"
-    else:
-        return "device"
+    return "agent" if is_amd_gpu() else "device"
 
 
 def _block_scope() -> StaticString:
-    comptime if is_amd_gpu():
-        return "workgroup"
-    else:
-        return "block"
+    return "workgroup" if is_amd_gpu() else "block"
 
 
 @always_inline

@@ -30,6 +30,9 @@ from .layout import Addressing, combine_msg_bytes, Group
 from .token_format import BytePointer, SharedRows, TokenFormat
 
 
+comptime _MostThreads[n: Int] = StaticTuple[Int32, 1](Int32(n))
+
+
 @always_inline
 def _sized[
     T: AnyType, length: Int, //, n: Int
@@ -54,9 +57,7 @@ def _buffers[
     }
 
 
-@__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
-)
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=_MostThreads[num_threads])
 def dispatch_async_kernel[
     input_type: DType,
     num_threads: Int,
@@ -105,9 +106,7 @@ def dispatch_async_kernel[
     ).run_scaled[input_scales_wrapper, True, False]()
 
 
-@__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
-)
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=_MostThreads[num_threads])
 def dispatch_wait_kernel[
     num_threads: Int,
     n_sms: Int,
@@ -151,9 +150,7 @@ def dispatch_wait_kernel[
     ).run[False, True]()
 
 
-@__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
-)
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=_MostThreads[num_threads])
 def combine_async_kernel[
     combine_dtype: DType,
     num_threads: Int,
@@ -194,9 +191,7 @@ def combine_async_kernel[
     ).run[True, False]()
 
 
-@__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(num_threads))
-)
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=_MostThreads[num_threads])
 def combine_wait_kernel[
     combine_dtype: DType,
     num_threads: Int,

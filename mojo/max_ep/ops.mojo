@@ -33,6 +33,7 @@ from .arguments import (
     imm,
     mut_,
     n_choices_of,
+    peer_buffers,
 )
 from .device.kernel import InputScales
 from .for_each import for_each
@@ -177,12 +178,13 @@ struct Dispatch:
         var call = Call[group].of[target](
             op,
             atomic_counters.to_tile_tensor(),
-            send_ptrs.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
         var given = unused[GivenTokens[input_tokens.dtype]]()
         comptime if form.sends:
+            var sends = send_ptrs.to_tile_tensor()
+            call.send_bufs = peer_buffers[group](op, "send_ptrs", sends)
             given = given_tokens[Format, target](
                 call, input_tokens.to_tile_tensor(), topk_ids.to_tile_tensor()
             )
@@ -244,10 +246,12 @@ struct Combine:
         var call = Call[group].of[target](
             op,
             atomic_counters.to_tile_tensor(),
-            send_ptrs.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
+        comptime if form.sends:
+            var sends = send_ptrs.to_tile_tensor()
+            call.send_bufs = peer_buffers[group](op, "send_ptrs", sends)
         var given = given_rows[form.sends](
             call, input_tokens.to_tile_tensor(), src_info.to_tile_tensor()
         )
@@ -317,13 +321,14 @@ struct Watch:
         ctx: DeviceContext,
     ) raises:
         comptime group = CombineGroup[combine_dtype, partial_dtype, config]
-        var call = Call[group].of_wait[target](
+        var call = Call[group].of[target](
             "watch",
             atomic_counters.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),
             recv_count_ptrs.to_tile_tensor(),
         )
-        launch_watch[target, is_combine](call, waits_ns.to_tile_tensor(), ctx)
+        check_size(call.op, "waits_ns", waits_ns.dim_size(0), group.n_ranks)
+        launch_watch[target, is_combine](call, mut_(waits_ns.to_tile_tensor()), ctx)
 
 
 @extensibility.register("max_ep.dropped")

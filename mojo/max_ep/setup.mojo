@@ -154,6 +154,35 @@ def set_up_kernel(
             _set_done(setup.region, group, rank, setup.dispatched, setup.combined)
 
 
+def start_set_up[
+    target: StaticString
+](
+    counters_0: MutPointer[Int32],
+    counters_1: MutPointer[Int32],
+    setup: SetUp,
+    context: DeviceContext,
+) raises:
+    """Runs `set_up_kernel`; on a GPU this only starts it."""
+    comptime if is_gpu_target[target]():
+        context.enqueue_function[set_up_kernel](
+            counters_0, counters_1, setup, grid_dim=128, block_dim=256
+        )
+    else:
+        set_up_kernel(counters_0, counters_1, setup)
+
+
+def buffer_offsets(group: Group) -> Array[Int, 6]:
+    """Lists where buffers begin: `[dispatch, combine][send, recv, counts]`."""
+    return [
+        0,
+        group.dispatch_recv_offset(),
+        group.dispatch_counts_offset(),
+        group.combine_recv_offset(),
+        group.combine_recv_offset(),
+        group.combine_counts_offset(),
+    ]
+
+
 def init[
     target: StaticString
 ](
@@ -166,9 +195,8 @@ def init[
 ) raises:
     """Clears flags and counters, and returns the addresses of the buffers.
 
-    No peer may know the region yet, or none may be in a launch. On GPUs this only
-    starts the clearing. With a peer that is readmitted, clears only what that peer has
-    written here, and the mask of it.
+    No peer may know the region yet, or none may be in a launch. With a peer that is
+    readmitted, clears only what that peer has written here, and the mask of it.
     """
     if Int(setup.dim[0]()) != N_SETUP_WORDS:
         raise Error("max_ep: init: setup must hold ", N_SETUP_WORDS, " words.")
@@ -191,20 +219,8 @@ def init[
         UInt32(words[unsafe_offset=12]),
         UInt32(words[unsafe_offset=13]),
     )
-    comptime if is_gpu_target[target]():
-        context.enqueue_function[set_up_kernel](
-            mut_(counters_0), mut_(counters_1), asked, grid_dim=128, block_dim=256
-        )
-    else:
-        set_up_kernel(mut_(counters_0), mut_(counters_1), asked)
+    start_set_up[target](mut_(counters_0), mut_(counters_1), asked, context)
     mut_(my_rank)[] = asked.my_rank
-    var offsets = [
-        0,
-        group.dispatch_recv_offset(),
-        group.dispatch_counts_offset(),
-        group.combine_recv_offset(),
-        group.combine_recv_offset(),
-        group.combine_counts_offset(),
-    ]
+    var offsets = buffer_offsets(group)
     for i in range(len(offsets)):
         mut_(device_ptrs)[unsafe_offset=i] = UInt64(region + offsets[i])

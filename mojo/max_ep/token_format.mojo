@@ -189,20 +189,6 @@ trait TokenFormat:
         return False
 
     @staticmethod
-    @always_inline
-    def row_values(rows: Self.Rows, row: Int) -> BytePointer:
-        """Points to where the values of a row go.
-
-        Args:
-            rows: The output tensors.
-            row: The row.
-
-        Returns:
-            `[row_bytes]`.
-        """
-        return rows.values().unsafe_offset(row * Self.row_bytes)
-
-    @staticmethod
     def place_scales(rows: Self.Rows, row: Int, vector: Int, scales: LaneBytes):
         """Puts 16 bytes of a token's scales into the output.
 
@@ -245,29 +231,6 @@ trait TokenFormat:
             n_workers: Number of these threads.
         """
         pass
-
-
-@always_inline
-def place_all_scales[
-    Format: TokenFormat
-](message: BytePointer, rows: Format.Rows, row: Int, worker: Int, n_workers: Int):
-    """Puts the scales of a message into the output, with one of some threads.
-
-    Parameters:
-        Format: The format.
-
-    Args:
-        message: `[msg_bytes]`.
-        rows: The output tensors.
-        row: The row that the token takes there.
-        worker: Index of this thread among those that share the work.
-        n_workers: Number of these threads.
-    """
-    comptime n_vectors = (Format.token_bytes - Format.row_bytes) // MESSAGE_ALIGN
-    var words = message.unsafe_offset(Format.row_bytes).unsafe_bitcast[UInt32]()
-    for vector in range(worker, n_vectors, n_workers):
-        var scales = words.unsafe_load[width=4, alignment=MESSAGE_ALIGN](4 * vector)
-        Format.place_scales(rows, row, vector, scales)
 
 
 @fieldwise_init

@@ -14,12 +14,11 @@ The time of a peer runs from the start of the watch until the last of these has
 arrived. It is `NEVER` after a time-out, or if the counters do not allow a launch. The
 wait that follows has its own deadline, and names the missing rank.
 """
-from layout import TileTensor
 from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.host.info import is_gpu
 from std.time import sleep
 
-from .arguments import Buffers, Call, check_size, mut_
+from .arguments import Buffers, Call
 from .counters import Counters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
 from .device.kernel import Queue
 from .device.shared import own_of, shared
@@ -183,19 +182,18 @@ def watch_kernel[
 
 def launch_watch[
     group: Group, //, target: StaticString, is_combine: Bool
-](call: Call[group], waits_ns: TileTensor[DType.int64, ...], queue: Queue) raises:
-    check_size(call.op, "waits_ns", Int(waits_ns.dim[0]()), group.n_ranks)
+](call: Call[group], waits_ns: MutPointer[Int64], queue: Queue) raises:
     comptime if is_gpu[target]():
         comptime kernel = watch_kernel[group, is_combine]
         var function = queue.context.compile_function[kernel]()
         queue.stream().enqueue_function(
             function,
-            mut_(waits_ns),
+            waits_ns,
             call.buffers(),
             grid_dim=group.n_ranks,
             block_dim=WATCH_THREADS,
         )
     else:
         watch_cpu[group, is_combine](
-            mut_(waits_ns), call.counts[call.counters.my_rank()], call.counters
+            waits_ns, call.counts[call.counters.my_rank()], call.counters
         )

@@ -16,7 +16,6 @@ error.
     WIDE_IDS            whether ids are int64
     MASKS               whether a rank that is late is masked, and the others go on
 """
-from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max_ep.arguments import (
@@ -42,14 +41,8 @@ from max_ep.failures import Caller, raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch import launch_combine, launch_dispatch
-from max_ep.layout import (
-    Addressing,
-    combine_msg_bytes,
-    Group,
-    MESSAGE_ALIGN,
-    N_GROUP_WORDS,
-)
-from max_ep.setup import init, N_SETUP_WORDS
+from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
+from max_ep.setup import buffer_offsets, SetUp, start_set_up
 from max_ep.token_format import OutputTensors, SharedRows
 from max_ep.transport import PeerBuffers
 from max_ep.watch import launch_watch, watch_kernel
@@ -106,14 +99,6 @@ def _imm[T: AnyType](address: Int) -> ImmPointer[T]:
     return {unsafe_from_address = Int(_at[T](address))}
 
 
-def _vector[
-    dtype: DType
-](address: Int, n: Int) -> TileTensor[
-    dtype, type_of(row_major(Coord(Int64(0)))), MutUntrackedOrigin
-]:
-    return {_at[Scalar[dtype]](address), row_major(Coord(Int64(n)))}
-
-
 def _load_phase[P: Kernel](context: DeviceContext) raises:
     _ = context.compile_function[kernel_entry[P, True, False]]()
     _ = context.compile_function[kernel_entry[P, False, True]]()
@@ -136,8 +121,6 @@ struct Rank(Movable):
     var timeout_ms: Int
     var region: Int
     var counters: Counters[REGION]
-    var offsets: Array[UInt64, 6]
-    """Of the buffers in a region: `[dispatch, combine][send, recv, counts]`."""
     var addresses: Array[UInt64, 6 * N_RANKS]
     """`[dispatch, combine][send, recv, counts][rank]`."""
     var queue: Queue
@@ -156,7 +139,6 @@ struct Rank(Movable):
         self.timeout_ms = timeout_ms
         self.region = region
         self.counters = {_at[Int32](words)}
-        self.offsets = Array[UInt64, 6](fill=0)
         self.addresses = Array[UInt64, 6 * N_RANKS](fill=0)
         self.queue = Queue(self.context)
         self.queue_address = -1
@@ -173,34 +155,22 @@ struct Rank(Movable):
             self.queue_address = address
         return self.queue.copy()
 
-    def clear(mut self) raises:
+    def clear(self) raises:
         """Puts the memory in the state before generation 1, and waits for that."""
-        var setup: List[Int64] = [
-            Int64(self.region),
-            Int64(self.my_rank),
-            Int64(self.timeout_ms),
-            1,
-        ]
-        comptime for i in range(N_GROUP_WORDS):
-            setup.append(Int64(REGION.words()[i]))
-        setup.extend([-1, 0, 0])
-        var rank_word = Int32(0)
-        var n_words = local_sync_counters_words(REGION)
-        var words = _vector[DType.int32](Int(self.counters.words), n_words)
-        init[TARGET](
-            _vector[DType.uint64](Int(Pointer(to=self.offsets)), 6),
-            _vector[DType.int32](Int(Pointer(to=rank_word)), 1),
-            words,
-            words,
-            _vector[DType.int64](Int(setup.unsafe_ptr()), N_SETUP_WORDS),
-            self.context,
+        var words = self.counters.words
+        var setup = SetUp(
+            {unsafe_from_address = self.region},
+            Int32(self.my_rank),
+            Int32(self.timeout_ms),
+            True,
+            REGION.words(),
+            -1,
+            0,
+            0,
         )
+        start_set_up[TARGET](words, words, setup, self.context)
         comptime if is_gpu[TARGET]():
             self.context.synchronize()
-        for i in range(6):
-            self.offsets[i] -= UInt64(self.region)
-        _ = setup^
-        _ = rank_word
 
     def buffers(self, i: Int) -> PeerBuffers:
         return {_at[UInt64](Int(Pointer(to=self.addresses)) + 8 * N_RANKS * i)}
@@ -219,16 +189,6 @@ struct Rank(Movable):
 
 def _rank(handle: Int) -> MutPointer[Rank]:
     return {unsafe_from_address = handle}
-
-
-def _write(text: String, address: Int, size: Int) -> Int32:
-    """Returns how many bytes the caller got."""
-    var bytes = text.as_bytes()
-    var n = min(len(bytes), size)
-    var to = _at[UInt8](address)
-    for i in range(n):
-        to[unsafe_offset=i] = bytes[i]
-    return Int32(n)
 
 
 @export
@@ -284,10 +244,11 @@ def max_ep_connect(handle: Int, regions: Int) abi("C"):
     """Takes the address of every rank's region, uint64 `[n_ranks]`."""
     ref rank = _rank(handle)[]
     var bases = _at[UInt64](regions)
+    var offsets = buffer_offsets(REGION)
     for i in range(6):
         for peer in range(N_RANKS):
-            rank.addresses[i * N_RANKS + peer] = (
-                bases[unsafe_offset=peer] + rank.offsets[i]
+            rank.addresses[i * N_RANKS + peer] = bases[unsafe_offset=peer] + UInt64(
+                offsets[i]
             )
 
 
@@ -313,12 +274,16 @@ def max_ep_close(handle: Int) abi("C"):
 @export
 def max_ep_last_error(handle: Int, text: Int, size: Int32) abi("C") -> Int32:
     """Copies what the last call that failed says; returns its bytes."""
-    return _write(_rank(handle)[].error, text, Int(size))
+    var bytes = _rank(handle)[].error.as_bytes()
+    var n = min(len(bytes), Int(size))
+    for i in range(n):
+        _at[UInt8](text)[unsafe_offset=i] = bytes[i]
+    return Int32(n)
 
 
 @export
-def max_ep_failure(handle: Int, record: Int, text: Int, size: Int32) abi("C") -> Int32:
-    """Puts a failure record, int32 words in host memory, into words."""
+def max_ep_failure(handle: Int, record: Int) abi("C") -> Int32:
+    """Fails as a failure record says, int32 words in host memory."""
     ref rank = _rank(handle)[]
     var words = Array[Int32, N_FAILURE_WORDS](fill=0)
     for i in range(N_FAILURE_WORDS):
@@ -327,7 +292,7 @@ def max_ep_failure(handle: Int, record: Int, text: Int, size: Int32) abi("C") ->
         raise_failure(words, rank.my_rank, rank.timeout_ms, TORCH)
         return 0
     except error:
-        return _write(String(error), text, Int(size))
+        return rank.failed(error)
 
 
 comptime FORMS = [Form.ASYNC, Form.WAIT, Form.FUSED]
@@ -453,7 +418,7 @@ def max_ep_watch(
 ) abi("C") -> Int32:
     """Measures, between the halves, the wait for each peer: int64 `[n_ranks]`."""
     ref rank = _rank(handle)[]
-    var waits = _vector[DType.int64](waits_ns, N_RANKS)
+    var waits = _at[Int64](waits_ns)
     try:
         var to = rank.queue_at(queue)
         if is_combine == 0:

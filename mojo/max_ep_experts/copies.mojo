@@ -128,17 +128,8 @@ def load_stage[
 ):
     """Starts the copies of a stage; of what both blocks have each copies half.
 
-    With `gathers` no rows: other warps copy them.
-
-    Args:
-        x: The map of `x`.
-        weights: The map of weights.
-        ring: At the stage.
-        tile: The block's tile.
-        first: The first warp's part of the weights' rows.
-        row: Elements of a row.
-        k: First element.
-        rank: This block.
+    With `gathers` no rows: other warps copy them. `first` is the first warp's part of the
+    weights' rows, `row` the elements of a row, `rank` this block.
     """
     var n_boxes = UInt32(0) if gathers else ceildiv(tile.n_rows, _ROWS)
     ring.full()[].expect_bytes(

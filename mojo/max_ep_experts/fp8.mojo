@@ -54,15 +54,6 @@ def adjacent[
     return v
 
 
-@always_inline
-def skip_tile(mut ring: Ring, n_steps: UInt32):
-    """Goes on to the next tile where a warpgroup has no rows."""
-    for _ in range(n_steps):
-        ring.await_full()
-        ring.release(ring.stage)
-        ring.step()
-
-
 @fieldwise_init
 struct ScaledProduct[swiglu_: Bool](TileProduct):
     """A product of FP8 rows and weights, with their scales."""
@@ -96,7 +87,11 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
             if tile.n_rows == 0:
                 return
             if warpgroup * HALF >= tile.n_rows:
-                skip_tile(ring, UInt32(self.n_steps()))
+                # It has no rows.
+                for _ in range(UInt32(self.n_steps())):
+                    ring.await_full()
+                    ring.release(ring.stage)
+                    ring.step()
                 continue
             var sums = self._multiply(ring, tile, warpgroup, row)
             comptime if Self.swiglu:

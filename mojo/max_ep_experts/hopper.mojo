@@ -58,11 +58,9 @@ trait TileProduct(KernelArgument):
     """Threads that copy rows in place of the producer."""
 
     def grouped(self) -> GroupedProduct[DType.bfloat16]:
-        """Returns what is multiplied."""
         ...
 
     def n_rows_of_x(self) -> Int:
-        """Returns how many rows `x` has."""
         return self.grouped().n_rows
 
     def consume(self, var ring: Ring, warpgroup: UInt32):
@@ -157,12 +155,8 @@ def hopper_kernel[P: TileProduct](x: TMADescriptor, weights: TMADescriptor, prod
 
     Only the device knows the rows of each group, so the grid fills the GPU once.
 
-    Launch: an even grid, clusters of two, `_N_THREADS` threads, `RING_BYTES`.
-
-    Args:
-        x: The map of the product's `x`.
-        weights: The map of its weights.
-        product: What `fits`.
+    Launch: an even grid, clusters of two, `_N_THREADS` threads, `RING_BYTES`; `x` and
+    `weights` are maps of the product's, which `fits`.
     """
     var ring = Ring.at(
         external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=1024]()

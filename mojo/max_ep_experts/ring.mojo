@@ -28,7 +28,6 @@ comptime _TILES = _EMPTY + 8 * N_STAGES
 comptime _NEXT = _TILES + size_of[BlockTile]() * N_STAGES
 comptime _TABLES = _NEXT + NextTile.BYTES
 comptime RING_BYTES = _ALIGNMENT + _TABLES + 2 * 4 * (MAX_GROUPS + 1)
-"""Bytes of shared memory."""
 comptime _N_READERS = 2 * 8
 """Warps of both blocks that read a stage."""
 
@@ -38,7 +37,6 @@ struct NextTile(TrivialRegisterPassable):
     """The next tile, which one thread finds while another loads the tile before."""
 
     comptime BYTES = 16 + (size_of[BlockTile]() + 7) // 8 * 8
-    """Bytes of shared memory."""
 
     var base: UInt32
     """Address in shared memory."""
@@ -57,7 +55,6 @@ struct NextTile(TrivialRegisterPassable):
 
     @always_inline
     def tile(self) -> Smem[BlockTile]:
-        """Returns the tile."""
         return {unsafe_from_address = Int(self.base + 16)}
 
     @always_inline
@@ -88,7 +85,6 @@ struct Ring(TrivialRegisterPassable):
     var base: UInt32
     """Address in shared memory."""
     var stage: UInt32
-    """The thread's stage."""
     var parity: UInt32
     """Parity of the thread's round."""
 
@@ -101,7 +97,6 @@ struct Ring(TrivialRegisterPassable):
 
     @always_inline
     def place[T: AnyType](self, offset: UInt32) -> Smem[T]:
-        """Returns what is at an offset."""
         return Smem[T](unsafe_from_address=Int(self.base + offset))
 
     @always_inline
@@ -130,7 +125,6 @@ struct Ring(TrivialRegisterPassable):
 
     @always_inline
     def next_tile(self) -> NextTile:
-        """Returns the tile that is to be loaded next."""
         return NextTile(self.base + UInt32(_NEXT), 0)
 
     @always_inline
@@ -155,7 +149,6 @@ struct Ring(TrivialRegisterPassable):
 
     @always_inline
     def step(mut self):
-        """Goes to the next stage."""
         self.stage += 1
         if self.stage == UInt32(N_STAGES):
             self.stage = 0
@@ -163,7 +156,6 @@ struct Ring(TrivialRegisterPassable):
 
     @always_inline
     def await_full(self):
-        """Waits until the stage is loaded."""
         # ORDER: ACQUIRE, block scope; pairs with what TMA and the producers have arrived.
         self.full()[].wait(self.parity)
 

@@ -16,13 +16,10 @@ struct BlockTile(TrivialRegisterPassable):
     """A block's part of a tile of its cluster."""
 
     var begin: UInt32
-    """First row."""
     var n_rows: UInt32
     """Rows, a chunk; 0 behind the last tile."""
     var expert: UInt32
-    """Whose weight."""
     var column: UInt32
-    """First column."""
     var n_columns: UInt32
     """Columns, `BN` or half as many."""
     var shares_weight: Bool
@@ -45,7 +42,6 @@ struct Chunks(TrivialRegisterPassable):
 
     @always_inline
     def n_pairs(self, n_rows: UInt32) -> UInt32:
-        """Returns how many pairs of chunks there are."""
         return self.count(n_rows) // 2
 
     @always_inline
@@ -72,19 +68,14 @@ struct Schedule(Copyable):
     """
 
     var product: GroupedProduct[DType.bfloat16]
-    """What is computed."""
     var chunks: Chunks
-    """How its rows are divided."""
     var pairs: Smem[UInt32]
     """Pairs before each group, `[n_groups + 1]`."""
     var odds: Smem[UInt32]
     """Odd chunks before each group, `[n_groups + 1]`."""
     var narrow: Bool
-    """Whether tiles are narrow."""
     var cluster: UInt32
-    """Which cluster."""
     var n_clusters: UInt32
-    """Clusters."""
     var first: UInt32
     """First tile of the next wave."""
     var first_odd: UInt32
@@ -121,14 +112,12 @@ struct Schedule(Copyable):
 
     @always_inline
     def pair_tiles_before(self, group: Int) -> UInt32:
-        """Returns how many tiles of pairs are before a group."""
         if self.narrow:
             return 0
         return self.pairs[unsafe_offset=group] * self.n_columns()
 
     @always_inline
     def odd_tiles_before(self, group: Int) -> UInt32:
-        """Returns how many tiles of odd chunks are before a group."""
         var odds = self.odds[unsafe_offset=group]
         if self.narrow:
             return (odds + 2 * self.pairs[unsafe_offset=group]) * self.n_columns()
@@ -136,7 +125,6 @@ struct Schedule(Copyable):
 
     @always_inline
     def tiles_before(self, group: Int) -> UInt32:
-        """Returns how many tiles are before a group."""
         return self.pair_tiles_before(group) + self.odd_tiles_before(group)
 
     @always_inline

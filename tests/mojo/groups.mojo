@@ -6,7 +6,7 @@ from max_ep.combine_rows.kernel import CombineRows
 from max_ep.combine_sums.kernel import CombineSums
 from max_ep.dispatch_by_expert.kernel import DispatchByExpert
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
-from max_ep.formats.plain import WithMetadataTokenFormat
+from max_ep.formats.plain import PlainTokenFormat
 from max_ep.formats.table import FormatOf
 from max_ep.layout import Addressing, combine_msg_bytes, Group
 from max_ep.token_format import TokenFormat
@@ -94,7 +94,7 @@ comptime ByRank[
 comptime AllGather[
     n_ranks: Int, max_tokens: Int, oversubscribed: Bool = False
 ] = ByRank[
-    WithMetadataTokenFormat[DType.bfloat16, HIDDEN, n_ranks, TOP_K],
+    PlainTokenFormat[DType.bfloat16, HIDDEN, n_ranks, TOP_K],
     SUMS,
     max_tokens,
     oversubscribed=oversubscribed,

@@ -11,7 +11,6 @@ from max_ep import (
     Float32TokenFormat,
     PlainTokenFormat,
     TokenFormat,
-    WithMetadataTokenFormat,
 )
 from max_ep.layout import (
     Addressing,
@@ -201,6 +200,6 @@ def main() raises:
     check_format[BlockwiseFP8TokenFormat[640, 32, True]](
         scaled_token_bytes(640, 8, 128, 4)
     )
-    check_format[WithMetadataTokenFormat[DType.bfloat16, 80, 3, 5]](160, 5)
-    check_format[WithMetadataTokenFormat[DType.float32, 4, 32, 40]](16, 40)
+    check_format[PlainTokenFormat[DType.bfloat16, 80, 3, 5]](160, 5)
+    check_format[PlainTokenFormat[DType.float32, 4, 32, 40]](16, 40)
     print("OK")

@@ -70,7 +70,7 @@ def check_schedules() raises:
             var n_added = List[Int](length=3 * n_warps * n_blocks, fill=0)
             for warp in range(n_warps):
                 var received = receive_schedule(warp, n_warps)
-                assert_equal(received.n_scheduled(n_blocks), len(n_received))
+                assert_equal(received.stride * n_blocks, len(n_received))
                 var added = combine_schedule(warp, n_warps)
                 for block in range(n_blocks):
                     var item = Schedule.item(received.first, block, n_blocks)

@@ -10,7 +10,9 @@ from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceBuffer, DeviceContext
 from max_ep import (
     ep_combine_async_kernel_api,
+    ep_combine_wait_kernel_api,
     ep_dispatch_async_kernel_api,
+    ep_dispatch_wait_kernel_api,
     EPLocalSyncCounters,
     Float32TokenFormat,
 )
@@ -98,8 +100,12 @@ def dispatch_async[
     )
 
 
+def line[dtype: DType](buffer: DeviceBuffer[dtype], n: Int) -> Vector[dtype]:
+    return {at[dtype](buffer), row_major(Coord(Int64(n)))}
+
+
 def words(buffer: DeviceBuffer[DType.int32]) -> Vector[DType.int32]:
-    return {at[DType.int32](buffer), row_major(Coord(Int64(N_WORDS)))}
+    return line(buffer, N_WORDS)
 
 
 def at[
@@ -276,10 +282,25 @@ def combine_all(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises
         )
 
 
-def receive_tokens(ranks: List[Rank], ctx: DeviceContext) raises:
+def receive_tokens(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
     """Receives the tokens of all ranks."""
     for i in range(N_RANKS):
         ref rank = ranks[i]
+        if by_launcher:
+            comptime n_local = group.n_local_experts()
+            ep_dispatch_wait_kernel_api[
+                Format, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu"
+            ](
+                PlainRows(at[F32](rank.rows).unsafe_bitcast[UInt8]()),
+                line(rank.row_offsets, n_local + 1),
+                line(rank.expert_ids, n_local),
+                matrix(rank.src_info, MAX_ROWS, 2),
+                words(rank.counters),
+                addresses(ranks, 1),
+                addresses(ranks, 2),
+                ctx,
+            )
+            continue
         ctx.enqueue_function[dispatch_wait](
             PlainRows(at[F32](rank.rows).unsafe_bitcast[UInt8]()),
             Int32(MAX_ROWS),
@@ -295,10 +316,24 @@ def receive_tokens(ranks: List[Rank], ctx: DeviceContext) raises:
         )
 
 
-def receive_rows(ranks: List[Rank], ctx: DeviceContext) raises:
+def receive_rows(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raises:
     """Adds up the rows of all ranks."""
     for i in range(N_RANKS):
         ref rank = ranks[i]
+        var rows = SharedRows(at[F32](rank.rows).unsafe_bitcast[UInt8](), MAX_ROWS)
+        if by_launcher:
+            ep_combine_wait_kernel_api[
+                F32, HIDDEN, TOP_K, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu"
+            ](
+                matrix(rank.result, rank.n_tokens, HIDDEN),
+                words(rank.counters),
+                matrix(rank.weights, rank.n_tokens, TOP_K),
+                addresses(ranks, 4),
+                addresses(ranks, 5),
+                ctx,
+                rows,
+            )
+            continue
         ctx.enqueue_function[combine_wait](
             at[F32](rank.result),
             at[F32](rank.weights),
@@ -307,7 +342,7 @@ def receive_rows(ranks: List[Rank], ctx: DeviceContext) raises:
             buffers[UInt64](ranks, 5),
             rank.counters_view(),
             Int32(i),
-            SharedRows(at[F32](rank.rows).unsafe_bitcast[UInt8](), MAX_ROWS),
+            rows,
             grid_dim=N_BLOCKS,
             block_dim=N_THREADS,
         )
@@ -327,9 +362,9 @@ def main() raises:
         for i in range(N_RANKS):
             ranks[i].result.enqueue_fill(-1)
         dispatch_all(ranks, at[F32](scales), by_launcher, ctx)
-        receive_tokens(ranks, ctx)
+        receive_tokens(ranks, by_launcher, ctx)
         combine_all(ranks, by_launcher, ctx)
-        receive_rows(ranks, ctx)
+        receive_rows(ranks, by_launcher, ctx)
         ctx.synchronize()
         for i in range(N_RANKS):
             with ranks[i].result.map_to_host() as result:

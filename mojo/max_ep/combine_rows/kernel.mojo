@@ -28,7 +28,6 @@ from ..device.start import (
 )
 from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, SEND
-from ..kernel_argument import MutPointer
 from ..layout import Group
 from ..token_format import BytePointer
 from .reduce import reduce_tokens
@@ -60,13 +59,15 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
             await_launch_before()
         var mask = mask_word(self.buffers.counters)
         if not load_and_check_header(self.buffers.counters, SEND if sends else RECEIVE):
-            self._refuse[receives]()
+            comptime if receives:
+                fill_with_nan[group](self.combined)
             return
         var block = Block[group].set_up[N_CONTROL](self.buffers, mask)
         comptime if sends:
             if block.before.generation[Word.DISPATCH_RECEIVED]() == 0:
                 block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
-                self._refuse[receives]()
+                comptime if receives:
+                    fill_with_nan[group](self.combined)
                 return
         comptime sends_own = Self.keeps_rows and sends != receives
         comptime if sends and (group.n_ranks > 1 or sends_own):
@@ -95,23 +96,14 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
         # AFTER: what is sent of this generation is on its way. What is received is
         # complete, and every owner may overwrite its rows here.
 
-    @always_inline
-    def _refuse[receives: Bool](self):
-        comptime if receives:
-            fill_with_nan[Self.group.num_threads](
-                self.combined.tokens, self.combined.n_tokens * Self.group.hidden_size
-            )
-
 
 @always_inline
-def fill_with_nan[
-    combine_dtype: DType, //, num_threads: Int
-](result: MutPointer[Scalar[combine_dtype]], n_elements: Int):
+def fill_with_nan[group: Group](combined: CombinedTokens[...]):
     """Fills a result that is not computed, with all blocks."""
-    var value = nan[DType.float32]().cast[combine_dtype]()
+    var value = nan[DType.float32]().cast[combined.dtype]()
     for i in range(
-        Int(block_idx.x) * num_threads + Int(thread_idx.x),
-        n_elements,
-        Int(grid_dim.x) * num_threads,
+        Int(block_idx.x) * group.num_threads + Int(thread_idx.x),
+        combined.n_tokens * group.hidden_size,
+        Int(grid_dim.x) * group.num_threads,
     ):
-        result[unsafe_offset=i] = value
+        combined.tokens[unsafe_offset=i] = value

@@ -102,9 +102,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             is_refused = is_refused or self._refuse_too_few_rows(n_rows, phase, block)
         if is_refused:
             comptime if receives:
-                fill_with_nan[group.num_threads](
-                    self.combined.tokens, self.combined.n_tokens * group.hidden_size
-                )
+                fill_with_nan[group](self.combined)
             return
         comptime if not publishes_at_end:
             if block.elect_last_to_start(n_warps - ELECTING_WARP):

@@ -121,6 +121,9 @@ def cpu_combine_async[
             var count = rank.counters.pair_count(group.pair(local_expert, src_rank))
             rank.publish(src_rank, offset, count)
     rank.counters.set_generation(Word.COMBINE_SENT, rank.generation)
+    rank.counters.set_generation(
+        Word.COMBINE_OF, rank.counters.generation(Word.DISPATCH_RECEIVED)
+    )
     # AFTER: this generation's rows or sums are with their sources.
 
 
@@ -186,9 +189,6 @@ def _send_sums[
 ](expert_rows: SharedRows, rank: CpuRank[group]):
     """Sends one sum for each token of a peer that has rows here."""
     comptime msg_bytes = group.combine_msg_bytes
-    rank.counters.set_generation(
-        Word.COMBINE_OF, rank.counters.generation(Word.DISPATCH_RECEIVED)
-    )
     var n_tokens_of = rank.counters.received_tokens()
     var n_tokens = 0
     for source in range(group.n_ranks):
@@ -255,8 +255,7 @@ def cpu_combine_wait[
     # If ranks mask, each owner has a place for the row of a choice.
     comptime n_owners = group.n_ranks if group.masks and not has_sums else 1
     comptime bytes_per_token = min(group.top_k, n_places) * group.combine_msg_bytes
-    comptime if has_sums:
-        _check_unsent_rows(n_tokens, expert_rows.n_rows, rank)
+    _check_answered(n_tokens, expert_rows.n_rows, rank)
     var n_rows = _await_rows(rank)
     # AFTER: everything of this generation is visible here and to the workers.
 
@@ -315,18 +314,10 @@ def cpu_combine_wait[
     for token_idx in range(n_tokens):
         n_found += Int(rank.counters.rows_found(token_idx)[])
     if n_found != n_rows:
-        comptime if has_sums:
-            raise rank.error(
-                String(
-                    t"its tokens have {n_rows} rows, but those that came are sums"
-                    t" of {n_found}; something else has written to its memory."
-                )
-            )
         raise rank.error(
             String(
-                t"{n_rows} rows came back but only {n_found} belong to the"
-                t" {n_tokens} tokens of router_weights; pass the weights of all"
-                t" tokens that were dispatched."
+                t"its tokens have {n_rows} rows, but {n_found} came, or sums of so"
+                t" many; something else has written to its memory."
             )
         )
     rank.counters.set_generation(Word.COMBINE_RECEIVED, rank.generation)
@@ -351,17 +342,18 @@ def _await_rows[group: Group, //](rank: CpuRank[group]) raises -> Int:
     return n_rows
 
 
-def _check_unsent_rows[
+def _check_answered[
     group: Group, //
 ](n_tokens: Int, n_rows: Int, rank: CpuRank[group]) raises:
-    """Raises unless tokens and rows are those that `combine_async` answered."""
+    """Raises unless tokens and unsent rows are those that `combine_async` answered."""
     var answered = rank.counters.generation(Word.COMBINE_OF)
-    var last = rank.counters.generation(Word.DISPATCH_RECEIVED)
-    if answered != last:
-        raise rank.refusal(Failure.OTHER_ROWS, -1, Int(answered), Int(last))
     var n_sent = Int(rank.counters.n_tokens_of(answered)[])
     if n_tokens != n_sent:
         raise rank.refusal(Failure.BAD_N_TOKENS, -1, n_tokens, n_sent)
-    var end = rank.counters.pair_row(group.n_pairs())
-    if n_rows < end:
-        raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows)
+    comptime if group.has_sums:
+        var last = rank.counters.generation(Word.DISPATCH_RECEIVED)
+        if answered != last:
+            raise rank.refusal(Failure.OTHER_ROWS, -1, Int(answered), Int(last))
+        var end = rank.counters.pair_row(group.n_pairs())
+        if n_rows < end:
+            raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows)

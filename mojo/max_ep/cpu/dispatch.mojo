@@ -15,7 +15,7 @@ After `dispatch_async`: every peer has this generation's tokens, and counts that
 announce them. After `dispatch_wait`: the rows are in the order of `plan.mojo`, the
 same bits in both protocols, and every source may overwrite its tokens.
 """
-from ..arguments import DispatchedRows, GivenTokens
+from ..arguments import DispatchedRows, GivenTokens, place_all_scales
 from ..counters import NO_ROW, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..device.kernel import InputScales
@@ -28,7 +28,7 @@ from ..dispatch_by_rank.entries import (
 )
 from ..flags import count_of, flag_at, flag_word, generation_of, message_flag
 from ..layout import Group
-from ..token_format import BytePointer, place_all_scales, TokenFormat
+from ..token_format import BytePointer, TokenFormat
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
 from .rank import CpuRank
 
@@ -170,13 +170,15 @@ struct _Outputs[group: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def place(self, message: BytePointer, row: Int, token_idx: Int, k: Int):
+        comptime row_bytes = Self.Format.row_bytes
+        var rows = self.dispatched.rows
         copy_bytes(
-            dest=Self.Format.row_values(self.dispatched.rows, row),
+            dest=rows.values().unsafe_offset(row * row_bytes),
             src=message,
-            count=Self.Format.row_bytes,
+            count=row_bytes,
             is_streaming=self.is_streaming,
         )
-        place_all_scales[Self.Format](message, self.dispatched.rows, row, 0, 1)
+        place_all_scales[Self.Format](message, rows, row, 0, 1)
         self.dispatched.set_source(row, token_idx, k)
 
 

@@ -178,6 +178,4 @@ def _drained(is_combine: Bool) -> Int:
 
 @always_inline
 def _read_of[in_lower_half: Bool](word: UInt64) -> UInt32:
-    comptime if in_lower_half:
-        return UInt32(count_of(word))
-    return generation_of(word)
+    return UInt32(count_of(word)) if in_lower_half else generation_of(word)

@@ -119,11 +119,6 @@ struct Schedule(TrivialRegisterPassable):
             round += n_receivers
         return Self(round if warp_idx < n_receivers else n_receivers, n_receivers)
 
-    @always_inline
-    def n_scheduled(self, n_blocks: Int) -> Int:
-        """Counts the items that count as few: one for each of those warps."""
-        return self.stride * n_blocks
-
     @staticmethod
     @always_inline
     def item(round: Int, block: Int, n_blocks: Int) -> Int:

@@ -5,7 +5,7 @@ follows, then messages as they arrive, slot by slot over all pairs.
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
 
-from ..arguments import DispatchedRows
+from ..arguments import DispatchedRows, place_all_scales
 from ..counters import own_row
 from ..device.block import Block
 from ..device.shared import shared, SharedInts
@@ -21,8 +21,8 @@ from ..flags import (
     store_release_block,
 )
 from ..layout import Group
-from ..token_format import BytePointer, place_all_scales, TokenFormat
-from .send import NEXT_ITEM, PAIRS_READY, SendSchedule, staged
+from ..token_format import BytePointer, TokenFormat
+from .send import NEXT_ITEM, PAIRS_READY, SendSchedule
 
 comptime _FAILED = UInt32(2)
 """Value of the word `PAIRS_READY` when the counts did not come."""
@@ -108,9 +108,9 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
 
     @always_inline
     def _place(self, message: BytePointer, rows: Self.Format.Rows, row: Int):
-        copy_warp[Self.Format.row_bytes](
-            Self.Format.row_values(rows, row), message, self.block.lane
-        )
+        comptime row_bytes = Self.Format.row_bytes
+        var to = rows.values().unsafe_offset(row * row_bytes)
+        copy_warp[row_bytes](to, message, self.block.lane)
         place_all_scales[Self.Format](message, rows, row, self.block.lane, WARP_SIZE)
 
     @always_inline
@@ -242,7 +242,7 @@ struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
             # The block that sends the first item of a token stages it.
             if token_idx * schedule.n_per_token % n_blocks != Int(block_idx.x):
                 continue
-            var token = staged[group](recv_buf, token_idx)
+            var token = recv_buf.unsafe_offset(group.staged_from_recv(0, token_idx))
             self._place(token, self.dispatched.rows, token_idx)
             if self.block.lane == 0:
                 self.dispatched.set_source(token_idx, token_idx, -1)

@@ -26,7 +26,7 @@ from ..flags import (
     store_release_block,
 )
 from ..layout import Group, MESSAGE_ALIGN
-from ..token_format import BytePointer, TokenFormat
+from ..token_format import TokenFormat
 from ..transport import put_flag, put_message_warp
 
 # Words of a block's control.
@@ -66,12 +66,6 @@ struct SendSchedule(TrivialRegisterPassable):
     @always_inline
     def first_k(self, item: Int, top_k: Int, next: Int = 0) -> Int:
         return (item % self.n_per_token + next) * top_k // self.n_per_token
-
-
-@always_inline
-def staged[group: Group](recv_buf: BytePointer, token_idx: Int) -> BytePointer:
-    """Locates where a token waits for its place among this rank's rows."""
-    return recv_buf.unsafe_offset(group.staged_from_recv(0, token_idx))
 
 
 @fieldwise_init
@@ -245,7 +239,8 @@ struct Sender[
             comptime if group.fused_shared_expert:
                 if first_k == 0:
                     # I3: this rank's own done word, too, was awaited above.
-                    staged_at = UInt64(Int(staged[group](recv_buf, token_idx)))
+                    var offset = group.staged_from_recv(0, token_idx)
+                    staged_at = UInt64(Int(recv_buf.unsafe_offset(offset)))
             self._write_messages(token_idx, place, first_k, end_k, staged_at)
             syncwarp()
             # I2: a message's flag is published after all of the message.

@@ -185,7 +185,7 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
         """Puts the steps into a row. Of tokens that were given quantized, the values have
         scales behind what goes to the row."""
         comptime n_row_vectors = Self.Format.row_bytes // MESSAGE_ALIGN
-        var to = Self.Format.row_values(rows, row)
+        var to = rows.values().unsafe_offset(row * Self.Format.row_bytes)
         comptime for i in range(Self.in_flight):
             var vector, is_in_chunk = vector_of_lane[Self.Format](first + i, end, lane)
             if is_in_chunk:

@@ -73,9 +73,8 @@ struct Receiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
             self.block.warp_idx, Self.group.num_threads // WARP_SIZE
         )
         # A counter is a trip to shared memory: few items are scheduled, one a warp.
-        var are_scheduled = are_all_inline and n_items <= schedule.n_scheduled(
-            Int(grid_dim.x)
-        )
+        var n_few = schedule.stride * Int(grid_dim.x)
+        var are_scheduled = are_all_inline and n_items <= n_few
         var round = schedule.first
         var has_pair_rows = False
         while True:
@@ -132,9 +131,7 @@ struct Receiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         var expert = expert_of_entry(words[0])
         var local_expert = expert - my_rank * n_local_experts
         var position = position_of_entry(words[0])
-        var is_here = (
-            0 <= local_expert and local_expert < n_local_experts and not is_late
-        )
+        var is_here = 0 <= local_expert < n_local_experts and not is_late
         var row = NO_ROW
         comptime if has_sums:
             if (

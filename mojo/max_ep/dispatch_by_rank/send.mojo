@@ -221,8 +221,7 @@ struct TokenSender[
         self.number = Int(block_idx.x) + self.sender * Int(grid_dim.x)
         self.chunk = split.chunk(self.number)
         self.has_chunk = (
-            0 <= self.sender
-            and self.sender < n_senders
+            0 <= self.sender < n_senders
             and n_tokens <= Self.group.n_inline_tokens()
             and self.number < n_tokens * split.n_chunks()
         )

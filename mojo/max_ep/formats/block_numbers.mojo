@@ -83,27 +83,6 @@ trait BlockNumbers:
             comptime assert False, _needs_own["values_of", Self.value_type]
 
 
-struct NoNumbers[name_: StaticString](BlockNumbers):
-    """What does not compile: no format has this name."""
-
-    comptime name = Self.name_
-    comptime block: Int = _refuse[Self.name_]()
-    comptime value_type = DType.float8_e4m3fn
-    comptime scale_type = DType.uint8
-
-    @staticmethod
-    def known_scales(bits: UInt32) -> UInt32:
-        return bits
-
-    @staticmethod
-    def scale_of(amax: UInt32) -> BlockScale:
-        return {0, 0}
-
-
-def _refuse[name: StaticString]() -> Int:
-    comptime assert False, "max_ep: formats/table.mojo has no format " + name
-
-
 comptime _needs_own[member: StaticString, value_type: DType] = String(
     t"max_ep: values of {value_type} need a `{member}` of their own"
 )

@@ -132,12 +132,3 @@ comptime Float32TokenFormat[hidden_size: Int, top_k: Int] = PlainTokenFormat[
     DType.float32, hidden_size, top_k
 ]
 """Sends float32 elements as they are; `hidden_size` is a multiple of 4."""
-
-comptime WithMetadataTokenFormat[
-    wire_type: DType, hidden_size: Int, n_ranks: Int, router_top_k: Int
-] = PlainTokenFormat[wire_type, hidden_size, n_ranks, router_top_k]
-"""Sends elements to every rank, with the router's choices: an all-gather.
-
-To dispatch each rank is an expert, and each token chooses all of them, with a
-weight of 1.
-"""

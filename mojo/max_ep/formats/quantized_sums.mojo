@@ -61,11 +61,8 @@ struct QuantizedSums[block: Int, hidden_size: Int]:
     ](
         acc: SIMD[DType.float32, width], values: SIMD[DType.uint8, width], scale: UInt32
     ) -> SIMD[DType.float32, width]:
-        var factor: Float32
-        comptime if Self.scale_bytes == 1:
-            factor = float_of_e8m0(scale)
-        else:
-            factor = bitcast[DType.float32](scale)
+        var is_e8m0 = Self.scale_bytes == 1
+        var factor = float_of_e8m0(scale) if is_e8m0 else bitcast[DType.float32](scale)
         return fma(from_e4m3fn(values), SIMD[DType.float32, width](factor), acc)
 
     @staticmethod

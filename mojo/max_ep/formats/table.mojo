@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All token formats, by the names that ops take (`max_ep/formats.py`)."""
 from ..token_format import TokenFormat
-from .block_numbers import BlockNumbers, NoNumbers
+from .block_numbers import BlockNumbers
 from .block_scaled import BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8
 from .forwarded import ForwardedTokenFormat
@@ -14,9 +14,14 @@ from .scale_layouts import InTiles, RowByRow, ScaledRows, TransposedRows, WithRo
 
 struct _Table[*Formats: BlockNumbers]:
     comptime Named[name: StaticString]: BlockNumbers = Self.Formats[
-        Self.index_of(name)
-    ] if Self.index_of(name) >= 0 else NoNumbers[name]
+        Self._checked[Self.index_of(name), name]()
+    ]
     """The format of a name, which may also say that tokens are quantized before."""
+
+    @staticmethod
+    def _checked[idx: Int, name: StaticString]() -> Int:
+        comptime assert idx >= 0, "max_ep: formats/table.mojo has no format " + name
+        return idx
 
     @staticmethod
     def index_of(name: StaticString) -> Int:
@@ -39,19 +44,23 @@ comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles
 )
 
 
-struct _Kinds[*Formats: TokenFormat]:
-    comptime Of[name: StaticString, is_all_gather: Bool]: TokenFormat = Self.Formats[
-        Self._index(name, is_all_gather)
-    ]
+comptime _Encoded[
+    name: StaticString, hidden_size: Int, top_k: Int, Rows: ScaledRows
+]: TokenFormat = ForwardedTokenFormat[
+    NumbersOf[name], Rows, hidden_size, top_k
+] if name.endswith(
+    "_forwarded"
+) else BlockScaledTokenFormat[
+    NumbersOf[name], Rows, hidden_size, top_k
+]
 
-    @staticmethod
-    def _index(name: StaticString, is_all_gather: Bool) -> Int:
-        if is_all_gather or name == "bfloat16" or name == "float32":
-            return 0
-        if name == "nvfp4_dynamic":
-            return 3
-        return 2 if name.endswith("_forwarded") else 1
-
+comptime _Scaled[
+    name: StaticString, hidden_size: Int, top_k: Int, Rows: ScaledRows
+]: TokenFormat = ForwardedTokenFormat[
+    NVFP4, WithRowScales[Rows], hidden_size, top_k
+] if name == "nvfp4_dynamic" else _Encoded[
+    name, hidden_size, top_k, Rows
+]
 
 comptime FormatOf[
     name: StaticString,
@@ -59,18 +68,13 @@ comptime FormatOf[
     top_k: Int,
     router_top_k: Int = 0,
     scales: StaticString = "transposed",
-]: TokenFormat = _Kinds[
-    PlainTokenFormat[
-        DType.bfloat16 if name == "bfloat16" else DType.float32,
-        hidden_size,
-        top_k,
-        router_top_k,
-    ],
-    BlockScaledTokenFormat[NumbersOf[name], _RowsOf[scales], hidden_size, top_k],
-    ForwardedTokenFormat[NumbersOf[name], _RowsOf[scales], hidden_size, top_k],
-    ForwardedTokenFormat[NVFP4, WithRowScales[_RowsOf[scales]], hidden_size, top_k],
-].Of[
-    name, router_top_k > 0
+]: TokenFormat = PlainTokenFormat[
+    DType.bfloat16 if name == "bfloat16" else DType.float32,
+    hidden_size,
+    top_k,
+    router_top_k,
+] if router_top_k > 0 or name == "bfloat16" or name == "float32" else _Scaled[
+    name, hidden_size, top_k, _RowsOf[scales]
 ]
 """The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
 where scales go: transposed, rows, tiles or packed."""
