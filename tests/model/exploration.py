@@ -2,7 +2,6 @@
 """Explores what can happen when a program runs on the machine of `machine.py`."""
 
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,27 +23,9 @@ class Result:
     def __str__(self) -> str:
         if self.failure is None:
             return f"holds: {self.n_states} states"
-        return self.with_lines(self.trace)
-
-    def with_lines(self, lines: list[str]) -> str:
-        """Puts the property, some lines of the trace and what is wrong together."""
         return "\n".join(
-            [f"violated: {self.failure.prop}", *lines, f"  => {self.failure}"]
+            [f"violated: {self.failure.prop}", *self.trace, f"  => {self.failure}"]
         )
-
-    def short(self) -> str:
-        """Says where launches begin, what happened to the place, and the end."""
-        if self.failure is None:
-            return str(self)
-        # The last step names it after its function: `publish count[0] on rank 1`.
-        found = re.search(r": \w+ (\w+\S* on rank \d+)", self.trace[-1])
-        place = found.group(1) if found else "?"
-        lines = [
-            line
-            for i, line in enumerate(self.trace)
-            if " begins " in line or f" {place} " in line or i >= len(self.trace) - 3
-        ]
-        return self.with_lines(lines)
 
 
 class Machine(Steps):

@@ -156,33 +156,12 @@ def reset(step: Step) -> Step:
     return Step("write", "reset", step.where, step.place, Order.RELAXED, (0, 0))
 
 
-def _no_done_word(step: Step, launch: Launch) -> list[Step]:
-    """Nobody waits for readers."""
-    return [] if "done" in kind_of(step) and step.kind == "await" else [step]
-
-
-def _all_weakened(order: Order, calls: tuple[str, ...]) -> Change:
-    def change(step: Step, launch: Launch) -> list[Step]:
-        return [replace(step, order=order) if step.call in calls else step]
-
-    return change
-
-
 NAMED = [
-    Mutation(
-        "every release weakened",
-        _all_weakened(Order.RELAXED, ("publish", "block_publish", "block_arrive")),
-    ),
-    Mutation(
-        "every acquire weakened",
-        _all_weakened(Order.RELAXED, ("load_acquire", "block_load_acquire")),
-    ),
     Mutation("generation tag removed", _without_generation),
     # A launch clears, as it begins, what it is going to wait for.
     Mutation("reset instead of generation", _without_generation, frozenset(["clears"])),
     # One reader alone may do that, and on CPU there is one.
     Mutation("reset by the reader", _reset_by_reader, not_in=("CPU ranks",)),
-    Mutation("done word removed", _no_done_word),
     *(
         Mutation(name, switches=frozenset([name]))
         for name in (
