@@ -4,7 +4,6 @@
 Prints OK, or raises. Run by tests/test_experts.py.
 """
 from max_ep_experts import fp8, wgmma
-from max_ep_experts.hopper import Sums
 from max_ep_experts.launch import is_hopper
 from max_ep_experts.product import GroupedProduct
 from max_ep_experts.tiles import BN, Chunks, Schedule
@@ -146,67 +145,11 @@ def check_chunks() raises:
             assert_true(full < n_rows <= full + Int(size))
 
 
-def column_of[swiglu: Bool](box: Int, row: Int) -> Int:
-    """Returns the column that a row of a box is of, counted in those of the result."""
-    var i, w, h, q = row // 64, row // 16 % 4, row // 8 % 2, row % 8
-    if swiglu:
-        return 64 * box + 16 * w + 2 * q + i
-    return 128 * box + 32 * w + 4 * q + 2 * i + h
-
-
-def value_of[swiglu: Bool](box: Int, row: Int) -> Float32:
-    """Returns a sum: its column, which with SwiGLU is `silu(64)` times up."""
-    var column = Float32(column_of[swiglu](box, row))
-    if swiglu:
-        # silu(64) is 64, without a rounding.
-        return column / 64 if row // 8 % 2 == 1 else 64
-    return column
-
-
-def check_columns[swiglu: Bool]() raises:
-    """A lane has adjacent columns of the rows of weights that a box brings."""
-    comptime boxes = Int(BN) // 128
-    # In FP8 rows of weights are columns of a `wgmma`.
-    for lane in range(4):
-        var sums = Sums[Int(BN)](fill=0)
-        for box in range(boxes):
-            for row in range(128):
-                if row % 8 // 2 == lane:
-                    for half in range(2):
-                        sums[4 * (16 * box + row // 8) + 2 * half + row % 2] = value_of[
-                            swiglu
-                        ](box, row)
-        comptime width = 4 if swiglu else 8
-        comptime for block in range(4 * boxes):
-            comptime for half in range(2):
-                var found = fp8.adjacent[swiglu, block, half](sums)
-                for i in range(width):
-                    assert_equal(
-                        found[i], Float32(4 * width * block + width * lane + i)
-                    )
-    # In bfloat16 they are its rows.
-    comptime width = 2 if swiglu else 4
-    for w in range(4):
-        for q in range(8):
-            var sums = wgmma.Parts[2, 16](fill=Sums[16](fill=0))
-            for i in range(2):
-                for of_thread in range(8):
-                    var row = 64 * i + 16 * w + 8 * (of_thread // 2 % 2) + q
-                    sums[i][of_thread] = value_of[swiglu](0, row)
-            comptime for eight in range(2):
-                comptime for j in range(2):
-                    var found = wgmma.adjacent[swiglu, eight, j](sums)
-                    for i in range(width):
-                        assert_equal(found[i], Float32(8 * width * w + width * q + i))
-
-
 def main() raises:
     """Runs the checks."""
     seed(17)
     assert_true(is_hopper["sm_90a"]() and is_hopper["nvidia:sm_90a"]())
     assert_true(not is_hopper["nvidia:sm_100a"]() and not is_hopper["amdgpu:gfx942"]())
-    check_columns[False]()
-    check_columns[True]()
     check_chunks()
     check_one_group()
     check_random_groups()
