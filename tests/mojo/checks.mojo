@@ -3,7 +3,7 @@
 
 Each prints OK, or raises. Run by tests/test_mojo.py.
 """
-import fp8_rounding, launchers, output_layouts, places, pure_functions
+import fp8_rounding, launchers, places, pure_functions, shared_expert
 
 
 def main() raises:
@@ -12,4 +12,4 @@ def main() raises:
     places.main()
     fp8_rounding.main()
     launchers.main()
-    output_layouts.main()
+    shared_expert.main()

@@ -20,7 +20,6 @@ from max_ep.dispatch_by_rank.index_large import run_of_block
 from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
     N_INDEX_WARPS,
-    n_send_warps,
     N_WARPS_MIN,
     receive_schedule,
 )
@@ -158,23 +157,6 @@ def check_peers_and_pairs() raises:
         assert_equal(n, 1)
 
 
-def check_what_was_measured() raises:
-    """How much is sent at once, as it was fastest on two H200s."""
-    comptime two = GROUP_OF[2]
-    comptime four = GROUP_OF[4]
-    # Hidden 7168 in bfloat16, and in FP8.
-    comptime LONG, SHORT = 28, 14
-    assert_equal(chunks_at_once_shift[two, LONG](1024, 3), 1)
-    assert_equal(chunks_at_once_shift[two, LONG](1025, 3), 2)
-    assert_equal(chunks_at_once_shift[two, SHORT](1024, 3), 2)
-    assert_equal(chunks_at_once_shift[two, LONG](4096, 8), 1)
-    assert_equal(chunks_at_once_shift[two, LONG](4096, 16), 0)
-    assert_equal(chunks_at_once_shift[four, LONG](4096, 3), 0)
-    assert_equal(n_send_warps[two, False](False, 16), 8)
-    assert_equal(n_send_warps[two, False](True, 16), 15)
-    assert_equal(n_send_warps[four, False](False, 16), 15)
-
-
 def check_words() raises:
     """What is put into a word comes out of it, and touches nothing else."""
     for generation in [UInt32(1), UInt32(7), UInt32.MAX]:
@@ -272,7 +254,6 @@ def main() raises:
     check_split[28]()
     check_split[15]()
     check_split[5]()
-    check_what_was_measured()
     check_scales_of_lanes[128]()
     check_scales_of_lanes[32]()
     check_unused_words["fp8_power_of_two"]()
