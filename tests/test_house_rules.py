@@ -4,6 +4,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,13 +99,9 @@ def test_lists_have_every_parameter_and_argument():
         r"^    (\w+(?:, \w+)*)(?: |$)", "".join(docstrings), re.MULTILINE
     )
     listed = {word for words in found for word in words.split(", ")}
-    header = r"^def (?!_)\w+\[(.*?)\]\((.*?)\)(?: raises)?:$"
-    found = re.findall(header, "".join(codes), re.MULTILINE | re.DOTALL)
-    assert len(found) == 8
-    for lists in found:
-        pattern = r"(?:^|,)\s*(?:var )?(\w+):"
-        names = re.findall(pattern, ",".join(lists), re.MULTILINE)
-        assert names and set(names) <= listed, set(names) - listed
+    for function, names in mojo_names("".join(codes)):
+        if not function.startswith("_"):
+            assert names and set(names) <= listed, set(names) - listed
 
 
 _ORDERS = (
@@ -204,20 +201,18 @@ def parts_of(text: str, start: int) -> tuple[list[str], int]:
         i += 1
 
 
-def mojo_widths(text: str) -> dict[str, int]:
-    """Counts parameters and arguments of each function, without `self`."""
+def mojo_names(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Lists parameters and arguments of each function, without `self`."""
     text = re.sub(r"#.*", "", re.sub(r'""".*?"""', "", text, flags=re.S))
     text = re.sub(r'"(?:[^"\\\n]|\\.)*"', '""', text)
-    widths: dict[str, int] = {}
     for found in re.finditer(r"^\s*def (\w+)\s*(?=[\[(])", text, re.M):
         parts, end = parts_of(text, found.end())
         if text[found.end()] == "[":
             end += len(text[end:]) - len(text[end:].lstrip())
             parts += parts_of(text, end)[0]
-        named = [p for p in parts if p and p not in ("*", "/", "//")]
-        named = [p for p in named if not re.fullmatch(r"((mut|out|var|ref) )?self", p)]
-        widths[found[1]] = max(len(named), widths.get(found[1], 0))
-    return widths
+        words = [p.partition(":")[0].split() for p in parts]
+        names = [of[-1] for of in words if of and of not in (["*"], ["/"], ["//"])]
+        yield found[1], [name for name in names if name != "self"]
 
 
 def test_mojo_functions_are_narrow():
@@ -226,56 +221,9 @@ def test_mojo_functions_are_narrow():
     for path in (path for path in SIZED_FILES if path.suffix == ".mojo"):
         if re.search(r"(^|/|_)(api|ops|kernels)(/|\.)", name_of(path)):
             continue
-        for function, width in mojo_widths(path.read_text()).items():
+        for function, names in mojo_names(path.read_text()):
             # `Group` is the one struct that takes all of them, by keyword.
             is_group = (path.name, function) == ("layout.mojo", "__init__")
-            if width > MOST_ARGUMENTS and not is_group:
+            if len(names) > MOST_ARGUMENTS and not is_group:
                 wide.setdefault(name_of(path), []).append(function)
     assert not wide, f"above {MOST_ARGUMENTS}: what travels together is one struct"
-
-
-RETIRED = {
-    r"(?i)\b(told|tells?)\b": "publish, say, return",
-    r"\bpeek\w*|\blook_at\b|\b[Ff]irst_?[Ll]ooks?\b": "load, poll, prefetch",
-    r"\bput_16\b": "store_relaxed_sys_16",
-    r"\bleave_word\b": "store_release_gpu",
-    r"\braise_to\b": "fetch_max",
-    r"(?i)\bturns\b|\bdeals?\b|\bdealt\b": "schedule, op order; becomes",
-    r"\brooms\b|\b\w+_room\b|\broom[:=]": "preallocated outputs",
-    r"(?i)\b(sending|receiving|waiting) hal(f|ves)\b|halves_": "send or receive phase",
-    r"(?i)early[ _]tokens?\b": "inline-flag tokens",
-    r"\b(?!num_max_)\w*send_tokens\w*|\btokens_are_sent\b": "nothing: it was removed",
-    r"(?i)\bunits?\b(?! tests?)": "token, chunk, vector",
-    r"(?i)\bcarried choices?\b|\bn_carried\b": "routing metadata",
-    r"\bnoted\b|\bnotes (what|how|which|that)\b": "record, saved",
-    r"\b(is|are) cut\b|\bcut (alike|as)\b|cut_as\b": "has the layout, matches",
-    r"\bEMPTY\b|\bwithout_empty\b": "SENTINEL, avoid_sentinel",
-    r"\bhost_(copy|dispatch|combine|steps|setup)\b|\w(?<!to)_host\(": "cpu_...",
-    r"\bsource_from\b": "relative rank",
-    r"(?i)\bmend(s|ed|ing)?\b": "fix",
-    r"\b(dispatch|combine)_clear\b": "..._drained",
-    r"(?i)\bexpert_slots\b": "by_expert",
-    r"(?i)\brank_slots\b": "by_rank",
-    r"(?i)\bun-?reduced\b|\breduced combine\b|\bis_reduced\b": "rows, sums",
-    r"(?i)\broom for\b": "hold, fit",
-    r"(?i)\blikewise\b": "in the same way, or the thing itself",
-    r"\b(hence|thereby|wherein|whence|ought|in vain)\b": "plain English",
-}
-"""Words that a newcomer would have to look up, and what to write in their place."""
-
-HISTORY = ("docs/decisions/", "docs/performance")
-"""Documents that may name what was: why it went, and how it was measured."""
-
-WORDED_FILES = [
-    path
-    for path in [*SIZED_FILES, *PAGES]
-    if path != Path(__file__).resolve() and not name_of(path).startswith(HISTORY)
-]
-
-
-@pytest.mark.parametrize("path", WORDED_FILES, ids=name_of)
-def test_words_are_those_of_the_field(path):
-    for i, line in enumerate(path.read_text().splitlines(), 1):
-        for pattern, instead in RETIRED.items():
-            word = re.search(pattern, line)
-            assert not word, f"{name_of(path)}:{i}: {word[0]!r}; write: {instead}"
