@@ -256,22 +256,3 @@ def test_a_chain_of_experts_is_its_layers(torch_layers):
     inputs[-2:], inputs[-4:-2] = inputs[-4:-2], inputs[-2:]
     with pytest.raises(checks.CheckError, match="the chain and its layers differ"):
         check(peer._model(case.form).execute(*inputs))
-
-
-def test_experts_have_a_section_if_they_were_timed():
-    text = report.PAGE.read_text()
-    row = dict(run="new", ranks=1, shape="h2048_e128_k8", dtype="bfloat16")
-    row |= dict(routing="uniform", wire_bytes=0, tokens=16)
-    times = [("grouped_mm", "products", 300.0), ("experts", "products", 240.0)]
-    rows = [row | dict(peer=p, form=f, us=us) for p, f, us in times]
-    run = runs.about("bench.gpu_round_trip", gpu="NVIDIA H200", n_gpus=1, driver="1")
-    none = runs.merge(DATA | {"experts": []}, {"runs": {}})
-    made = report.page(text, runs.merge(none, {"runs": {"new": run}, "experts": rows}))
-    section = made.partition("## Experts\n")[2].partition("<!-- end -->")[0]
-    assert "top-8 of 128 random experts, hidden 2048" in section
-    assert section.splitlines()[-4:-1] == [
-        "| max_ep, both products | captured | 240 | new |",
-        "| torch._grouped_mm / max_ep, both products | ratio | 1.25 | new |",
-        "| torch._grouped_mm, both products | captured | 300 | new |",
-    ]
-    assert "## Experts" not in report.page(made, none)

@@ -116,29 +116,6 @@ def run_steps(world, steps, n_wrong=0.15, seed=0):
             check_results(world, result, tokens, ids, weights)
 
 
-@pytest.mark.parametrize("name", ["sums", "rows", "masks"])
-def test_set_up_clears_what_ranks_wait_for(name):
-    """By rank, in the order of `layout.mojo`; memory was in use before."""
-    world = World(name)
-    s, has_sums = world.sizes, world.has_sums
-    n_tokens = s.n_ranks * s.max_tokens
-    n_counts = s.n_local * s.n_ranks + s.n_ranks * (3 if name == "masks" else 2)
-    places = [
-        (n_tokens * s.top_k * (2 if has_sums else 1) * 8, b"\0"),  # entries
-        (n_tokens * s.dispatch_msg, None),  # tokens
-        (s.n_ranks * min(s.max_tokens, 256) * s.dispatch_msg, b"\xff"),  # inline
-        (n_tokens * 4 * 8, b"\0"),  # flags of chunks
-        (n_counts * 8, b"\0"),
-        (n_tokens * s.combine_msg, b"\xff" if has_sums else None),
-    ]
-    at = world.regions[0] + s.dispatch_recv
-    for n_bytes, filled in places:
-        if filled:
-            assert world.memory.bytes[at : at + n_bytes] == filled * n_bytes
-        at += -(-n_bytes // 256) * 256
-    assert at == world.regions[0] + s.combine_counts
-
-
 @pytest.mark.parametrize("name", ["shared", "expert_shared", "fp8_sums"])
 def test_variants(name):
     world = World(name)

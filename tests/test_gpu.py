@@ -47,13 +47,7 @@ from harness import (
 )
 from oracle import expected, expected_dispatch
 
-from max_ep import (
-    EPCommInitializer,
-    call_ep_combine_async,
-    call_ep_combine_wait,
-    call_ep_dispatch_async,
-    call_ep_dispatch_wait,
-)
+from max_ep import EPCommInitializer
 from max_ep.who import groups_of
 
 LARGE = in_protocols(
@@ -165,16 +159,6 @@ def test_round_trip_is_the_oracles(run_at, place, name, data, routing):
     run = run_at(place, routing, data)
     want = expected(ALL_CASES[name], run.given[name])
     assert_round_trip(f"{place}, {name}, {routing}, {data}", run.got[name], want)
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, c in ALL_CASES.items() if c.max_output_rows is not None]
-)
-def test_full_routing_drops_rows(name):
-    """Or the caps of the tests above would show nothing. Needs no GPU."""
-    given = make_inputs(ALL_CASES[name], "full")
-    dropped = expected(ALL_CASES[name], given).dropped
-    assert any(of_tokens.any() for of_tokens, _ in dropped)
 
 
 PLAIN = {
@@ -316,36 +300,6 @@ def test_bad_ids_are_dropped_and_reported(gpu_session, suffix):
         given = Inputs(given.tokens, good, given.weights, None, None)
         got = groups.run({case.name: given})
         assert_round_trip("after a reset", got[case.name], expected(case, given))
-
-
-@pytest.mark.gpu(1)
-def test_a_dispatch_between_async_and_wait_of_sums(gpu_session):
-    """Which the manager refuses: the own rows of the first are known no more."""
-    case = Case("phases", 1, 5, 3, 80, 7, **PROTOCOLS["_sums"])
-    config = case.on_gpus()
-    with building("phases", case, config) as (manager, (given,), graph):
-        counter = manager.atomic_counters[0][0]
-        to, back = manager._pointers(0), manager._pointers(1)
-
-        def receive():
-            sent = given.tokens, given.ids, counter, *to, config
-            call_ep_dispatch_async(*sent, router_weights=given.weights)
-            return call_ep_dispatch_wait(counter, *to[1:], config)
-
-        first = receive()
-        call_ep_combine_async(first[0], first[-1], counter, *back, config)
-        receive()
-        n_tokens = given.tokens.shape[0]
-        of_sums = n_tokens, None, first[0]
-        graph.output(call_ep_combine_wait(counter, *back[1:], config, *of_sums))
-    model = gpu_session.load(graph)
-    with EPCommInitializer(config) as comm:
-        comm.ep_init(gpu_session)
-        inputs = flatten(make_inputs(case, "uniform"), config) + comm.model_inputs()
-        with fails(comm, "dispatch 1, the last; was of 2"):
-            (result,) = model.execute(*inputs)
-        assert_nan(to_numpy(result))
-        comm.reset()
 
 
 @pytest.mark.gpu(1)

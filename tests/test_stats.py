@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics on request: what is measured, that it changes nothing, how it is shown."""
 
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -159,19 +158,6 @@ def rows_of(case: Case, dispatched) -> list[int]:
         return dispatched.recv_counts.tolist()
     rows = np.diff(dispatched.row_offsets.astype(int)).tolist()
     return rows[int(case.fused_shared_expert) :]
-
-
-def test_others_are_compiled_alike():
-    """With and without watching: the same ops, parameters and all, but for its own."""
-    ops = []
-    for build in (round_trip, watched_round_trip):
-        with building("alike", CASES["by_expert"]) as (manager, ranks, graph):
-            graph.output(*[v for r in build(manager, ranks) for v in r])
-        ops.append(re.findall(r'symbol = "max_ep\.([^]]*)', str(graph)))
-    without, watched = ops
-    assert len(without) == 4 * N_RANKS
-    assert [op for op in watched if not op.startswith('watch"')] == without
-    assert len(watched) == len(without) + 2 * N_RANKS
 
 
 def test_assembly_writes_nothing_but_times():
