@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs over `deep_ep`: the calls of vLLM, SGLang, Megatron-core and xtuner.
+"""Programs over `deep_ep`: the calls of vLLM, SGLang and Megatron-core.
 
 The engines are not installed: each class stands for one of theirs and makes its calls
 with its arguments. Experts double their rows.
@@ -18,14 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "integrations/deep_
 import deep_ep
 from deep_ep.utils import EventHandle, EventOverlap
 
-
-def cast_back(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """FP8 and its scales, or their packed exponents, as bfloat16."""
-    if scales.dtype == torch.int:
-        exponents = scales.contiguous().view(torch.uint8).to(torch.int)
-        scales = (exponents << 23).view(torch.float)
-    wide = x.float().unflatten(-1, (-1, 128)) * scales[..., None]
-    return wide.flatten(-2).bfloat16()
+from max_ep.torch import dequantize
 
 
 def layout_of(buffer: Any, ids: Any, **how: Any) -> tuple[dict[str, Any], Any]:
@@ -75,7 +68,7 @@ class LikeVllm:
         for (x, ids, weights), (rows, _, handle, _, hook) in zip(batches, sent):
             hook()
             outs.append(torch.empty_like(x))
-            given = cast_back(*rows) * 2, ids, weights, handle
+            given = dequantize(*rows).bfloat16() * 2, ids, weights, handle
             to = dict(zero_copy=False, out=outs[-1])
             hooks.append(self.buffer.low_latency_combine(*given, **how, **to)[2])
         for hook in hooks:
@@ -192,12 +185,12 @@ class FusedDispatch(torch.autograd.Function):
             x, **layout, **how
         )
         event.current_stream_wait()
-        program.save(ctx, handle)
+        ctx.program, ctx.handle = program, handle
         return rows, row_ids, row_weights, torch.tensor(counts), handle
 
     @staticmethod
     def backward(ctx: Any, rows: Any, _: Any, weights: Any, *__: Any):
-        buffer, handle = ctx.program.saved(ctx)
+        buffer, handle = ctx.program.buffer, ctx.handle
         grad, grad_weights, event = buffer.combine(
             rows.contiguous(), handle, topk_weights=weights.float(), **later()
         )
@@ -210,12 +203,12 @@ class FusedCombine(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, handle: Any, program: Any):
         y, _, event = program.buffer.combine(rows, handle=handle, **later())
         event.current_stream_wait()
-        program.save(ctx, handle)
+        ctx.program, ctx.handle = program, handle
         return y
 
     @staticmethod
     def backward(ctx: Any, y: torch.Tensor):
-        buffer, handle = ctx.program.saved(ctx)
+        buffer, handle = ctx.program.buffer, ctx.handle
         rows, *_, event = buffer.dispatch(y.contiguous(), handle=handle, **later())
         event.current_stream_wait()
         return rows, None, None
@@ -231,12 +224,6 @@ class LikeMegatron:
 
     def open(self, group: Any) -> None:
         self.buffer = deep_ep.Buffer(group, nvl_hint(group), 0)
-
-    def save(self, ctx: Any, handle: Any) -> None:
-        ctx.program, ctx.handle = self, handle
-
-    def saved(self, ctx: Any) -> tuple[deep_ep.Buffer, Any]:
-        return self.buffer, ctx.handle
 
     def run(self, batches: list[Batch]) -> list[torch.Tensor]:
         outs = []
@@ -262,17 +249,6 @@ class LikeMegatron:
         return [y.detach() for y in outs]
 
 
-class LikeXtuner(LikeMegatron):
-    """Its `DeepEPDispatch`: autograd keeps the items of a handle."""
-
-    def save(self, ctx: Any, handle: Any) -> None:
-        ctx.program = self
-        ctx.save_for_backward(*handle)
-
-    def saved(self, ctx: Any) -> tuple[deep_ep.Buffer, Any]:
-        return self.buffer, ctx.saved_tensors
-
-
 def member(rank: int, n_ranks: int, store: str) -> None:
     open_group(rank, n_ranks, store)
     group = dist.group.WORLD
@@ -283,7 +259,6 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         LikeSglangAuto(group),
         LikeVllmPrefill(group),
         LikeMegatron(group),
-        LikeXtuner(group),
     ):
         device = program.buffer._comm.device
         batches = [tuple(t.to(device) for t in tokens_of(rank, g)) for g in (0, 1)]
