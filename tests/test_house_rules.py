@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules a reviewer need not check: format, layers, atomics, sizes, words."""
+"""Rules a reviewer need not check: format, layers, atomics, sizes."""
 
 import os
 import re
