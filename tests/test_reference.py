@@ -8,13 +8,13 @@ same in another way.
 
 import ctypes
 import ctypes.util
-import math
 from types import SimpleNamespace
 
 import harness
 import numpy as np
 import pytest
 import torch
+from cases import Case, expert_ids, telling_tokens
 from errors import raises, refused
 from row_layouts import drop_rows, kept_rows, pad, unpad
 
@@ -143,57 +143,43 @@ def test_fma_is_that_of_c(name):
 
 # (n_tokens of each rank, n_experts, top_k, routing)
 CASES = {
-    "one_rank": ([7], 4, 2, "random"),
-    "four_ranks": ([16, 16, 16, 16], 32, 8, "random"),
-    "uneven_7_on_5": ([4, 7, 5, 1, 2], 7, 3, "random"),  # last rank: none
-    "fewer_experts_than_ranks": ([3, 3, 3, 3], 2, 2, "random"),
-    "one_expert": ([3, 2], 1, 1, "random"),
-    "empty_first_rank": ([0, 3], 4, 2, "random"),
-    "no_tokens": ([0, 0], 4, 2, "random"),
-    "all_to_one": ([9, 9, 9], 6, 1, "one"),
-    "all_masked": ([5, 5], 8, 4, "none"),
+    "one_rank": ([7], 4, 2, "uniform"),
+    "four_ranks": ([16, 16, 16, 16], 32, 8, "uniform"),
+    "uneven_7_on_5": ([4, 7, 5, 1, 2], 7, 3, "uniform"),  # last rank: none
+    "fewer_experts_than_ranks": ([3, 3, 3, 3], 2, 2, "uniform"),
+    "one_expert": ([3, 2], 1, 1, "uniform"),
+    "empty_first_rank": ([0, 3], 4, 2, "uniform"),
+    "no_tokens": ([0, 0], 4, 2, "uniform"),
+    "all_to_one": ([9, 9, 9], 6, 1, "full"),
+    "all_masked": ([5, 5], 8, 4, "all_masked"),
     "masked_empty_uneven": ([0, 13, 7, 2], 11, 5, "masked"),
-    "top_32": ([5, 6], 40, 32, "random"),
-    "top_all": ([4, 4, 4], 9, 9, "random"),
+    "top_32": ([5, 6], 40, 32, "uniform"),
+    "top_all": ([4, 4, 4], 9, 9, "uniform"),
     "same_expert_twice": ([6, 5], 3, 5, "repeated"),
 }
 
 
-def make_ids(rng, n_tokens: int, n_experts: int, top_k: int, routing: str):
-    """Makes int32 `[n_tokens, top_k]`, in no order of experts."""
-    shape = (n_tokens, top_k)
-    if routing in ("one", "none"):
-        return np.full(shape, n_experts - 2 if routing == "one" else -1, np.int32)
-    if routing == "repeated":
-        return rng.integers(0, n_experts, shape, dtype=np.int32)
-    rows = [rng.permutation(n_experts)[:top_k] for _ in range(n_tokens)]
-    ids = np.array(rows, np.int32).reshape(shape)
-    if routing == "masked":
-        ids[rng.random(shape) < 0.5] = -1
-        ids[::4] = -1
-    return ids
+def make_tokens(counts: list[int], hidden: int = HIDDEN) -> list[np.ndarray]:
+    case = Case("tokens", len(counts), 1, 1, hidden, max(counts))
+    return [telling_tokens(case, rank, n) for rank, n in enumerate(counts)]
 
 
-def make_tokens(n_tokens: list[int], hidden: int = HIDDEN) -> list[np.ndarray]:
-    """Makes tokens that show where they are from: rank, token, column."""
-    columns = np.arange(hidden) / 1024
-    return [
-        (1000 * rank + np.arange(n)[:, None] + columns).astype(np.float32)
-        for rank, n in enumerate(n_tokens, start=1)
-    ]
-
-
-def make_case(n_tokens, n_experts, top_k, routing) -> SimpleNamespace:
+def make_case(counts, n_experts, top_k, routing) -> SimpleNamespace:
     rng = np.random.default_rng(6)
+    case = Case("", len(counts), n_experts, top_k, HIDDEN, max(counts))
+    if routing == "repeated":
+        ids = [rng.integers(0, n_experts, (n, top_k), dtype=np.int32) for n in counts]
+    else:
+        ids = expert_ids(case, routing, counts)
     return SimpleNamespace(
-        n_ranks=len(n_tokens),
+        n_ranks=case.n_ranks,
         n_experts=n_experts,
-        n_local=math.ceil(n_experts / len(n_tokens)),
+        n_local=case.n_local_experts,
         top_k=top_k,
-        n_tokens=n_tokens,
-        tokens=make_tokens(n_tokens),
-        ids=[make_ids(rng, n, n_experts, top_k, routing) for n in n_tokens],
-        weights=[rng.random((n, top_k), np.float32) - 0.25 for n in n_tokens],
+        n_tokens=counts,
+        tokens=make_tokens(counts),
+        ids=ids,
+        weights=[rng.random((n, top_k), np.float32) - 0.25 for n in counts],
     )
 
 
