@@ -14,7 +14,6 @@ from cases import CASES
 from children import HERE, WHERE_WE_IMPORT, printed
 
 from max_ep import EPCommInitializer, extension_path, limits
-from max_ep.extension import mojo_dir, run_mojo
 from max_ep.graph.ops import _group
 from max_ep.memory import shmem
 
@@ -59,7 +58,9 @@ def test_round_trips_without_shmem() -> None:
 def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that `launch` started needs no SHMEM, and may be by rank."""
     case, given = CASES["two_ranks"], dict(target="gpu", n_nodes=2, n_gpus_per_node=1)
-    assert case.config(**given).uses_shmem
+    apart, alone = case.config(**given), case.config(target="gpu")
+    more = apart.estimate_memory_usage() - alone.estimate_memory_usage()
+    assert apart.uses_shmem and more == apart.sizes().put_bytes > 0
     monkeypatch.setenv(limits.GROUP_VARIABLE, "group")
     config = case.config(**given, protocol="by_rank")
     assert not config.uses_shmem
@@ -86,33 +87,3 @@ def test_missing_parts_are_named(monkeypatch):
         assert words in str(caught.value)
     with pytest.raises(RuntimeError, match="max_ep.shmem."):
         EPCommInitializer(config)._find_node_id()
-
-
-def test_mojo_and_python_agree(tmp_path):
-    """The table's name; and MAX's own number for "the signal replaces the word"."""
-    modules = (mojo_dir() / "max_ep" / "shmem_modules.mojo").read_text()
-    assert f'TABLE_VARIABLE = "{shmem._MODULES_VARIABLE}"\n' in modules
-    transport = (mojo_dir() / "max_ep" / "transport.mojo").read_text()
-    program = tmp_path / "ask.mojo"
-    program.write_text(
-        "from shmem import SHMEM_SIGNAL_SET\ndef main():\n    print(SHMEM_SIGNAL_SET)\n"
-    )
-    number = run_mojo("run", str(program)).strip()
-    assert f"_SIGNAL_SET = Int32({number})\n" in transport
-
-
-def test_put_buffers_are_counted():
-    """A choice's message, and a row for each choice of each rank."""
-    case = CASES["two_ranks"]
-    apart = case.config(target="gpu", n_nodes=2, n_gpus_per_node=1)
-    together = case.config(target="gpu")
-    sizes = apart.sizes()
-    n_choices = case.max_tokens_per_rank * case.top_k
-    wanted = n_choices * sizes.dispatch_msg_bytes
-    assert wanted <= sizes.dispatch_put_bytes < wanted + 4096
-    wanted = 2 * n_choices * sizes.combine_msg_bytes
-    assert wanted <= sizes.put_bytes - sizes.dispatch_put_bytes < wanted + 4096
-    assert (
-        apart.estimate_memory_usage() - together.estimate_memory_usage()
-        == sizes.put_bytes
-    )
