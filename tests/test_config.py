@@ -46,6 +46,8 @@ n_nodes=0 | n_nodes=0
 node_id=1 | node_id=1; n_nodes=1
 node_id="0" | node_id='0'; integer
 timeout_s=0 | timeout_s=0; above 0
+timeout_s=float("nan") | timeout_s=nan; above 0
+timeout_s=True | timeout_s=True; must be seconds
 timeout_s="5" | timeout_s='5'; must be seconds
 target="tpu" | 'tpu'; 'cpu'; 'gpu'
 protocol="by_node" | 'by_node'; 'auto'; 'by_rank'; 'by_expert'

@@ -16,8 +16,7 @@ import torch
 from errors import raises, refused
 
 from max_ep.extension import mojo_dir
-from max_ep.limits import checked_timeout_s, timeout_s_of_environment
-from max_ep.torch import EventOverlap, channel, dequantize, library
+from max_ep.torch import EventOverlap, dequantize, library
 from max_ep.torch.api import _device
 from max_ep.torch.streams import Streams
 
@@ -41,14 +40,6 @@ def test_c_abi_is_what_python_declares() -> None:
         for name, (result, arguments) in library._FUNCTIONS.items()
     }
     assert exported == declared  # bytes go as their address
-
-
-@pytest.mark.parametrize("name", ["Dispatch", "Combine"])
-def test_c_structs_are_what_python_packs(name: str) -> None:
-    text = re.search(rf"struct {name}Arguments\(.*?\n\n\n", API, re.DOTALL)[0]
-    kinds = re.findall(r"^    var \w+: (\w+)$", text, re.MULTILINE)
-    packed = {"Dispatch": channel._EIGHT, "Combine": channel._FIVE}[name]
-    assert set(kinds) == {"Int"} and 8 * len(kinds) == packed.size
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "mxfp4"])
@@ -87,19 +78,6 @@ def test_dequantize_takes_packed_scales() -> None:
     packed = exponents.view(torch.int32).T.contiguous().T
     want = dequantize(rows, torch.exp2(exponents.float() - 127))
     assert torch.equal(dequantize(rows, packed), want)
-
-
-def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("0", "-1", "nan", "inf", "86401", "30s", "soon"):
-        monkeypatch.setenv("MAX_EP_TIMEOUT_S", text)
-        with pytest.raises(ValueError, match="MAX_EP_TIMEOUT_S=.* above 0 and at most"):
-            timeout_s_of_environment()
-    for bad in (0, -3.0, float("nan"), float("inf"), 86401, True, "3", [3]):
-        with pytest.raises(ValueError, match="timeout_s=.* must be seconds"):
-            checked_timeout_s(bad)
-    assert (checked_timeout_s(1), checked_timeout_s(0.5)) == (1, 0.5)
-    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "")
-    assert timeout_s_of_environment() == 30
 
 
 @refused("""
