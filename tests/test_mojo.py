@@ -33,25 +33,22 @@ def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
     assert b".entry" in (ptx := Path(target).read_bytes()) and b"nvshmem" not in ptx
 
 
-def test_a_node_has_no_more_ranks_than_the_group(tmp_path: Path) -> None:
-    """Else a kernel would read addresses behind the table. All ranks on one node are
-    what most other tests have."""
-    program = tmp_path / "more.mojo"
-    sizes = "n_experts=2, n_ranks=2, max_tokens_per_rank=1, top_k=1, hidden_size=8"
-    program.write_text(
-        "from max_ep.arguments import check_group\n"
-        "from max_ep.layout import Addressing, Group\n"
-        f"comptime GROUP = Group({sizes}, addressing=Addressing.BY_RANK, n_mapped=3)\n"
-        "def main():\n    check_group[GROUP, 'cpu', 1]()\n"
-    )
-    with pytest.raises(RuntimeError, match="failed: max_ep: a node has more ranks"):
-        run_mojo("run", "-I", ".", str(program))
-
-
-NUMBERS = """
+PREAMBLE = """
+from max_ep.arguments import check_group
 from max_ep.formats.block_numbers import BlockNumbers, BlockScale, checked_block
 from max_ep.formats.unused_words import unused_scales, unused_values
+from max_ep.layout import Addressing, Group
 from max_ep.op_config import check_entry
+
+comptime TWO_OF_THREE = Group(
+    n_experts=2,
+    n_ranks=2,
+    max_tokens_per_rank=1,
+    top_k=1,
+    hidden_size=8,
+    addressing=Addressing.BY_RANK,
+    n_mapped=3,
+)
 
 struct Numbers[n: Int, s: DType](BlockNumbers):
     comptime name = "some"
@@ -77,11 +74,13 @@ check_entry["mxfp4", "hidden_size=128 top_k=1"] | mxfp4 has scales; scale_block
 checked_block[Numbers[48, DType.uint8]] | block of 48; in [16, 32]
 unused_values[Numbers[32, DType.uint8]] | int8; `known_values` of their own
 unused_scales[Numbers[32, DType.uint8]] | known_scales must replace some byte
+check_group[TWO_OF_THREE, "cpu", 1] | a node has more ranks
 """)
-def test_formats_that_do_not_compile(arguments, words, tmp_path):
-    """They would deliver other bytes, or wait on a GPU for what has arrived."""
-    program = tmp_path / "format.mojo"
-    program.write_text(f"{NUMBERS}\ndef main():\n    _ = {arguments}()\n")
+def test_what_does_not_compile(arguments, words, tmp_path):
+    """It would deliver other bytes, wait on a GPU for what has arrived, or read behind
+    the table of addresses."""
+    program = tmp_path / "program.mojo"
+    program.write_text(f"{PREAMBLE}\ndef main():\n    _ = {arguments}()\n")
     with raises(RuntimeError, words):
         run_mojo("run", "-I", ".", str(program))
 
