@@ -3,17 +3,14 @@
 
 import functools
 import hashlib
-import os
 import re
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from assembly import Kernel, parse_ptx
 
-from max_ep.cache import cache_dir
+from max_ep.cache import cache_dir, kept
 from max_ep.extension import mojo_dir, run_mojo, sources_hash
 
 NVIDIA, AMD = "sm_90a", "gfx942"
@@ -99,16 +96,12 @@ def compiled(program: str) -> Path:
     state = sources_hash() + "".join(source.read_text() for source in sources)
     name = hashlib.sha256(state.encode()).hexdigest()[:16]
     folder = cache_dir() / "codegen" / name
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(dir=folder.parent)
-        said = run_mojo("run", "-I", ".", str(PROGRAMS / program), made)
-        Path(made, "printed").write_text(said)
-        try:
-            os.rename(made, folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(made)
-    return folder
+
+    def make(path: Path) -> None:
+        said = run_mojo("run", "-I", ".", str(PROGRAMS / program), str(folder))
+        path.write_text(said)
+
+    return kept(folder / "printed", make).parent
 
 
 @functools.cache
