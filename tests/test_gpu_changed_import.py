@@ -140,23 +140,9 @@ ALONE += [("bfloat16", "split"), ("balanced allreduce", "fused")] * HAS_SPLIT
 
 @pytest.mark.parametrize("kind, form", ALONE)
 def test_max_ep_alone(kind, form):
-    """Ours, on what there is: two ranks of the CPU where there is no GPU. One bit that
-    is not the oracle's is noticed, wherever it is."""
+    """Ours, on what there is: two ranks of the CPU where there is no GPU."""
     n_ranks = min(accelerator_count() or 2, 2)
     case, results = case_of(n_ranks, kind), results_of(OURS, n_ranks, kind, [form])
     assert len(results) == len(RUNS)
     check_ours(results, case, kind)
     check_theirs(results, case, kind)
-    of_ranks = [
-        (f"{form}, {routing}, rank {rank}", of_rank)
-        for (form, routing), ranks in results.items()
-        for rank, of_rank in enumerate(ranks)
-    ]
-    for where, of_rank in of_ranks:
-        for name, array in zip(names_of(case), of_rank):
-            if name == "rows" and not of_rank[-2][-1]:  # the rank got none
-                continue
-            array.view(np.uint8).flat[0] ^= 1
-            with pytest.raises(AssertionError, match=f"{where}: {name}"):
-                check_ours(results, case, kind)
-            array.view(np.uint8).flat[0] ^= 1
