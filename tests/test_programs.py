@@ -78,10 +78,6 @@ def test_the_set_up_graph_has_one_package():
 SMALL = "--ranks 4 --experts 16 --top-k 2 --hidden 64 --tokens 8"
 LARGE = "--ranks 4 --experts 256 --top-k 8 --hidden 7168 --tokens 4096"
 MSG = 7168 * 2 + 16
-# Entries of 8 bytes; tokens, once a rank; then, for GPU ranks, 256 inline-flag tokens
-# and 4 flags a token. With sums an entry has a second word, for the weight.
-BY_RANK = 4 * 4096 * 8 * 8 + 4 * (4096 + 256) * MSG + 4 * 4096 * 4 * 8
-WITH_WEIGHTS = BY_RANK + 4 * 4096 * 8 * 8
 
 
 @pytest.mark.parametrize(
@@ -92,9 +88,6 @@ WITH_WEIGHTS = BY_RANK + 4 * 4096 * 8 * 8
         (f"{SMALL} --shared-expert", "dispatch output", [f" {4 * 8 * 2 + 8} x 64 "]),
         (f"{SMALL} --layout padded", "dispatch output", [f" 4 x {4 * 8} x 64 "]),
         (f"{LARGE} --combine-mode sums", "protocol", ["by_rank, combine sums"]),
-        (f"{LARGE} --protocol by_rank", "recv", [f"{BY_RANK:,}"]),
-        (f"{LARGE} --combine-mode sums", "dispatch recv", [f"{WITH_WEIGHTS:,}"]),
-        (f"{LARGE} --protocol by_expert", "recv", [f"{64 * 4 * 4096 * MSG:,}"]),
         (LARGE, "MAX's EP would take", []),
         (f"{LARGE} --dispatch mxfp8", "on the wire", ["7,392 B", "16 B"]),
         (f"{LARGE} --dispatch nvfp4", "on the wire", ["4,032 B", "16 B"]),
