@@ -7,7 +7,6 @@ hold. Everything is a function of names and a fixed seed, so any process can
 make the same again. Bfloat16 is kept as its bits (`uint16`), as in the oracle.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +14,6 @@ from max.dtype import DType
 
 from max_ep import EPConfig
 from max_ep.formats import BY_NAME, TokenFormat
-from max_ep.limits import MAX_TOP_K
 from max_ep.reference import (
     bfloat16_to_float32,
     float32_to_bfloat16,
@@ -264,48 +262,18 @@ CAPPED_ON_TWO = [
 SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | CAPPED_CASES
 
 
-def features(case: Case) -> set[tuple]:
-    """Lists what a case has that its protocol, or its combine, must get right."""
-    n_last = case.n_experts - (case.n_ranks - 1) * case.n_local_experts
-    of_dispatch = dict(
-        ranks=case.n_ranks if case.n_ranks in (1, 5) else "some",
-        last_rank="full" if n_last == case.n_local_experts else n_last > 0,
-        top_k=case.top_k if case.top_k in (1, MAX_TOP_K) else "some",
-        scales=case.scales,
-        layout=(case.output_layout, case.fused_shared_expert, case.is_quantized),
-        scale_layout=case.scale_layout if case.is_quantized else None,
-        # Whether a launch is spread over workers.
-        spread=case.max_tokens_per_rank > 32 and case.output_layout,
-        allreduce=case.use_allreduce,
-    )
-    of_combine = dict(
-        layout=(case.output_layout, case.fused_shared_expert),
-        dtype=(case.combine, case.sends_rows_back, case.partial_dtype),
-        partial=case.partial,
-        cap=case.max_output_rows,
-    )
-    # The numbers of a block-scaled format do not depend on the protocol: one shows it.
-    is_shown = not case.is_quantized or case.wire.startswith("fp8")
-    wire_of = case.protocol if is_shown else "all"
-    return {
-        (wire_of, "wire", case.wire, case.tokens, case.forwards, case.row_scales),
-        *((case.protocol, *of) for of in of_dispatch.items()),
-        *((case.combine_mode, case.protocol, *of) for of in of_combine.items()),
-    }
-
-
-def covering(cases: dict[str, Case], others: Iterable[Case]) -> dict[str, Case]:
-    """Picks cases that have, with others, each feature once."""
-    seen = set().union(*map(features, others))
-    picked: dict[str, Case] = {}
-
-    def new_in(name: str) -> int:
-        return len(features(cases[name]) - seen)
-
-    while new_in(name := max(cases, key=new_in)):
-        picked[name] = cases[name]
-        seen |= features(cases[name])
-    return picked
+SMALL_CASES_OF_CI = """
+five_ranks_top_1 uneven_7_on_3 top_32 mxfp4 capped tight
+five_ranks_top_1_by_rank uneven_7_on_3_by_rank capped_by_rank
+last_rank_empty_sums top_32_sums fp8_sums_back mxfp8_sums_back capped_sums
+padded_fp8 padded_mxfp8 padded_last_rank_empty_by_rank
+shared_last_rank_empty_by_rank shared_fp8_sums
+tiles_mxfp8 tiles_nvfp4_by_rank packed_scales packed_scales_by_rank row_scales
+forwarded_fp8 forwarded_fp8_by_rank forwarded_mxfp4 forwarded_nvfp4
+allreduce
+""".split()
+"""Each protocol and combine with each number of ranks, layout, type and cap that they
+must get right, and each format once; `make test-all` runs all."""
 
 
 # Large enough that a launch is spread over workers and writes past the caches.

@@ -295,18 +295,6 @@ def other_arguments(buffer: Buffer) -> str:
     raise AssertionError("nothing was raised")
 
 
-def stopped(buffer: Buffer) -> None:
-    """A rank that is stopped for a while is waited for."""
-    check_low_latency(buffer, 0, "bf16", False)
-    if buffer.rank == 1 and os.fork() == 0:
-        time.sleep(1)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
-    if buffer.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    check_low_latency(buffer, 1, "bf16", True)
-
-
 SCENARIOS: dict[str, Callable[..., Any]] = {
     "low_latency": low_latency,
     "normal": normal,
@@ -314,7 +302,6 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
     "compiled": compiled,
     "captured": captured,
     "other_arguments": other_arguments,
-    "stopped": stopped,
 }
 
 
