@@ -58,7 +58,6 @@ bench: .venv/.installed-serve
 	$(BIN)/python -m bench.cpu_round_trip
 
 lint: .venv/.installed-dev
-	$(BIN)/ruff check .
 	$(BIN)/python -m pytest tests/test_house_rules.py
 
 docs: .venv/.installed-dev

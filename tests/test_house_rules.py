@@ -29,6 +29,12 @@ def test_licence_line_comes_first(path):
     assert first in ("# SPDX-License-Identifier: Apache-2.0", ""), name_of(path)
 
 
+@pytest.mark.parametrize("command", ["check", "format --check"])
+def test_python_is_formatted(command):
+    done = ran(Path(sys.executable).with_name("ruff"), *command.split(), ROOT)
+    assert done.returncode == 0, f"run `make format`:\n{done.stdout}"
+
+
 def test_mojo_is_formatted():
     mblack = Path(sys.executable).with_name("mblack")
     done = ran(mblack, "--check", "--preview", "-l", "88", "-C", *MOJO_FILES)
