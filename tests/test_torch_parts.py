@@ -102,10 +102,17 @@ def test_devices_that_are_not_there(
         eval(f"device({arguments})", {"device": device})
 
 
+def test_a_gpu_before_hopper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(ValueError, match="is sm_80; kernels need sm_90 or newer"):
+        _device("cuda:1")
+
+
 @refused("""
---torch sm90 | --torch sm90 must be cpu, sm_80, sm_86
---torch sm_20 | --torch sm_20 must be cpu, sm_80
---torch sm_81 | --torch sm_81 must be cpu, sm_80
+--torch sm90 | --torch sm90 must be cpu, sm_90, sm_90a
+--torch sm_80 | --torch sm_80 must be cpu, sm_90
+--torch sm_91 | --torch sm_91 must be cpu, sm_90
 --experts 0 | --experts 0 must be an integer from 1 to 65535
 --experts 4000 --torch sm_90a | --experts 4000 must be an integer from 1 to 3840
 --experts 9 | --experts 9 is no multiple of --ranks 2

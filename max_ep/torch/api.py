@@ -259,4 +259,10 @@ def _device(wanted: torch.device | str | None) -> torch.device:
         refuse(name, f"={wanted!r}, and torch finds no GPU; pass 'cpu'")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 9:
+            refuse(
+                name, f"={wanted!r} is sm_{major}{minor}; kernels need sm_90 or newer"
+            )
     return device

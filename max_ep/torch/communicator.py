@@ -67,8 +67,7 @@ class Communicator:
             about = torch.cuda.get_device_properties(device)
             own = str(getattr(about, "uuid", device.index))
             # Kernels use what only this architecture has.
-            suffix = "a" if about.major >= 9 else ""
-            self.target = f"sm_{about.major}{about.minor}{suffix}"
+            self.target = f"sm_{about.major}{about.minor}a"
         devices = board.exchange("Buffer()", own)
         self.shares_gpu = len(set(devices)) < self.n_ranks
         _ALIVE.add(self)

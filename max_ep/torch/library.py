@@ -188,11 +188,11 @@ def weights_back(n_weights: int, **group: Any) -> Settings:
 
 def _check_build(options: Any) -> None:
     """Raises for what no call takes: a compiler would say it in its own words."""
-    # Of others the compiler prints pages. Before sm_80 warps cannot add up words.
+    # Of others the compiler prints pages. Before sm_90 launches cannot overlap.
     listed = re.findall(
         r"^ *(sm_(\d+)\w*)", run_mojo("build", "--print-supported-accelerators"), re.M
     )
-    known = [name for name, number in listed if int(number) >= 80]
+    known = [name for name, number in listed if int(number) >= 90]
     if options.target not in ("cpu", *known):
         raise ValueError(f"--torch {options.target} must be cpu, {', '.join(known)}")
     is_normal, is_gpu = options.dispatch == "normal", options.target != "cpu"
