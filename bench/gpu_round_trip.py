@@ -70,6 +70,8 @@ def _options(arguments: list[str] | None = None) -> argparse.Namespace:
     options = processes.parse(parser, arguments)
     if len({peer in EXPERTS for peer in options.peers}) > 1:
         parser.error("--peers: experts have a section of their own; run them alone")
+    if not cases_of(options):
+        parser.error("there is no such case; layers on one GPU need --ranks 1")
     return options
 
 

@@ -22,7 +22,9 @@ from . import runs
 from .cases import Case, Config
 
 FROM_TORCH = ("nccl", "buffer")
-"""Peers of ``bench.peer_torch``, which have no graphs to compile."""
+"""Peers of ``bench.peer_torch``."""
+WITHOUT_GRAPHS = (*FROM_TORCH, "grouped_mm")
+"""Peers that have no graphs to compile."""
 
 
 def write(results: Path, case: Case, result: dict) -> None:
@@ -132,7 +134,7 @@ def _compile_all(groups: dict[Config, list[Case]], options: argparse.Namespace) 
     from .peer_graphs import is_compiled
 
     for config, todo in groups.items():
-        if config.peer in (*FROM_TORCH, "grouped_mm"):
+        if config.peer in WITHOUT_GRAPHS:
             continue
         forms = list(dict.fromkeys(case.form for case in todo))
         if is_compiled(config, options.out, forms):

@@ -87,15 +87,23 @@ def device_flags(n_gpus: int, n_ranks: int) -> list[str]:
 
 
 def gpus_of_machine() -> list[Gpu]:
-    """Asks ``nvidia-smi``; without one there are no GPUs."""
+    """Asks ``nvidia-smi`` for the visible ones; without it there are no GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        return []
     asked = "--query-gpu=name,memory.total,compute_cap"
     command = ["nvidia-smi", asked, "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if visible:
         command.append(f"--id={visible}")
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError:
         return []
+    if visible and done.returncode != 0:
+        raise ValueError(
+            f"nvidia-smi finds no CUDA_VISIBLE_DEVICES={visible!r}; list GPUs by "
+            "number or by whole UUID"
+        )
     rows = [line.split(", ") for line in done.stdout.splitlines()]
     return [
         Gpu(name, int(mebibytes) << 20, capability.startswith("9."))

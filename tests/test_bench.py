@@ -195,12 +195,13 @@ def test_experts_are_timed_at_each_size(capsys):
     assert [(c.config.peer, c.form, c.n_tokens) for c in found] == wanted
     asked += ["--compile-for", "sm_90a"]
     mixed = ["--peers", "sums", "experts"]
-    for wrong, says in ((asked, "needs --out"), (mixed, "run them alone")):
+    none = ["--peers", "experts"], "need --ranks 1"
+    for wrong, says in ((asked, "needs --out"), (mixed, "run them alone"), none):
         with pytest.raises(SystemExit):
             gpu_round_trip._options(wrong)
         assert says in capsys.readouterr().err
     with pytest.raises(ValueError, match="at most 4096"):
-        gpu_round_trip.cases_of(gpu_round_trip._options([*asked[:6], "5000"]))
+        gpu_round_trip._options([*asked[:6], "5000"])
 
 
 EXPERTS = cases.Shape("experts", 128, 8, 2, "none", moe_dim=64)

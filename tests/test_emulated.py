@@ -174,7 +174,7 @@ def test_tokens_in_chunks():
     """Choices that blocks share, then so many that blocks index them; launches that
     only send or receive. Of one source all tokens are inline, of the other none."""
     world = World("many")
-    steps = [([20, 5], 2), ([257, 1], 0), ([257, 2], 1)]
+    steps = [([65, 5], 2), ([257, 1], 0), ([257, 2], 1)]
     run_steps(world, steps, n_wrong=0.985)
     check_header(world, range(2), 3)
 

@@ -267,6 +267,6 @@ def test_a_lost_partial_sum_is_not_summed_as_nothing(sums, given, token_idx):
     flag = ctypes.c_uint64.from_address(end - 16)
     assert flag.value == 1 << 32 | 3, "generation 1, three rows"
     flag.value = 1 << 32 | 1
-    with raises(ValueError, "combine_wait on rank 0; 128 rows; 126 came"):
+    with raises(ValueError, "combine_wait on rank 0; 128 rows; are of 126"):
         sums.add_up(given, got)
     sums.check_next_run()

@@ -5,10 +5,12 @@ What it computes is compared with torch in tests/test_experts_gpu.py.
 """
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from assembly import nvidia_resources
+from children import WHERE_WE_IMPORT, ran, slow
 from errors import raises, refused
 from kernels import PROGRAMS, compiled
 from max.dtype import DType
@@ -89,6 +91,54 @@ def test_no_registers_are_spilled(folder):
 def test_each_tile_is_computed_once():
     printed = run_mojo("run", "-I", ".", str(PROGRAMS / "expert_tiles.mojo"))
     assert printed.strip() == "OK"
+
+
+OPS = """
+import os
+import sys
+from max.driver import (
+    Accelerator, set_virtual_device_api, set_virtual_device_count,
+    set_virtual_device_target_arch,
+)
+set_virtual_device_api("cuda")
+set_virtual_device_target_arch("sm_90a")
+set_virtual_device_count(1)
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType
+from max_ep.experts import grouped_swiglu, routed_swiglu
+
+gpu, bf16 = DeviceRef.GPU(0), DType.bfloat16
+types = [
+    TensorType(bf16, ["n_rows", 512], gpu),
+    TensorType(bf16, [8, 512, 512], gpu),
+    TensorType(bf16, [8, 512, 256], gpu),
+    TensorType(DType.uint32, [9], gpu),
+    TensorType(DType.int32, [8], gpu),
+    TensorType(DType.int32, ["n_tokens", 4], gpu),
+    TensorType(DType.float32, ["n_tokens", 4], gpu),
+]
+with Graph("experts", input_types=types) as graph:
+    x, gate_up, down, *groups, ids, weights = (v.tensor for v in graph.inputs)
+    layer = routed_swiglu(x, ids, weights, gate_up, down)
+    graph.output(grouped_swiglu(x, gate_up, down, *groups), layer)
+InferenceSession(devices=[Accelerator(0)], export_mefs=sys.argv[1]).load(graph)
+print("compiled", flush=True)
+os._exit(0)
+"""
+"""Compiles SwiGLU experts of rows, and of tokens. Virtual devices are for a whole
+process."""
+
+
+@slow
+def test_ops_compile_for_hopper(tmp_path):
+    """In a graph, whose GPU has another name than that of `mojo build`."""
+    how = dict(PYTHONPATH=WHERE_WE_IMPORT)
+    done = ran(sys.executable, "-c", OPS, tmp_path, **how)
+    assert "compiled" in done.stdout, done.stderr[-2000:]
+    (model,) = tmp_path.glob("*.mef")
+    kernels = re.findall(rb"\.text\.(max_ep_experts_hopper\w+)", model.read_bytes())
+    assert len(set(kernels)) == 3
 
 
 BF16, F32 = DType.bfloat16, DType.float32

@@ -246,6 +246,13 @@ def test_orders_that_work(group, steps):
     group.do(steps)
 
 
+@pytest.mark.parametrize("name", [n for n in PHASED if not n.endswith("sums")])
+def test_rows_are_added_up_after_two_dispatches(groups, name):
+    """The first one's number of tokens is not kept so long."""
+    groups[name].comm.reset()
+    groups[name].do("D1 c1 D2 d3 v1 w3 C3")
+
+
 @refused("""
 D1, d2 d3 | dispatch_async on rank 0 again, before its dispatch_wait
 D1, w1 | dispatch_wait on rank 0 before its dispatch_async

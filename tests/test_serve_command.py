@@ -12,6 +12,7 @@ from children import ROOT, ran
 
 from max_ep import cli
 from max_ep.moe_shape import PLACES, SUPPORTED
+from max_ep.serve_command import gpus_of_machine
 
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -48,6 +49,22 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "execv", started)  # which does not return
     have()
     return have
+
+
+def test_hidden_gpus_are_not_counted(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    cases = f"*--id=7) exit 6;; *--id=*) echo {H100};; *) echo {H100}; echo {H100};;"
+    program.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert len(gpus_of_machine()) == 2
+    for visible, n in {"": 0, "-1": 0, "1": 1}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(gpus_of_machine()) == n
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ValueError, match="finds no CUDA_VISIBLE_DEVICES='7'"):
+        gpus_of_machine()
 
 
 def checkpoint(folder: Path, config: dict, n_bytes: int = 5) -> str:

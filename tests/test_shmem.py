@@ -14,6 +14,7 @@ from cases import CASES
 from children import HERE, WHERE_WE_IMPORT, printed
 
 from max_ep import EPCommInitializer, extension_path, limits
+from max_ep.extension import mojo_dir, run_mojo
 from max_ep.graph.ops import _group
 from max_ep.memory import shmem
 
@@ -53,6 +54,19 @@ def test_round_trips_without_shmem() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert all("runs are the oracle's" in x for x in pool.map(run, range(2)))
+
+
+def test_mojo_and_python_agree(tmp_path):
+    """The table's name; and MAX's own number for "the signal replaces the word"."""
+    modules = (mojo_dir() / "max_ep" / "shmem_modules.mojo").read_text()
+    assert f'TABLE_VARIABLE = "{shmem._MODULES_VARIABLE}"\n' in modules
+    transport = (mojo_dir() / "max_ep" / "transport.mojo").read_text()
+    program = tmp_path / "ask.mojo"
+    program.write_text(
+        "from shmem import SHMEM_SIGNAL_SET\ndef main():\n    print(SHMEM_SIGNAL_SET)\n"
+    )
+    number = run_mojo("run", str(program)).strip()
+    assert f"_SIGNAL_SET = Int32({number})\n" in transport
 
 
 def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,10 +48,8 @@ class OneDeviceMoe(MoE):
             ids, weights = route(self.gate, x)
             choices = ids.cast(DType.int32), weights.cast(DType.float32)
             sums = routed_swiglu(x, *choices, self.gate_up_proj, self.down_proj)
-            result = ops.rebind(sums, x.shape)
-        else:
-            result = self._through_ranks(x)
-        return result
+            return ops.rebind(sums, x.shape)
+        return self._through_ranks(x)
 
     def _through_ranks(self, x: TensorValue) -> TensorValue:
         n_ranks = self._manager.config.n_gpus_per_node

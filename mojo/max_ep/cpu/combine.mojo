@@ -18,7 +18,7 @@ from ..counters import NO_ROW, Word
 from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
 from ..failures import Failure
 from ..formats.quantized_sums import QuantizedSums
-from ..flags import count_of, flag_word, generation_of, message_flag
+from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
 from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
 from ..token_format import BytePointer, SharedRows
@@ -316,8 +316,8 @@ def cpu_combine_wait[
     if n_found != n_rows:
         raise rank.error(
             String(
-                t"its tokens have {n_rows} rows, but {n_found} came, or sums of so"
-                t" many; something else has written to its memory."
+                t"its tokens have {n_rows} rows, but the messages that came are of"
+                t" {n_found}; something else has written to its memory."
             )
         )
     rank.counters.set_generation(Word.COMBINE_RECEIVED, rank.generation)
@@ -348,7 +348,10 @@ def _check_answered[
     """Raises unless tokens and unsent rows are those that `combine_async` answered."""
     var answered = rank.counters.generation(Word.COMBINE_OF)
     var n_sent = Int(rank.counters.n_tokens_of(answered)[])
-    if n_tokens != n_sent:
+    # The second dispatch after it overwrites that number.
+    var sent = rank.counters.generation(Word.DISPATCH_SENT)
+    var is_kept = sent == answered or sent == next_generation(answered)
+    if is_kept and n_tokens != n_sent:
         raise rank.refusal(Failure.BAD_N_TOKENS, -1, n_tokens, n_sent)
     comptime if group.has_sums:
         var last = rank.counters.generation(Word.DISPATCH_RECEIVED)
