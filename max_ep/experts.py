@@ -190,7 +190,8 @@ def add_rows(
 ) -> TensorValue:
     """Adds up the weighted rows of each token, in float32, in order of its choices.
 
-    ``row_of_choice`` is from :func:`sort_choices`, ``weights`` are the router's,
+    ``rows`` are ``[n_rows, hidden_size]``, of whole 16 bytes each; ``row_of_choice`` is
+    from :func:`sort_choices`, ``weights`` are the router's,
     float32 ``[n_tokens, top_k]``. Returns ``[n_tokens, hidden_size]``.
     """
     if row_of_choice.dtype != DType.int32 or weights.dtype != DType.float32:
@@ -217,7 +218,8 @@ def routed_swiglu(
     down: TensorValue,
 ) -> TensorValue:
     """Runs a routed layer of SwiGLU experts that are all on one device; on GPUs where
-    :func:`gather_takes` says so. Weights are those of :func:`grouped_swiglu`."""
+    :func:`gather_takes` says so. ``x`` is ``[n_tokens, hidden_size]``, and so is the
+    result; weights are those of :func:`grouped_swiglu`."""
     *groups, token_of_row, row_of_choice = sort_choices(topk_ids, int(down.shape[0]))
     activated = grouped_gate_up(x, gate_up, *groups, token_of_row)
     return add_rows(grouped_matmul(activated, down, *groups), row_of_choice, weights)

@@ -2,6 +2,7 @@
 """The documents: links, paths, names, commands, error texts, and the site."""
 
 import ast
+import inspect
 import re
 import sys
 from dataclasses import fields
@@ -12,8 +13,11 @@ from children import ROOT, printed
 
 import max_ep
 from bench import report, runs
+from max_ep import limits
 from max_ep.config import EPConfig
 from max_ep.formats import TokenFormat
+from max_ep.memory import membership
+from max_ep.torch import normal_layout
 
 DOCS = ROOT / "docs"
 MOJO_FILES = sorted((ROOT / "mojo").rglob("*.mojo"))
@@ -170,6 +174,38 @@ def test_numbers_beside_a_name_are_the_constants():
             assert values.get(name) == {number}, (name_of(path), name, number)
             n_compared += 1
     assert n_compared >= 2
+
+
+def test_numbers_without_a_name_are_the_constants():
+    """Limits and times in pages for users."""
+    default_s = inspect.signature(max_ep.launch).parameters["timeout_s"].default
+    said = {
+        "concepts.md": [
+            f"timeout_s={default_s:.0f}\n",
+            f"most tokens of a rank | {limits.MAX_OF_ENTRY} |",
+        ],
+        "troubleshooting.md": [f"`timeout_s`, {default_s:.0f} s by default"],
+        "fault_tolerance.md": [f"within {membership._JOIN_S:.0f} s"],
+        "pytorch.md": [
+            f"at most {limits.MAX_GPU_PAIRS} on GPUs",
+            f"{limits.MAX_OF_ENTRY}, normal {normal_layout._MOST_TOKENS}",
+        ],
+    }
+    for page, words in said.items():
+        text = (DOCS / page).read_text()
+        assert not [word for word in words if word not in text], page
+
+
+def test_bytes_in_the_notes_are_those_of_the_benchmark():
+    peers = dict(sums="with sums", rows="with rows", max="with MAX's EP")
+    text = " ".join((DOCS / "performance-notes.md").read_text().split())
+    for row in runs.load(report.DATA)["gpu"]:
+        size = row["ranks"], row["tokens"], row["dtype"], row["routing"], row["form"]
+        is_shape = row["shape"] == "h7168_e256_k8"
+        if is_shape and size == (4, 128, "bfloat16", "uniform", "fused"):
+            if words := peers.pop(row["peer"], None):
+                assert f"{row['wire_bytes'] / 1e6:.1f} MB {words}" in text
+    assert not peers
 
 
 def cells_of(path: Path) -> list[list[str]]:

@@ -11,10 +11,11 @@ from max_ep import (
     ep_dispatch_wait_kernel_api,
     Float32TokenFormat,
 )
+from max_ep.arguments import Call
 from max_ep.formats.plain import PlainRows
 from max_ep.layout import Addressing, Group
 from ranks import Ranks, tensor, vector
-from std.testing import assert_equal, assert_raises
+from std.testing import assert_equal, assert_raises, assert_true
 
 comptime HIDDEN = 8
 comptime TOP_K = 2
@@ -101,6 +102,9 @@ def main() raises:
                     factor * tokens[rank].ptr[unsafe_offset=i],
                 )
 
+    # Launches on GPUs read all tables, also those of an op that only receives.
+    var call = Call[group].of["cpu"]("a wait", counters[0], ptrs[1], ptrs[2])
+    assert_true(Int(call.send_bufs.addresses) != 0)
     # One address that is not there is enough to refuse them all.
     ptrs[5].ptr[unsafe_offset=1] = 0
     var result = tensor[F32](3, HIDDEN)
