@@ -18,8 +18,8 @@ docs/decisions/0016-matmuls-on-hopper.md.
     choices         sorts a router's choices, and adds up rows of a token
     tile            a warp's tile of a product on a GPU
     grouped_matmul  the same groups, of sizes that hopper does not take
-    launch          which of the two
     linear          few rows and one weight, on a GPU
     heads           what stands between a product and attention, on the CPU, too
-    *ops, linear_op  the MAX ops
+    ops             the MAX ops that the files above do not have: groups in bfloat16
+    linear_op       the MAX op of linear
 """

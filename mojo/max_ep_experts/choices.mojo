@@ -2,6 +2,8 @@
 """What stands before and behind experts if all are on one device: a router's choices are
 sorted by expert, and a token's rows are added up. Experts' first product gathers tokens.
 """
+import extensibility
+from extensibility import InputTensor, OutputTensor
 from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
     WARP_SIZE,
@@ -171,17 +173,44 @@ def cpu_sort(choices: Choices):
         next[Int(expert)] += 1
 
 
-def launch_sort[target: StaticString](choices: Choices, context: DeviceContext) raises:
-    comptime if is_gpu[target]():
-        var n_warps = min(max(ceildiv(choices.n_choices, _STEP), 1), _MAX_WARPS)
-        context.enqueue_function(
-            context.compile_function[sort_kernel](),
-            choices,
-            grid_dim=choices.n_experts + 1,
-            block_dim=n_warps * WARP_SIZE,
+@extensibility.register("max_ep.sort_choices")
+struct SortChoices:
+    """Sorts a router's choices by expert; those of one expert stay in order.
+
+    `row_offsets` and `expert_ids` are as dispatch gives them.
+    """
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        row_offsets: OutputTensor[dtype=DType.uint32, rank=1, ...],
+        expert_ids: OutputTensor[dtype=DType.int32, rank=1, ...],
+        token_of_row: OutputTensor[dtype=DType.int32, rank=1, ...],
+        row_of_choice: OutputTensor[dtype=DType.int32, rank=2, ...],
+        ids: InputTensor[dtype=DType.int32, rank=2, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var choices = Choices(
+            row_offsets={unsafe_from_address = Int(row_offsets.unsafe_ptr())},
+            expert_ids={unsafe_from_address = Int(expert_ids.unsafe_ptr())},
+            token_of_row={unsafe_from_address = Int(token_of_row.unsafe_ptr())},
+            row_of_choice={unsafe_from_address = Int(row_of_choice.unsafe_ptr())},
+            ids={unsafe_from_address = Int(ids.unsafe_ptr())},
+            n_choices=ids.dim_size(0) * ids.dim_size(1),
+            n_experts=expert_ids.dim_size(0),
+            top_k=ids.dim_size(1),
         )
-    else:
-        cpu_sort(choices)
+        comptime if is_gpu[target]():
+            var n_warps = min(max(ceildiv(choices.n_choices, _STEP), 1), _MAX_WARPS)
+            ctx.enqueue_function(
+                ctx.compile_function[sort_kernel](),
+                choices,
+                grid_dim=choices.n_experts + 1,
+                block_dim=n_warps * WARP_SIZE,
+            )
+        else:
+            cpu_sort(choices)
 
 
 @fieldwise_init
@@ -241,20 +270,44 @@ def add_kernel[dtype: DType, top_k: Int](rows: WeightedRows[dtype, top_k]):
         rows.add(Int(token), Int(vector) * width)
 
 
-def launch_add[
-    target: StaticString, dtype: DType, top_k: Int
-](rows: WeightedRows[dtype, top_k], context: DeviceContext) raises:
-    if rows.n_tokens == 0:
-        return
-    comptime if is_gpu[target]():
-        var n_threads = rows.n_tokens * (rows.n_columns // rows.width)
-        context.enqueue_function(
-            context.compile_function[add_kernel[dtype, top_k]](),
-            rows,
-            grid_dim=ceildiv(n_threads, _N_THREADS),
-            block_dim=_N_THREADS,
+@extensibility.register("max_ep.add_rows")
+struct AddRows:
+    """Adds up the weighted rows of each token in order of its choices, in float32."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, top_k: Int
+    ](
+        y: OutputTensor[rank=2, ...],
+        rows: InputTensor[dtype=y.dtype, rank=2, ...],
+        row_of_choice: InputTensor[dtype=DType.int32, rank=2, ...],
+        weights: InputTensor[dtype=DType.float32, rank=2, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var added = WeightedRows[y.dtype, top_k](
+            y={unsafe_from_address = Int(y.unsafe_ptr())},
+            rows={unsafe_from_address = Int(rows.unsafe_ptr())},
+            row_of_choice={unsafe_from_address = Int(row_of_choice.unsafe_ptr())},
+            weights={unsafe_from_address = Int(weights.unsafe_ptr())},
+            n_tokens=y.dim_size(0),
+            n_columns=y.dim_size(1),
         )
-    else:
-        for token in range(rows.n_tokens):
-            for column in range(0, rows.n_columns, rows.width):
-                rows.add(token, column)
+        if row_of_choice.dim_size(0) != added.n_tokens:
+            raise Error(
+                t"max_ep: add_rows takes weights of the tokens of the choices; given"
+                t" {added.n_tokens} and {row_of_choice.dim_size(0)} tokens"
+            )
+        if added.n_tokens == 0:
+            return
+        comptime if is_gpu[target]():
+            var n_threads = added.n_tokens * (added.n_columns // added.width)
+            ctx.enqueue_function(
+                ctx.compile_function[add_kernel[y.dtype, top_k]](),
+                added,
+                grid_dim=ceildiv(n_threads, _N_THREADS),
+                block_dim=_N_THREADS,
+            )
+        else:
+            for token in range(added.n_tokens):
+                for column in range(0, added.n_columns, added.width):
+                    added.add(token, column)

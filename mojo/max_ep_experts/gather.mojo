@@ -4,13 +4,17 @@
 TMA of Hopper copies adjacent rows only. So two warps copy them, 16 bytes a lane, to the
 places that TMA would choose: of a row of 128 bytes the 16 bytes `c` go to `c ^ row % 8`.
 """
+import extensibility
+from extensibility import InputTensor, OutputTensor
 from max.gpu import WARP_SIZE
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
 from std.sys import llvm_intrinsic
 from std.utils import StaticTuple
 
 from .copies import arrive_when_gathered, gather_16
-from .hopper import TileProduct
-from .product import GroupedProduct, In
+from .hopper import launch_only_on_hopper, TileProduct
+from .product import GroupedProduct, In, product_of
 from .ring import Ring, ROW_BYTES
 from .tile import K_STEP
 from .tiles import BlockTile, BM
@@ -124,3 +128,28 @@ struct GatheredSwiglu(TileProduct):
         var token = UInt32(self.token_of_row[unsafe_offset=at])
         # Like the offsets, those of a failed router reach nothing.
         return min(token, UInt32(self.n_tokens - 1)) * UInt32(self.product.k // 8)
+
+
+@extensibility.register("max_ep.grouped_gate_up_gathered")
+struct GroupedGateUpGathered:
+    """As `grouped_gate_up`, of tokens: row `r` is of token `token_of_row[r]`."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        y: OutputTensor[dtype=DType.bfloat16, rank=2, ...],
+        tokens: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+        weights: InputTensor[dtype=DType.bfloat16, rank=3, ...],
+        row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+        expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
+        token_of_row: InputTensor[dtype=DType.int32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
+        var gathered = GatheredSwiglu(
+            product_of[DType.bfloat16](y, tokens, weights, row_offsets, expert_ids),
+            {unsafe_from_address = Int(token_of_row.unsafe_ptr())},
+            tokens.dim_size(0),
+        )
+        launch_only_on_hopper("grouped_gate_up_gathered", gathered, ctx)

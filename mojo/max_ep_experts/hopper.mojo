@@ -11,6 +11,7 @@ from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
     WARP_SIZE,
     barrier,
+    block_dim,
     block_idx,
     block_rank_in_cluster,
     cluster_sync,
@@ -19,15 +20,16 @@ from max.gpu import (
     thread_idx,
 )
 from max.gpu.compute.mma import WGMMADescriptor
-from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream, Dim
+from max.gpu.host import DeviceAttribute, DeviceContext, Dim
 from max.gpu.host import FuncAttribute
 from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.intrinsics import warpgroup_reg_alloc, warpgroup_reg_dealloc
 from max.gpu.memory import external_memory
+from std.sys.info import _accelerator_arch
 from std.utils import StaticTuple
 
 from .copies import load_stage, map_of_rows, map_of_weights, SWIZZLE
-from .groups import add_up, count
+from .groups import add_up
 from .product import GroupedProduct, KernelArgument
 from .ring import MAX_GROUPS, NextTile, Ring, RING_BYTES
 from .tile import K_STEP
@@ -127,17 +129,10 @@ def _load_tiles[
 @always_inline
 def _count_tiles[chunks: Chunks](product: GroupedProduct[DType.bfloat16], ring: Ring):
     """Counts pairs and odd chunks before each group, with the block."""
-
-    @always_inline
-    def pairs(n_rows: UInt32) -> UInt32:
-        return chunks.n_pairs(n_rows)
-
-    @always_inline
-    def odds(n_rows: UInt32) -> UInt32:
-        return chunks.n_odd(n_rows)
-
-    count(product, ring.table(0), pairs)
-    count(product, ring.table(1), odds)
+    for group in range(Int(thread_idx.x), product.n_groups, Int(block_dim.x)):
+        ring.table(0)[unsafe_offset=group] = chunks.n_pairs(product.size(group))
+    for group in range(Int(thread_idx.x), product.n_groups, Int(block_dim.x)):
+        ring.table(1)[unsafe_offset=group] = chunks.n_odd(product.size(group))
     barrier()
     var warp = Int(thread_idx.x) // WARP_SIZE
     if warp < 2:
@@ -196,18 +191,22 @@ def hopper_kernel[P: TileProduct](x: TMADescriptor, weights: TMADescriptor, prod
     cluster_sync()
 
 
+def is_hopper[arch: StaticString = _accelerator_arch()]() -> Bool:
+    """Returns whether a GPU is a Hopper GPU: "sm_90a", in a graph "nvidia:sm_90a"."""
+    return arch.endswith("sm_90a")
+
+
 def fits(product: GroupedProduct[DType.bfloat16]) -> Bool:
     """Returns whether the kernel takes the sizes of a product."""
     return (
         product.n % Int(BN) == 0
         and product.k % K_STEP == 0
         and product.n_groups <= MAX_GROUPS
+        and Int(product.y) % 16 == 0
     )
 
 
-def launch_on_hopper[
-    P: TileProduct, //
-](product: P, context: DeviceContext, queue: DeviceStream) raises:
+def launch_on_hopper[P: TileProduct, //](product: P, context: DeviceContext) raises:
     """Launches `hopper_kernel`, unless there is nothing to do."""
     var grouped = product.grouped()
     if grouped.n_groups == 0 or grouped.n_rows == 0:
@@ -216,7 +215,7 @@ def launch_on_hopper[
     var function = context.compile_function[hopper_kernel[P]](
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(RING_BYTES))
     )
-    queue.enqueue_function(
+    context.enqueue_function(
         function,
         map_of_rows(grouped, product.n_rows_of_x(), context),
         map_of_weights[P.swiglu](grouped, context),
@@ -226,3 +225,21 @@ def launch_on_hopper[
         cluster_dim=Dim(2, 1, 1),
         shared_mem_bytes=RING_BYTES,
     )
+
+
+def launch_only_on_hopper[
+    P: TileProduct, //
+](op: StaticString, product: P, context: DeviceContext) raises:
+    """Launches a product that has no other kernel."""
+    comptime if is_hopper():
+        var grouped = product.grouped()
+        if not fits(grouped):
+            raise Error(
+                t"max_ep: {op} takes n in multiples of {BN} and k of"
+                t" {2 * K_STEP} bytes, up to {MAX_GROUPS} experts, and results that are"
+                t" aligned to 16 bytes; given n={grouped.n}, k of {2 * grouped.k} bytes"
+                t" and {grouped.n_groups} experts"
+            )
+        launch_on_hopper(product, context)
+    else:
+        raise Error(t"max_ep: {op} is for Hopper")

@@ -11,8 +11,7 @@ from linalg.matmul import matmul
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
-from .hopper import fits, launch_on_hopper
-from .launch import is_hopper
+from .hopper import fits, is_hopper, launch_on_hopper
 from .linear import FEW_ROWS, launch_linear
 from .product import GroupedProduct
 from .wgmma import Bf16Product
@@ -58,7 +57,7 @@ struct GpuLinear:
             return
         comptime if is_hopper():
             if n_rows % FEW_ROWS > 0 and fits(product):
-                launch_on_hopper(Bf16Product[False, 128](product), ctx, ctx.stream())
+                launch_on_hopper(Bf16Product[False, 128](product), ctx)
                 return
         var weights = weight.to_tile_tensor[DType.int64]()
         comptime n_static = weights.static_shape[0]

@@ -6,8 +6,21 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
 from .cpu import cpu_fused_silu, cpu_grouped_matmul
-from .launch import launch
-from .product import product_of
+from .grouped_matmul import launch_grouped_matmul
+from .hopper import fits, is_hopper, launch_on_hopper
+from .product import GroupedProduct, product_of
+from .wgmma import Bf16Product
+
+
+def _launch[
+    swiglu: Bool
+](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
+    """Launches the kernel that takes the sizes."""
+    comptime if is_hopper():
+        if fits(product):
+            launch_on_hopper(Bf16Product[swiglu](product), context)
+            return
+    launch_grouped_matmul[swiglu](product, context)
 
 
 @extensibility.register("max_ep.grouped_matmul")
@@ -32,7 +45,7 @@ struct GroupedMatmul:
     ) raises:
         comptime if is_gpu[target]():
             comptime assert y.dtype == DType.bfloat16, "max_ep: bfloat16 only"
-            launch[swiglu=False](
+            _launch[swiglu=False](
                 product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids), ctx
             )
         else:
@@ -60,7 +73,7 @@ struct GroupedGateUp:
         ctx: DeviceContext,
     ) raises:
         comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
-        launch[swiglu=True](
+        _launch[swiglu=True](
             product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids), ctx
         )
 
