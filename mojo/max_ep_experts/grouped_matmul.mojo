@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matmul of groups for GPUs, for sizes that `hopper.mojo` does not take."""
 
-from max.gpu import WARP_SIZE, barrier, block_dim, block_idx, grid_dim, thread_idx
+from max.gpu import WARP_SIZE, barrier, block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceAttribute, DeviceContext
 from std.math import ceildiv
 
-from .groups import add_up, group_of, shared
+from .groups import add_up, count, group_of, shared
 from .product import GroupedProduct
 from .tile import CHUNK, COLUMNS, K_STEP, TOKENS, Tile
 
@@ -27,11 +27,15 @@ def grouped_matmul_kernel[swiglu: Bool](product: GroupedProduct[DType.bfloat16])
     `K_STEP`, up to `MAX_GROUPS` groups.
     """
     var before = shared[UInt32, MAX_GROUPS + 1]()
+
+    @always_inline
+    def chunks_of(n_rows: UInt32) -> UInt32:
+        return ceildiv(n_rows, UInt32(CHUNK))
+
     # The compiler leaves out what is for one group.
     var groups = product
     groups.one_group = 0
-    for group in range(Int(thread_idx.x), product.n_groups, Int(block_dim.x)):
-        before[unsafe_offset=group] = ceildiv(groups.size(group), UInt32(CHUNK))
+    count(groups, before, chunks_of)
     barrier()
     var warp_idx = Int(thread_idx.x) // WARP_SIZE
     if warp_idx == 0:

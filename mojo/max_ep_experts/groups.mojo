@@ -2,10 +2,12 @@
 """How a kernel finds the work of a group that only the device knows: each block counts
 the work before each group, and finds by bisection whose work an item is.
 """
-from max.gpu import WARP_SIZE, thread_idx
+from max.gpu import WARP_SIZE, block_dim, thread_idx
 from max.gpu.primitives import warp
 from std.memory import unsafe_stack_allocation
 from std.sys import align_of
+
+from .product import GroupedProduct
 
 comptime Smem[T: AnyType] = Pointer[
     T, MutUntrackedOrigin, address_space=AddressSpace.SHARED
@@ -18,6 +20,15 @@ def shared[T: AnyType, n: Int, alignment: Int = align_of[T]()]() -> Smem[T]:
     return unsafe_stack_allocation[
         n, T, alignment=alignment, address_space=AddressSpace.SHARED
     ]()
+
+
+@always_inline
+def count[
+    Work: def(UInt32) -> UInt32
+](product: GroupedProduct[_], counts: Smem[UInt32], work_of: Work):
+    """Writes how much work each group's rows are, with all threads of the block."""
+    for group in range(Int(thread_idx.x), product.n_groups, Int(block_dim.x)):
+        counts[unsafe_offset=group] = work_of(product.size(group))
 
 
 @always_inline

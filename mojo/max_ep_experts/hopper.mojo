@@ -11,7 +11,6 @@ from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
     WARP_SIZE,
     barrier,
-    block_dim,
     block_idx,
     block_rank_in_cluster,
     cluster_sync,
@@ -29,7 +28,7 @@ from std.sys.info import _accelerator_arch
 from std.utils import StaticTuple
 
 from .copies import load_stage, map_of_rows, map_of_weights, SWIZZLE
-from .groups import add_up
+from .groups import add_up, count
 from .product import GroupedProduct, KernelArgument
 from .ring import MAX_GROUPS, NextTile, Ring, RING_BYTES
 from .tile import K_STEP
@@ -129,10 +128,17 @@ def _load_tiles[
 @always_inline
 def _count_tiles[chunks: Chunks](product: GroupedProduct[DType.bfloat16], ring: Ring):
     """Counts pairs and odd chunks before each group, with the block."""
-    for group in range(Int(thread_idx.x), product.n_groups, Int(block_dim.x)):
-        ring.table(0)[unsafe_offset=group] = chunks.n_pairs(product.size(group))
-    for group in range(Int(thread_idx.x), product.n_groups, Int(block_dim.x)):
-        ring.table(1)[unsafe_offset=group] = chunks.n_odd(product.size(group))
+
+    @always_inline
+    def pairs(n_rows: UInt32) -> UInt32:
+        return chunks.n_pairs(n_rows)
+
+    @always_inline
+    def odds(n_rows: UInt32) -> UInt32:
+        return chunks.n_odd(n_rows)
+
+    count(product, ring.table(0), pairs)
+    count(product, ring.table(1), odds)
     barrier()
     var warp = Int(thread_idx.x) // WARP_SIZE
     if warp < 2:

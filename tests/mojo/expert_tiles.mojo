@@ -4,7 +4,7 @@
 Prints OK, or raises. Run by tests/test_experts.py.
 """
 from max_ep_experts import fp8, wgmma
-from max_ep_experts.launch import is_hopper
+from max_ep_experts.hopper import is_hopper
 from max_ep_experts.product import GroupedProduct
 from max_ep_experts.tiles import BN, Chunks, Schedule
 from std.random import random_ui64, seed
