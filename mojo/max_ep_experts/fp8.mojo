@@ -226,34 +226,17 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
                     y_scales[unsafe_offset=to] = amax / FP8_MAX
 
 
-def _launch[
-    swiglu: Bool
-](
+def _check_scales(
     op: StaticString,
-    y: OutputTensor[rank=2, ...],
-    y_scales: Int,
     x: InputTensor[dtype=FP8, rank=2, ...],
     x_scales: InputTensor[dtype=DType.float32, rank=2, ...],
-    weights: InputTensor[dtype=FP8, rank=3, ...],
-    weight_scales: InputTensor[dtype=DType.float32, rank=3, ...],
-    row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
-    expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
-    context: DeviceContext,
 ) raises:
-    """Launches a product; `y_scales` is an address."""
     var n_rows, k = x.dim_size(0), x.dim_size(1)
     if x_scales.dim_size(0) * BLOCK != k or x_scales.dim_size(1) != n_rows:
         raise Error(
             t"max_ep: {op}: rows [{n_rows}, {k}] need scales [{k // BLOCK}, {n_rows}];"
             t" given [{x_scales.dim_size(0)}, {x_scales.dim_size(1)}]"
         )
-    var scaled = ScaledProduct[swiglu](
-        product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids),
-        {unsafe_from_address = Int(x_scales.unsafe_ptr())},
-        {unsafe_from_address = Int(weight_scales.unsafe_ptr())},
-        {unsafe_from_address = y_scales},
-    )
-    launch_only_on_hopper(op, scaled, context)
 
 
 @extensibility.register("max_ep.grouped_matmul_fp8")
@@ -277,18 +260,15 @@ struct GroupedMatmulFp8:
         expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        _launch[swiglu=False](
-            "grouped_matmul_fp8",
-            y,
-            0,
-            x,
-            x_scales,
-            weights,
-            weight_scales,
-            row_offsets,
-            expert_ids,
-            ctx,
+        comptime op = "grouped_matmul_fp8"
+        _check_scales(op, x, x_scales)
+        var product = ScaledProduct[swiglu_=False](
+            product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids),
+            {unsafe_from_address = Int(x_scales.unsafe_ptr())},
+            {unsafe_from_address = Int(weight_scales.unsafe_ptr())},
+            {unsafe_from_address = 0},
         )
+        launch_only_on_hopper(op, product, ctx)
 
 
 @extensibility.register("max_ep.grouped_gate_up_fp8")
@@ -312,15 +292,12 @@ struct GroupedGateUpFp8:
         expert_ids: InputTensor[dtype=DType.int32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        _launch[swiglu=True](
-            "grouped_gate_up_fp8",
-            y,
-            Int(y_scales.unsafe_ptr()),
-            x,
-            x_scales,
-            weights,
-            weight_scales,
-            row_offsets,
-            expert_ids,
-            ctx,
+        comptime op = "grouped_gate_up_fp8"
+        _check_scales(op, x, x_scales)
+        var product = ScaledProduct[swiglu_=True](
+            product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids),
+            {unsafe_from_address = Int(x_scales.unsafe_ptr())},
+            {unsafe_from_address = Int(weight_scales.unsafe_ptr())},
+            {unsafe_from_address = Int(y_scales.unsafe_ptr())},
         )
+        launch_only_on_hopper(op, product, ctx)
