@@ -54,7 +54,7 @@ faults: .venv/.installed-dev
 sanitize: .venv/.installed-dev
 	PYTHON=$(BIN)/python tests/sanitize.sh $(CHECK)
 
-bench: .venv/.installed-serve
+bench: .venv/.installed-torch
 	$(BIN)/python -m bench.cpu_round_trip
 
 lint: .venv/.installed-dev
@@ -69,9 +69,13 @@ docs: .venv/.installed-dev
 	$(PIP) -e . --no-compile
 	touch $@
 
+.venv/.installed-torch: .venv/.installed
+	$(PIP) $(TORCH)
+	touch $@
+
 # uv, since an older pip cannot resolve what `max[serve]` asks for.
-.venv/.installed-serve: .venv/.installed
-	$(PIP) $(TORCH) uv
+.venv/.installed-serve: .venv/.installed-torch
+	$(PIP) uv
 	$(BIN)/uv pip install -q --python $(BIN)/python -e ".[serve]"
 	touch $@
 

@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from cases import BF16, F32, Case, Inputs, make_inputs, narrow, widen
+from cases import BF16, F32, Case
+from drawn import Inputs, make_inputs, narrow, widen
 from harness import graph_of, to_buffer, to_numpy
 from max.driver import CPU, Accelerator, Buffer, accelerator_count
 from max.dtype import DType

@@ -192,18 +192,19 @@ def gpu_session():
 @pytest.fixture(scope="session")
 def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
     """The compiled graphs of ranks in processes of their own."""
-    import processes
+    from process_graphs import compile_graphs
 
     path = tmp_path_factory.mktemp("graphs") / "processes.mef"
-    processes.compile_graphs(path, session)
+    compile_graphs(path, session)
     return str(path)
 
 
 @pytest.fixture(scope="session")
 def groups(graphs: str) -> Iterator[dict]:
     """The same ranks in one process, in turn; a group of each protocol."""
+    from generations import PHASED
     from in_turn import Group
-    from processes import PHASED, Engine
+    from processes import Engine
 
     engine = Engine(graphs)
     made = {name: Group(engine, case) for name, case in PHASED.items()}

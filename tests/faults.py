@@ -20,22 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases import Case, in_protocols, narrow, widen
+from cases import BF16, Case, in_protocols
 from children import ALL_CASES
+from drawn import narrow, widen
+from generations import SMALL, Oracle, apply_experts, config_of, inputs_of
 from harness import assert_same_bits, to_buffer, to_numpy
 from max.engine import InferenceSession, Model
 from max.graph import Module
-from processes import (
-    BF16,
-    SMALL,
-    Engine,
-    Member,
-    Oracle,
-    add_phases,
-    apply_experts,
-    config_of,
-    inputs_of,
-)
+from process_graphs import add_phases
+from processes import Engine, Member
 
 from max_ep import EPCommInitializer, extension_path
 from max_ep.limits import GROUP_VARIABLE

@@ -2,7 +2,8 @@
 """All-gathers: the graph that tests run, and what must come out of it, to the bit."""
 
 import numpy as np
-from cases import BF16, F32, Inputs, narrow, widen
+from cases import BF16, F32
+from drawn import Inputs, narrow, widen
 from harness import assert_same_bits, graph_of, to_buffer
 from max.driver import Buffer, Device
 from max.dtype import DType

@@ -9,7 +9,8 @@ import traceback
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from cases import Case, make_inputs
+from cases import Case
+from drawn import make_inputs
 from harness import assert_round_trip, building, flatten, round_trip, take_outputs
 from max.driver import Accelerator, Buffer, accelerator_count
 from max.engine import InferenceSession

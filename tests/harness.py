@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cases import BF16, Case, Inputs, widen
+from cases import BF16, Case
+from drawn import Inputs, widen
 from max import driver
 from max.driver import Buffer, Device
 from max.dtype import DType

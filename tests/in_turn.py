@@ -9,11 +9,13 @@ A graph that is run again does what a captured graph does that is replayed. A st
 """
 
 import numpy as np
-from cases import Case, Inputs, make_inputs
+from cases import Case
+from drawn import Inputs, make_inputs
+from generations import N_RANKS, check_dispatched
 from harness import assert_same_bits, to_buffer, to_numpy
 from max.driver import Buffer
 from oracle import expected
-from processes import N_RANKS, Engine, Member, check_dispatched
+from processes import Engine, Member
 
 from max_ep import EPCommInitializer
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from cases import Case, Inputs, narrow, widen
+from cases import Case
+from drawn import Inputs, narrow, widen
 from max.dtype import DType
 from row_layouts import PaddedResult, drop_rows, pad, unpad
 

@@ -19,20 +19,11 @@ from typing import Any
 import gathering
 import numpy as np
 from children import ALL_CASES, names_of
+from generations import GROUPS, N_RANKS, PHASED, SMALL, check_dispatched, config_of
 from harness import assert_same_bits, to_numpy
 from max.engine import InferenceSession
-from processes import (
-    ALL_GATHER,
-    GROUPS,
-    N_RANKS,
-    PHASED,
-    SMALL,
-    Engine,
-    Member,
-    check_dispatched,
-    config_of,
-    dispatcher_of,
-)
+from process_graphs import ALL_GATHER, dispatcher_of
+from processes import Engine, Member
 
 from max_ep import EPConfig
 from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE

@@ -30,14 +30,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(i) for i in [*_MINE, *_OTHERS]
 os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
 os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
 
-from cases import (  # noqa: E402
-    CASES,
-    LAYOUT_CASES,
-    ROUTINGS,
-    Case,
-    Inputs,
-    make_inputs,
-)
+from cases import CASES, LAYOUT_CASES, Case  # noqa: E402
+from drawn import ROUTINGS, Inputs, make_inputs  # noqa: E402
 from harness import Groups, assert_round_trip, fused_round_trip, round_trip  # noqa: E402
 from max.driver import CPU, Accelerator  # noqa: E402
 from max.dtype import DType  # noqa: E402

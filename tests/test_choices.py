@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cases import narrow, widen
+from drawn import narrow, widen
 from errors import raises, refused
 from harness import to_buffer, to_numpy
 from max.driver import CPU, Accelerator

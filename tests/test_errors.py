@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import F32, Inputs, make_inputs
+from cases import F32
 from children import names_of
+from drawn import Inputs, make_inputs
 from errors import raises, refused
+from generations import PHASED, check_dispatched
 from harness import to_buffer, to_numpy
 from in_turn import Group
 from max.driver import Buffer
 from oracle import expected_dispatch
-from processes import PHASED, check_dispatched
 from test_config import AS_SUMS, OF_F32, OF_FP8, OF_NVFP4, TWO
 
 from max_ep import AllGatherTokenDispatcher, EPCommInitializer

@@ -30,7 +30,7 @@ from faults import (
     compile_graphs,
     lost_ranks,
 )
-from processes import config_of
+from generations import config_of
 
 from max_ep import EPCommInitializer
 from max_ep.memory.meeting import Owner

@@ -9,7 +9,8 @@ import os
 from dataclasses import dataclass, replace
 
 import numpy as np
-from cases import BF16, F32, Case, Inputs, make_inputs
+from cases import BF16, F32, Case
+from drawn import Inputs, make_inputs
 from harness import Groups, assert_round_trip
 from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import gathering
 import pytest
-from cases import Case, make_inputs
+from cases import Case
+from drawn import make_inputs
 from errors import raises, refused
 from harness import graph_of, to_numpy
 from max.driver import Accelerator

@@ -23,15 +23,13 @@ from cases import (
     F32,
     LAYOUT_CASES,
     PROTOCOLS,
-    ROUTINGS,
     SUMS_CASES,
     TIGHT,
     Case,
-    Inputs,
     capped,
     in_protocols,
-    make_inputs,
 )
+from drawn import ROUTINGS, Inputs, make_inputs
 from errors import raises
 from harness import (
     Groups,

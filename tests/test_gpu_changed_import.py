@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import changed_import
 import numpy as np
 import pytest
-from cases import BF16, Case, Inputs, narrow, widen
+from cases import BF16, Case
 from changed_import import RUNS, Results, case_of, factors_of, given_to, placement
 from children import ALL_CASES
+from drawn import Inputs, narrow, widen
 from harness import assert_same_bits
 from max.driver import accelerator_count
 from oracle import expected, expected_dispatch

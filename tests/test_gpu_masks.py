@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import PROTOCOLS, Case, Inputs, in_protocols, make_inputs
+from cases import PROTOCOLS, Case, in_protocols
+from drawn import Inputs, make_inputs
 from harness import (
     assert_round_trip,
     building,

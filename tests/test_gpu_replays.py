@@ -16,8 +16,8 @@ from cases import (
     Case,
     capped,
     in_protocols,
-    make_inputs,
 )
+from drawn import make_inputs
 from harness import (
     assert_round_trip,
     assert_same_bits,

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from cases import narrow, widen
+from drawn import narrow, widen
 from harness import to_buffer, to_numpy
 from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType

@@ -17,8 +17,8 @@ import pytest
 import scenarios
 from children import names_of, ran
 from errors import raises, refused
+from generations import N_RANKS, PHASED
 from in_turn import Group
-from processes import N_RANKS, PHASED
 from scenarios import KILLED_AT, KILLED_RANK, SCENARIOS, Outcome
 
 from max_ep import LaunchError, launch

@@ -14,7 +14,8 @@ import harness
 import numpy as np
 import pytest
 import torch
-from cases import Case, expert_ids, telling_tokens
+from cases import Case
+from drawn import expert_ids, telling_tokens
 from errors import raises, refused
 from row_layouts import drop_rows, kept_rows, pad, unpad
 

@@ -12,15 +12,13 @@ from cases import (
     CASES,
     LARGE_CASES,
     LAYOUT_CASES,
-    ROUTINGS,
     SMALL_CASES,
     SMALL_CASES_OF_CI,
     SUMS_CASES,
     Case,
-    Inputs,
-    make_inputs,
 )
 from children import ALL_CASES
+from drawn import ROUTINGS, Inputs, make_inputs
 from harness import (
     Groups,
     RankInputs,

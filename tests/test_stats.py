@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from assembly import parse_ptx
-from cases import SMALL_CASES, Case, make_inputs
+from cases import SMALL_CASES, Case
+from drawn import make_inputs
 from harness import (
     Groups,
     assert_round_trip,

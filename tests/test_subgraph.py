@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine in a subgraph, as MAX's larger models have their layers."""
 
-from cases import CASES, Inputs, make_inputs
+from cases import CASES
+from drawn import Inputs, make_inputs
 from harness import assert_same_bits, flatten, input_types, to_numpy
 from max.graph import Graph, Module, TensorValue, Value, ops
 from oracle import expected
