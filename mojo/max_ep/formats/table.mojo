@@ -39,28 +39,12 @@ comptime NumbersOf = _Table[
 ].Named
 """All formats that have a scale for each block."""
 
-comptime _RowsOf[scales: StaticString]: ScaledRows = InTiles if scales == "tiles" else (
-    RowByRow if scales == "rows" else TransposedRows[scales == "packed"]
+# fmt: off
+comptime _RowsOf[scales: StaticString]: ScaledRows = (
+    InTiles if scales == "tiles"
+    else RowByRow if scales == "rows"
+    else TransposedRows[scales == "packed"]
 )
-
-
-comptime _Encoded[
-    name: StaticString, hidden_size: Int, top_k: Int, Rows: ScaledRows
-]: TokenFormat = ForwardedTokenFormat[
-    NumbersOf[name], Rows, hidden_size, top_k
-] if name.endswith(
-    "_forwarded"
-) else BlockScaledTokenFormat[
-    NumbersOf[name], Rows, hidden_size, top_k
-]
-
-comptime _Scaled[
-    name: StaticString, hidden_size: Int, top_k: Int, Rows: ScaledRows
-]: TokenFormat = ForwardedTokenFormat[
-    NVFP4, WithRowScales[Rows], hidden_size, top_k
-] if name == "nvfp4_dynamic" else _Encoded[
-    name, hidden_size, top_k, Rows
-]
 
 comptime FormatOf[
     name: StaticString,
@@ -68,13 +52,17 @@ comptime FormatOf[
     top_k: Int,
     router_top_k: Int = 0,
     scales: StaticString = "transposed",
-]: TokenFormat = PlainTokenFormat[
-    DType.bfloat16 if name == "bfloat16" else DType.float32,
-    hidden_size,
-    top_k,
-    router_top_k,
-] if router_top_k > 0 or name == "bfloat16" or name == "float32" else _Scaled[
-    name, hidden_size, top_k, _RowsOf[scales]
-]
+]: TokenFormat = (
+    PlainTokenFormat[DType.bfloat16, hidden_size, top_k, router_top_k]
+    if name == "bfloat16"
+    else PlainTokenFormat[DType.float32, hidden_size, top_k, router_top_k]
+    if name == "float32" or router_top_k > 0
+    else ForwardedTokenFormat[NVFP4, WithRowScales[_RowsOf[scales]], hidden_size, top_k]
+    if name == "nvfp4_dynamic"
+    else ForwardedTokenFormat[NumbersOf[name], _RowsOf[scales], hidden_size, top_k]
+    if name.endswith("_forwarded")
+    else BlockScaledTokenFormat[NumbersOf[name], _RowsOf[scales], hidden_size, top_k]
+)
 """The format of a name; in an all-gather `router_top_k` is above 0. `scales` says
 where scales go: transposed, rows, tiles or packed."""
+# fmt: on
