@@ -3,14 +3,12 @@
 
     python graphs/moe_layer.py [--shared-expert] [--sums] [--allreduce] [--format mxfp8]
 
-The layer is ``max_ep.graph.moe.moe_layer``; with ``--shared-expert`` every token
-also goes through one expert of its own rank, computed beside the routed ones
-and added; with ``--sums`` combine sends partial sums instead of rows
-(``EPConfig.combine_mode``); with ``--format`` dispatch quantizes tokens, and the
-experts get them in float32 again; with ``--allreduce`` every rank has all tokens, and
-what the ranks' experts make of them is added up (``EPConfig.use_allreduce``). The
-result is compared with that of ``max_ep.reference.moe`` for the same quantized tokens,
-and for the tokens themselves.
+The layer is ``max_ep.graph.moe.moe_layer``. With ``--shared-expert`` every token also
+goes through one expert of its own rank, computed beside the routed ones. With
+``--sums`` combine sends partial sums instead of rows. With ``--format`` dispatch
+quantizes tokens, and the experts get them in float32 again. With ``--allreduce`` every
+rank has all tokens, and what the ranks' experts make of them is added up. The result is
+compared with a plain layer in NumPy.
 """
 
 import argparse
@@ -28,7 +26,7 @@ from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.experts import linear
 from max_ep.formats import BY_NAME
 from max_ep.graph.moe import moe_layer
-from max_ep.reference import moe
+from max_ep.reference import moe, softmax_top_k, swiglu
 
 N_RANKS, N_EXPERTS, TOP_K, HIDDEN_SIZE, MOE_DIM = 4, 16, 4, 128, 64
 CPU_DEVICE, F32 = DeviceRef.CPU(), DType.float32
@@ -85,42 +83,32 @@ def build(options: argparse.Namespace, module: Module | None = None) -> Graph:
     return graph
 
 
-def swiglu(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Computes one SwiGLU expert in NumPy."""
-    gate, up = np.split(x @ gate_up.T, 2, axis=1)
-    return (gate / (1 + np.exp(-gate)) * up) @ down.T
-
-
 def options_of(words: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line, or the ``words`` of one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shared-expert", action="store_true")
     parser.add_argument("--sums", action="store_true")
-    formats = [name for name, f in BY_NAME.items() if f.is_quantized]
-    parser.add_argument("--format", choices=formats)
+    parser.add_argument("--format", choices=list(BY_NAME), default="float32")
     parser.add_argument("--allreduce", action="store_true")
     return parser.parse_args(words)
 
 
 def config_of(options: argparse.Namespace) -> EPConfig:
     """Makes the group."""
-    config = replace(CONFIG, use_allreduce=options.allreduce)
-    if options.sums:
-        config = replace(config, combine_mode="sums")
-    if options.format:
-        token_format = BY_NAME[options.format]
-        config = replace(
-            config,
-            dispatch_dtype=token_format.dtype,
-            dispatch_quant_config=token_format.make_quant_config(),
-        )
-    return config
+    token_format = BY_NAME[options.format]
+    return replace(
+        CONFIG,
+        use_allreduce=options.allreduce,
+        combine_mode="sums" if options.sums else "rows",
+        dispatch_dtype=token_format.dtype,
+        dispatch_quant_config=token_format.make_quant_config(),
+    )
 
 
 def main() -> None:
     """Runs the layer once and compares."""
     options = options_of()
-    config, has_shared_expert = config_of(options), options.shared_expert
+    config = config_of(options)
     rng = np.random.default_rng(7)
 
     def draw(*shape: int) -> np.ndarray:
@@ -141,29 +129,26 @@ def main() -> None:
         comm.ep_init(session)
         weights = [*np.split(gate_up, N_RANKS), *np.split(down, N_RANKS), *shared]
         outputs = model.execute(*x, router, *weights, *comm.model_inputs())
-    n = len(outputs) // 2
-    y, ids = (
-        np.concatenate([a.to_numpy() for a in o]) for o in (outputs[:n], outputs[n:])
-    )
+    arrays = [output.to_numpy() for output in outputs]
+    n = len(arrays) // 2
+    y, ids = np.concatenate(arrays[:n]), np.concatenate(arrays[n:])
 
     tokens = np.concatenate(x[:n])
-    logits = tokens @ router.T
-    p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    top = np.take_along_axis(p, ids, axis=1)
-    top = (top / top.sum(axis=1, keepdims=True)).astype(np.float32)
+    expected_ids, top = softmax_top_k(tokens @ router.T, TOP_K)
+    np.testing.assert_array_equal(ids, expected_ids)
 
     def plain(sent: np.ndarray) -> np.ndarray:
-        y = moe(sent, ids, top, lambda e, rows: swiglu(rows, gate_up[e], down[e]))
-        return y + swiglu(tokens, *shared) if has_shared_expert else y
+        weights = top.astype(np.float32)
+        y = moe(sent, ids, weights, lambda e, rows: swiglu(rows, gate_up[e], down[e]))
+        return y + swiglu(tokens, *shared) if options.shared_expert else y
 
     expected = exact = plain(tokens)
-    if options.format:
-        token_format = BY_NAME[options.format]
-        expected = plain(token_format.dequantize(*token_format.quantize(tokens)))
-    np.testing.assert_array_equal(np.sort(ids), np.sort(np.argsort(-p)[:, :TOP_K]))
+    if config.is_quantized:
+        of = config.token_format
+        expected = plain(of.dequantize(*of.quantize(tokens)))
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
     print(f"{len(tokens)} tokens on 4 ranks agree with the plain MoE")
-    if options.format:
+    if config.is_quantized:
         error = np.linalg.norm(expected - exact) / np.linalg.norm(exact)
         print(f"of which {options.format} tokens change {error:.1%}")
 

@@ -26,26 +26,23 @@ N_RUNS, LATE_RANK, LATE_S = 20, 2, 5e-3
 CPU_DEVICE, F32 = DeviceRef.CPU(), DType.float32
 
 
-def config(rank: int) -> EPConfig:
-    """Makes the group: a process for each rank."""
-    return EPConfig(
-        dispatch_dtype=F32,
-        combine_dtype=F32,
-        hidden_size=HIDDEN_SIZE,
-        top_k=TOP_K,
-        n_experts=N_EXPERTS,
-        max_tokens_per_rank=N_TOKENS,
-        n_gpus_per_node=1,
-        n_nodes=N_RANKS,
-        node_id=rank,
-        target="cpu",
-        timeout_s=60,
-    )
+CONFIG = EPConfig(
+    dispatch_dtype=F32,
+    combine_dtype=F32,
+    hidden_size=HIDDEN_SIZE,
+    top_k=TOP_K,
+    n_experts=N_EXPERTS,
+    max_tokens_per_rank=N_TOKENS,
+    n_gpus_per_node=1,  # a process for each rank
+    n_nodes=N_RANKS,
+    target="cpu",
+    timeout_s=60,
+)
 
 
-def build(rank: int) -> Graph:
+def build() -> Graph:
     """Builds a round trip whose waits are watched."""
-    manager = EPBatchManager(config(rank))
+    manager = EPBatchManager(CONFIG)
     types = [
         TensorType(F32, [N_TOKENS, HIDDEN_SIZE], CPU_DEVICE),
         TensorType(DType.int32, [N_TOKENS, TOP_K], CPU_DEVICE),
@@ -69,11 +66,11 @@ def build(rank: int) -> Graph:
 def run_rank(rank: int) -> list[list[np.ndarray]]:
     """Runs a rank; returns its three statistics of each run."""
     session = InferenceSession(devices=[CPU()])
-    model = session.load(build(rank))
+    model = session.load(build())
     rng = np.random.default_rng(rank)
     likely = 1 / np.arange(1, N_EXPERTS + 1)
     kept = []
-    with EPCommInitializer(config(rank)) as comm:
+    with EPCommInitializer(CONFIG) as comm:
         comm.ep_init(session)
         for _ in range(N_RUNS + 1):
             x = rng.standard_normal((N_TOKENS, HIDDEN_SIZE), np.float32)
@@ -97,11 +94,9 @@ def main() -> None:
     options = parser.parse_args()
     ranks = launch(run_rank, N_RANKS)
     print(f"{N_TOKENS} tokens on {N_RANKS} ranks: right in {N_RUNS + 1} runs")
-    of_kinds = (
-        [np.stack([run[i] for run in runs]) for runs in ranks] for i in range(3)
-    )
-    kinds = (np.stack(of_ranks, axis=1) for of_ranks in of_kinds)
-    statistics = Statistics(*kinds, N_EXPERTS)
+    kinds = ([[run[i] for run in runs] for runs in ranks] for i in range(3))
+    stacked = (np.stack(of_ranks, axis=1) for of_ranks in kinds)
+    statistics = Statistics(*stacked, N_EXPERTS)
     if options.save:
         statistics.save(options.save)
         print(f"saved: {options.save}")

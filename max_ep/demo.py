@@ -117,8 +117,7 @@ def plain_moe(x: np.ndarray, weights: LayerWeights) -> np.ndarray:
     ids, top = reference.softmax_top_k(normed @ weights.router.T, TOP_K)
 
     def expert(i: int, rows: np.ndarray) -> np.ndarray:
-        gate, up = np.split(rows @ weights.gate_up[i].T, 2, axis=1)
-        return (gate / (1 + np.exp(-gate)) * up) @ weights.down[i].T
+        return reference.swiglu(rows, weights.gate_up[i], weights.down[i])
 
     return x + reference.moe(normed, ids, top.astype(np.float32), expert)
 

@@ -292,6 +292,12 @@ def moe(
     return acc if shared_fn is None else round_sum(acc) + shared_fn(tokens)
 
 
+def swiglu(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """Runs one expert of `grouped_swiglu` on its rows."""
+    gate, up = np.split(x @ gate_up.T, 2, axis=1)
+    return (gate / (1 + np.exp(-gate)) * up) @ down.T
+
+
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Computes `a * b + c` of float32 with one rounding, to nearest even.
 
