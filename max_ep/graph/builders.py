@@ -99,24 +99,13 @@ def call_ep_dispatch_wait(
         ``output_tokens`` ``[n_output_rows, hidden_size]``, where dispatch quantizes
         their scales (docs/formats.md has the layouts), ``row_offsets``
         ``[n_local_experts + 1]`` uint32, ``expert_ids`` ``[n_local_experts]`` int32,
-        ``src_info`` ``[n_output_rows, 2]`` int32 (token, choice). Rows from
-        ``row_offsets[-1]`` on are undefined.
+        ``src_info`` ``[n_output_rows, 2]`` int32 (token, choice; choice -1 is a fused
+        shared expert's). Rows from ``row_offsets[-1]`` on are undefined.
 
-        With ``fused_shared_expert`` this rank's own tokens come first, in the wire's
-        format, with choice -1, as group 0 of ``row_offsets`` ``[n_local_experts + 2]``
-        and ``expert_ids`` ``[n_local_experts + 1]``; local expert ``e`` is group
-        ``e + 1``.
-
-        With ``output_layout="padded"``: ``output_tokens`` ``[n_local_experts,
-        expert_capacity, hidden_size]``, scales, ``recv_counts`` ``[n_local_experts]``
-        int32, ``src_info`` ``[n_local_experts, expert_capacity, 2]`` and
-        ``recv_ranges`` ``[n_local_experts, n_ranks, 2]`` int32: of each source rank's
-        rows the first, within the expert's, and how many. Rows after ``recv_counts``
-        are undefined.
-
-        In an all-gather, behind ``output_tokens``: routing map
-        ``[n_output_rows, router_top_k]`` int32, probabilities of that shape, float32
-        (after the last token -1 and 0), and the tokens of all ranks, ``[1]`` int32.
+        docs/concepts.md#packed-and-padded-rows says where a fused shared expert's rows
+        are, and what is returned with ``output_layout="padded"``. In an all-gather,
+        routing map, probabilities and ``n_gathered`` come behind ``output_tokens``
+        (docs/all_gather.md).
     """
     if num_tokens is not None:
         raise ValueError(
@@ -190,19 +179,20 @@ def call_distributed_ep_dispatch(
 
     Takes and returns lists over the local ranks.
     """
-    pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
+    receive_pointers = recv_buf_ptrs, recv_count_ptrs
+    where = send_buf_ptrs, *receive_pointers, config
     none = [None] * len(atomic_counters)
-    given = zip(input_tokens, topk_ids, atomic_counters)
-    more = zip(input_scales or none, router_weights or none)
-    send = call_ep_dispatch_async if config.runs_ranks_in_turn else call_ep_dispatch
-    results = [
-        send(*of_rank, *pointers, config, *optional)
-        for of_rank, optional in zip(given, more)
-    ]
+    optional = input_scales or none, router_weights or none
+    given = zip(input_tokens, topk_ids, atomic_counters, *optional)
     if not config.runs_ranks_in_turn:
-        return results
+        return [
+            call_ep_dispatch(tokens, ids, counter, *where, *more)
+            for tokens, ids, counter, *more in given
+        ]
+    for tokens, ids, counter, *more in given:
+        call_ep_dispatch_async(tokens, ids, counter, *where, *more)
     return [
-        call_ep_dispatch_wait(counter, *pointers[1:], config)
+        call_ep_dispatch_wait(counter, *receive_pointers, config)
         for counter in atomic_counters
     ]
 
@@ -257,13 +247,9 @@ def call_ep_combine_wait(
             token ``t``, and those that this rank's experts made of its own tokens.
 
     Returns:
-        ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: for each token the
-        sum, in order of choice, of weight times expert row, in float32 by fused
-        multiply-add, rounded. A fused shared expert's row is added to that, and the
-        result is rounded again, as MAX does. Choices of ``-1`` add nothing. With
-        ``combine_mode="sums"`` the sum of the rows of each other rank is rounded to
-        ``partial_dtype`` by itself; these partial sums are added to the own rank's
-        in order of rank.
+        ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: the weighted sum of
+        each token's rows, as docs/formats.md#combine defines it. Choices of ``-1`` add
+        nothing.
     """
     given = input_tokens, None, num_tokens, router_weights
     pointers = recv_buf_ptrs, recv_count_ptrs
@@ -337,18 +323,19 @@ def call_distributed_ep_combine(
 
     Takes and returns lists over the local ranks.
     """
-    pointers = (send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs)
-    given = list(zip(input_tokens, src_info, atomic_counters))
-    weights = router_weights or [None] * len(given)
-    rest = zip(num_tokens_per_device, weights)
+    receive_pointers = recv_buf_ptrs, recv_count_ptrs
+    where = send_buf_ptrs, *receive_pointers, config
+    weights = router_weights or [None] * len(atomic_counters)
+    of_sums = num_tokens_per_device, weights
+    given = list(zip(input_tokens, src_info, atomic_counters, *of_sums))
     if not config.runs_ranks_in_turn:
         return [
-            call_ep_combine(*of_rank, *pointers, config, *more)
-            for of_rank, more in zip(given, rest)
+            call_ep_combine(rows, source, counter, *where, *more)
+            for rows, source, counter, *more in given
         ]
-    for of_rank in given:
-        call_ep_combine_async(*of_rank, *pointers, config)
+    for rows, source, counter, *_ in given:
+        call_ep_combine_async(rows, source, counter, *where)
     return [
-        call_ep_combine_wait(counter, *pointers[1:], config, *more, rows)
-        for (rows, _, counter), more in zip(given, rest)
+        call_ep_combine_wait(counter, *receive_pointers, config, *more, rows)
+        for rows, _, counter, *more in given
     ]

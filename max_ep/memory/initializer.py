@@ -63,9 +63,7 @@ class EPCommInitializer(MaskedRanks):
         self._memory: _Memory | None = None
         self._model: Any = None
         self._devices: list[Device] = []
-        self._regions: list[int] = []
         self._counters: list[list[Buffer]] = []
-        self._pointers: np.ndarray | None = None
         self._placement: list[Buffer] = []
 
     def __enter__(self) -> EPCommInitializer:
