@@ -43,7 +43,7 @@ def kept(target: Path, make: Callable[[Path], None]) -> Path:
     """
     if target.is_file():
         return target
-    _make_folder(target.parent)
+    _check_folder(target.parent)
     with one_at_a_time(target.parent / f"{target.name}.lock", target.name):
         if not target.is_file():
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -147,15 +147,13 @@ def _name() -> str:
     return f"process {os.getpid()}" + (f" (node {node})" if node else "")
 
 
-def _make_folder(folder: Path) -> None:
-    reason = "no permission to write"
+def _check_folder(folder: Path) -> None:
+    """Makes a folder; says so if no file can be made in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        reason = error.strerror
-    raise RuntimeError(
-        f"max_ep: nothing can be kept in {folder}: {reason}. Set MAX_EP_CACHE_DIR to a "
-        "folder that you may write to"
-    )
+        raise RuntimeError(
+            f"max_ep: nothing can be kept in {folder}: {error.strerror}. Set "
+            "MAX_EP_CACHE_DIR to a folder that you may write to"
+        ) from error
