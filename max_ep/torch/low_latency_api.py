@@ -56,7 +56,8 @@ class LowLatency:
     _order: torch.Tensor
     group_size: int
     _low_latency_channels: dict[tuple[Any, ...], Channel]
-    _latest: Channel | None = None
+    _latest: tuple[Any, ...] | None = None
+    """Of the latest dispatch, if ranks mask: hidden size, top_k and further sizes."""
 
     def low_latency_dispatch(
         self,
@@ -116,7 +117,7 @@ class LowLatency:
             self._comm.check_tensor(name, stats, torch.int32, (n_local,))
         region = channel.next_region()
         if self._comm.masks:
-            self._latest = channel
+            self._latest = x.shape[1], topk_idx.shape[1], *given[2:]
             self._comm.masks.share(region)
 
         # Source of each row, ranges, counts: one allocation.
@@ -378,20 +379,12 @@ class LowLatency:
         With ``enable_shrink`` all ranks meet here, and those that do not come are
         masked: a dispatch without tokens.
         """
-        channel = self._latest
-        if channel is not None and self._comm.masks:
-            settings, device = channel.settings, self._comm.device
-            x = torch.empty((0, settings.hidden), dtype=torch.bfloat16, device=device)
-            ids = torch.empty((0, settings.top_k), dtype=torch.int64, device=device)
-            self.low_latency_dispatch(
-                x,
-                ids,
-                settings.tokens,
-                settings.experts,
-                use_fp8=settings.format != "bfloat16",
-                round_scale=settings.format == WIRE_FORMATS["fp8-round"][0],
-                use_ue8m0=settings.packed_scales,
-            )
+        if self._latest is not None:
+            hidden, top_k, cap, n_experts, *wire = self._latest
+            device = self._comm.device
+            x = torch.empty((0, hidden), dtype=torch.bfloat16, device=device)
+            ids = torch.empty((0, top_k), dtype=torch.int64, device=device)
+            self.low_latency_dispatch(x, ids, cap, n_experts, None, None, *wire)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
