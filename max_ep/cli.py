@@ -40,7 +40,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         added.set_defaults(home=home)
         return added
 
-    command("demo", "demo", "run a text through MoE layers on four CPU ranks")
+    command("demo", "demo", "run MoE layers on four CPU ranks, and check the result")
     plan = command("plan", "plan", "show the protocol, and the bytes of each buffer")
     about = "compile the kernels of max_ep.torch ahead, for any GPU"
     build = command("build", "torch.library", about)

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``max-ep demo``: a text through several MoE layers over four ranks.
+"""``max-ep demo``: tokens through several MoE layers over four ranks.
 
-Every word of a text that ships with the package becomes a token; a seeded
-router sends it to 8 of 64 experts, which four ranks hold. The result is
+A router sends each token to 8 of 64 experts, which four ranks hold. The result is
 compared with a plain MoE without ranks, in NumPy.
 """
 
 from __future__ import annotations
 
-import re
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
-from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +26,7 @@ from .graph.moe import moe_layer
 from .memory.initializer import EPCommInitializer
 from .memory.setup_graph import SETUP_GRAPH, setup_graph
 
-N_RANKS, N_EXPERTS, TOP_K = 4, 64, 8
+N_RANKS, N_EXPERTS, TOP_K, N_TOKENS = 4, 64, 8, 256
 HIDDEN_SIZE, MOE_DIM, N_LAYERS = 256, 128, 4
 TOLERANCE = 1e-4
 """Largest difference from the plain MoE, of values of about 1: float32 sums in
@@ -54,14 +50,6 @@ def draw_weights(seed: int) -> LayerWeights:
     shapes = [HIDDEN_SIZE], [2 * MOE_DIM, HIDDEN_SIZE], [HIDDEN_SIZE, MOE_DIM]
     drawn = [rng.standard_normal((N_EXPERTS, *s)) / np.sqrt(s[-1]) for s in shapes]
     return LayerWeights(*(weight.astype(np.float32) for weight in drawn))
-
-
-def embed(text: str) -> np.ndarray:
-    """Gives each word a vector that depends on it alone: ``[n_words, HIDDEN_SIZE]``."""
-    words = re.findall(r"[a-z']+|[.,;:]", text.lower())
-    rngs = (np.random.default_rng(zlib.crc32(word.encode())) for word in words)
-    rows = [rng.standard_normal(HIDDEN_SIZE) for rng in rngs]
-    return np.stack(rows).astype(np.float32)
 
 
 def build_layer(config: EPConfig, manager: EPBatchManager, module: Module) -> None:
@@ -125,23 +113,23 @@ def plain_moe(x: np.ndarray, weights: LayerWeights) -> np.ndarray:
 def run_demo(_: Any = None) -> int:
     """Runs the demo; returns 0 if the result agrees with the plain MoE, else 1."""
     begin = time.perf_counter()
-    text = resources.files("max_ep").joinpath("data/declaration.txt").read_text()
-    tokens = embed(text)
-    tokens = tokens[: len(tokens) // N_RANKS * N_RANKS]  # as many on each rank
+    shape = N_RANKS * N_TOKENS, HIDDEN_SIZE
+    rng = np.random.default_rng(N_LAYERS)  # smaller seeds are those of the layers
+    tokens = rng.standard_normal(shape, np.float32)
     config = EPConfig(
         dispatch_dtype=DType.float32,
         combine_dtype=DType.float32,
         hidden_size=HIDDEN_SIZE,
         top_k=TOP_K,
         n_experts=N_EXPERTS,
-        max_tokens_per_rank=len(tokens) // N_RANKS,
+        max_tokens_per_rank=N_TOKENS,
         n_gpus_per_node=N_RANKS,
         n_nodes=1,
         target="cpu",
     )
     print(
-        f"{len(tokens)} words of the Declaration of Independence, {N_LAYERS} MoE "
-        f"layers, {N_EXPERTS} experts top-{TOP_K} on {N_RANKS} ranks (CPU)\n"
+        f"{N_TOKENS} tokens on each of {N_RANKS} ranks (CPU), {N_LAYERS} MoE layers, "
+        f"{N_EXPERTS} experts top-{TOP_K}\n"
         "compile (half a minute the first time)",
         flush=True,
     )
