@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,6 +15,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from openai import OpenAI
 
 POOL_VARIABLE = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 """Environment variable that bounds MAX's memory pool on a GPU, in per cent of it.
@@ -57,6 +58,8 @@ class Server:
                 env={**os.environ, **quiet, **(env or {})},
                 start_new_session=True,
             )
+        self._url = f"http://127.0.0.1:{self.port}/v1"
+        self._client = OpenAI(base_url=self._url, api_key="none", max_retries=0)
 
     def __enter__(self) -> Server:
         return self
@@ -77,7 +80,7 @@ class Server:
                     f"before it was ready:\n{self.log_end()}"
                 )
             try:
-                self._open("/v1/health", None, timeout_s=2).close()
+                urllib.request.urlopen(f"{self._url}/health", timeout=2).close()
                 return time.monotonic() - begin
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 pass
@@ -94,24 +97,21 @@ class Server:
     def complete(self, prompt: str | list[int], max_tokens: int, **more: Any) -> dict:
         """Asks for a greedy completion of text or token ids, with further fields of the
         request; returns the only element of the answer's ``choices``."""
-        body = self._body(max_tokens, prompt=prompt, **more)
-        with self._open("/v1/completions", body) as answer:
-            return json.load(answer)["choices"][0]
+        answer = self._client.completions.create(
+            prompt=prompt, **self._greedy(max_tokens, **more)
+        )
+        return answer.choices[0].model_dump()
 
     def chat(self, content: str, max_tokens: int) -> Iterator[str]:
         """Asks for an answer, and yields its pieces as they come."""
-        messages = [{"role": "user", "content": content}]
-        body = self._body(max_tokens, messages=messages, stream=True)
-        for choice in self._events("/v1/chat/completions", body):
-            if choice["delta"].get("content"):
-                yield choice["delta"]["content"]
-
-    def _events(self, path: str, body: dict) -> Iterator[dict]:
-        with self._open(path, body) as answer:
-            for line in answer:
-                data = line.decode().removeprefix("data:").strip()
-                if data.startswith("{"):
-                    yield from json.loads(data)["choices"]
+        messages: Any = [{"role": "user", "content": content}]
+        with self._client.chat.completions.create(
+            messages=messages, stream=True, **self._greedy(max_tokens)
+        ) as events:
+            for event in events:
+                for choice in event.choices:
+                    if choice.delta.content:
+                        yield choice.delta.content
 
     def stop(self, timeout_s: float = 90) -> None:
         """Stops the server as Ctrl-C does, and by force what is left of it; raises if
@@ -134,19 +134,7 @@ class Server:
         says = [line.split("INFO: ", 1)[1].strip() for line in steps]
         return next((line[:90] for line in reversed(says) if line.strip("= ")), "")
 
-    def _body(self, max_tokens: int, **fields: Any) -> dict:
-        return {
-            "model": self.model,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            **fields,
-        }
-
-    def _open(self, path: str, body: dict | None, timeout_s: float = 300) -> Any:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            None if body is None else json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        return urllib.request.urlopen(request, timeout=timeout_s)
+    def _greedy(self, max_tokens: int, **more: Any) -> dict[str, Any]:
+        fields = {"ignore_eos": True, **more}  # which OpenAI's API may lack
+        of_all = dict(model=self.model, max_tokens=max_tokens, temperature=0)
+        return {**of_all, "extra_body": fields}
