@@ -73,7 +73,7 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
             f"{n}"
         )
     n_ranks = n or runtime.ep_size
-    if runtime.ep_size not in (1, n_ranks) or (n > 1 and runtime.ep_size != n):
+    if n and runtime.ep_size != n:
         raise ValueError(
             f"--ep-size {runtime.ep_size} on {n} GPU{'s' * (n > 1)}: max_ep serves on "
             f"one host with a rank on each GPU; pass --ep-size {n}"
