@@ -18,7 +18,7 @@ _OPTIONS = {"n_replicas": "--replicas", "top_k": "--top-k", "n_hosts": "--hosts"
 """Arguments of ``plan``, as the command line calls them."""
 
 
-def run_balance(options: argparse.Namespace) -> int:
+def run_balance(options: argparse.Namespace) -> None:
     counts, n_ranks = _counts_of(options.files)
     n_layers, n_experts = counts.shape
     if options.current:
@@ -55,7 +55,6 @@ def run_balance(options: argparse.Namespace) -> int:
         after.save(options.out)
         print(f"\n{options.out}")
     draw(partial(plot, counts, before, after), options.plot)
-    return 0
 
 
 def _counts_of(files: Sequence[str]) -> tuple[np.ndarray, int]:

@@ -131,7 +131,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     # Imported late: no command waits for what only another one needs.
     module = importlib.import_module(f".{options.home}", __package__)
     try:
-        return getattr(module, f"run_{options.command}")(options)
+        return getattr(module, f"run_{options.command}")(options) or 0
     except BrokenPipeError:
         raise
     except (OSError, RuntimeError, ValueError) as error:

@@ -30,8 +30,8 @@ def in_options(error: str, names: Mapping[str, str]) -> str:
     return error
 
 
-def run_plan(options: argparse.Namespace) -> int:
-    """Prints the protocol and the bytes of every buffer; returns the exit status.
+def run_plan(options: argparse.Namespace) -> None:
+    """Prints the protocol and the bytes of every buffer.
 
     ``options`` has fields of ``EPConfig``, and ``names``: what the command line calls
     them.
@@ -90,7 +90,7 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     if config.n_ranks == 1:
         print("MAX's EP needs two ranks or more.")
-        return 0
+        return
     theirs = max_ep_config.NUM_GROUPS * max_ep_config.estimate_ep_memory_usage(
         hidden_size=config.hidden_size,
         dispatch_dtype=config.dispatch_dtype,
@@ -102,4 +102,3 @@ def run_plan(options: argparse.Namespace) -> int:
         top_k=config.top_k,
     )
     print(f"MAX's EP would take {theirs:,} B ({human(theirs)}), by its own estimate.")
-    return 0

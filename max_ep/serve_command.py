@@ -38,7 +38,7 @@ class Gpu:
     is_hopper: bool
 
 
-def run_serve(options: Any) -> int:
+def run_serve(options: Any) -> None:
     """Prints what was found and the command; runs it in this process's place."""
     gpus = gpus_of_machine()
     n_gpus = len(gpus) if options.gpus is None else options.gpus
@@ -64,7 +64,7 @@ def run_serve(options: Any) -> int:
     command = ["max", "serve", "--model-path", options.model, *chosen, *options.flags]
     print(f"command    {shlex.join(command)}", flush=True)
     if options.dry_run:
-        return 0
+        return
     beside = Path(sys.executable).with_name("max")
     program = str(beside) if beside.exists() else shutil.which("max")
     if not program:

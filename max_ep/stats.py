@@ -145,11 +145,10 @@ def _histogram(rows: np.ndarray) -> list[str]:
     return lines
 
 
-def run_stats(options: argparse.Namespace) -> int:
+def run_stats(options: argparse.Namespace) -> None:
     statistics = Statistics.load(options.file)
     print(statistics.text())
     draw(statistics.plot, options.plot)
-    return 0
 
 
 def draw(plot: Callable[[str], None], picture: str | None) -> None:

@@ -126,7 +126,7 @@ def groups_of(target: str | None = None) -> list[Waits]:
     return [*filter(is_meant, found)]
 
 
-def run_who(options: argparse.Namespace) -> int:
+def run_who(options: argparse.Namespace) -> None:
     found = groups_of(options.target)
     if not found:
         others = [waits.group for waits in groups_of()] if options.target else []
@@ -136,4 +136,3 @@ def run_who(options: argparse.Namespace) -> int:
             "ranks of one process never wait"
         )
     print("\n\n".join(map(str, found)))
-    return 0

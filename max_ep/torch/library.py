@@ -218,7 +218,7 @@ def _check_build(options: Any) -> None:
         raise ValueError(f"--hidden {options.hidden} {wanted}")
 
 
-def run_build(options: Any) -> int:
+def run_build(options: Any) -> None:
     """Builds the libraries that a first call needs; prints where they are."""
     _check_build(options)
     hidden, top_k = options.hidden, options.top_k
@@ -237,4 +237,3 @@ def run_build(options: Any) -> int:
         format, _ = WIRE_FORMATS[options.dispatch]
         wanted = [Settings(format=format, combine="bfloat16", **group)]
     print(*build_all(wanted), sep="\n")
-    return 0
