@@ -23,11 +23,16 @@ from torch._compile import _disable_dynamo
 from .channel import BOTH, Channel
 from .communicator import Communicator, refuse, refuse_hosts
 from .library import round_up, rows_out, weights_back, words_of_row, words_out
-from .normal_layout import NormalHandle, agree, check_layout
+from .normal_layout import (
+    NormalHandle,
+    agree,
+    bytes_of_row,
+    check_layout,
+    scales_of_row,
+)
 from .streams import Config, EventOverlap
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-_SCALES = (torch.float32, torch.int32)
 _DEFAULT_TOKENS = 4096
 _CPU_BYTES = 4 << 20
 _GPU_BYTES = 1 << 30
@@ -161,19 +166,9 @@ class Normal:
         x, scales = x if isinstance(x, tuple) else (x, None)
         if num_tokens_per_rdma_rank is not None:
             refuse_hosts("num_tokens_per_rdma_rank: ranks of several hosts")
-        comm.check_tensor("x", x, None, (None, None))
+        row_bytes = bytes_of_row(comm, x, None)
+        n_scales = scales_of_row(comm, scales, x)
         n_tokens, hidden = x.shape
-        row_bytes = hidden * x.element_size()
-        if row_bytes == 0 or row_bytes % 16 != 0:
-            refuse("x", f"has rows of {row_bytes} bytes, not a multiple of 16")
-        if scales is not None:
-            # Of any strides: matmuls want columns.
-            comm.check_tensor("scales of x", scales, None, (n_tokens, None), True)
-            if scales.dtype not in _SCALES:
-                refuse("scales of x", f"are {scales.dtype}, not float32 or int32")
-            if not 0 < scales.shape[1] <= hidden:
-                refuse("scales of x", f"have {scales.shape[1]} columns")
-        n_scales = 0 if scales is None else scales.shape[1]
         is_new, counts = handle is None, []
         if is_new:
             if previous_event is not None and not num_worst_tokens:
@@ -281,12 +276,10 @@ class Normal:
         """
         comm = self._comm
         handle = self._checked(handle)
-        comm.check_tensor("x", x, None, (handle.n_rows, None))
+        bytes_of_row(comm, x, handle.n_rows)
         if x.dtype not in _COMBINES:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
         hidden = x.shape[1]
-        if hidden == 0 or hidden * x.element_size() % 16 != 0:
-            refuse("x", f"has rows of {hidden} elements, not of whole 16 bytes")
         y = x.new_empty((handle.n_sent, hidden))
         biases = bias if isinstance(bias, tuple) else (bias,)
         biases = tuple(one for one in biases if one is not None)
