@@ -29,7 +29,6 @@ PARTIALS = ("bfloat16", "float32", "fp8", "mxfp8")
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Rounds float32 to bfloat16."""
     return bfloat16_to_float32(float32_to_bfloat16(x))
 
 

@@ -46,7 +46,6 @@ _BFLOAT16_ONLY = ("all_gather", *_ON_ONE, *processes.FROM_TORCH)
 
 
 def main() -> None:
-    """Measures, or compiles."""
     options = _options()
     kind = "experts" if options.peers[0] in EXPERTS else "gpu"
     processes.run(kind, cases_of(options), options)

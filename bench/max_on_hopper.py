@@ -23,7 +23,6 @@ class Qwen3MoeModel(Qwen3Model):
     """MAX's, with matmuls that are right on Hopper."""
 
     def load_model(self, session: InferenceSession) -> Model:
-        """Builds, compiles and loads the graph; see MAX's model."""
         with using_max_ep():
             return super().load_model(session)
 

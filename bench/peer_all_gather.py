@@ -19,8 +19,6 @@ from .peer_graphs import Data, GraphPeer, token_types
 
 
 class Peer(GraphPeer):
-    """One configuration of the dispatcher."""
-
     has_check_graph = False
 
     def _dispatcher(self) -> AllGatherTokenDispatcher:
@@ -51,7 +49,6 @@ class Peer(GraphPeer):
         return graph
 
     def set_up(self, session: InferenceSession) -> Any:
-        """Allocates the group's memory."""
         joined = self._dispatcher().initializer()
         joined.ep_init(session)
         return joined

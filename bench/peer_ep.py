@@ -74,8 +74,6 @@ def _given_types(config: Config) -> list[TensorType]:
 
 
 class Peer(GraphPeer):
-    """One configuration of max_ep or of MAX's EP."""
-
     def graph(
         self, form: str, *, is_check: bool, module: Module | None = None
     ) -> Graph:
@@ -121,7 +119,6 @@ class Peer(GraphPeer):
         return graph
 
     def set_up(self, session: InferenceSession) -> Any:
-        """Allocates the group's memory."""
         comm = library(self.config).EPCommInitializer(ep_config(self.config))
         comm.ep_init(session)
         return comm

@@ -46,8 +46,6 @@ class Data(NamedTuple):
 
 
 class Peer(GraphPeer):
-    """One configuration."""
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._group = peer_ep.Peer(replace(config, peer="sums"))
@@ -94,7 +92,6 @@ class Peer(GraphPeer):
         return self._group.set_up(session)
 
     def compile_set_up(self, session: InferenceSession) -> None:
-        """Compiles its graph."""
         self._group.compile_set_up(session)
 
     # ----------------------------------------------------------------------- inputs

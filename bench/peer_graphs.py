@@ -286,7 +286,6 @@ def summary(median: str, p95: str, seconds: list[float], per: int) -> dict[str, 
 
 
 def peer_of(config: Config) -> GraphPeer:
-    """Makes the peer of a configuration."""
     own_file = config.peer in ("all_gather", "max_layer", *_cases.EXPERTS)
     name = f"peer_{config.peer if own_file else 'ep'}"
     return importlib.import_module(f".{name}", __package__).Peer(config)

@@ -50,8 +50,6 @@ class _Chain:
 
 
 class Peer(peer_experts.Peer):
-    """One configuration."""
-
     def open(self, mefs: Path | None) -> None:
         """Allocates nothing: there are no graphs of MAX's."""
         self._comm = None

@@ -21,8 +21,6 @@ from .peer_graphs import CHECKED_LAYERS, Data, GraphPeer, token_types
 
 
 class Peer(GraphPeer):
-    """One configuration."""
-
     def graph(self, form: str, *, is_check: bool) -> Graph:
         """Builds a chain. It returns the last layer's sums; with ``is_check`` the first
         layer's rows, and the choice of each row."""

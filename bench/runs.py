@@ -20,7 +20,6 @@ KINDS = ("gpu", "experts", "cpu", "serving")
 
 
 def load(path: Path) -> dict:
-    """Reads runs and rows."""
     return json.loads(path.read_text())
 
 

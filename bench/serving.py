@@ -183,7 +183,6 @@ def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
 
 
 def main() -> None:
-    """Runs the command line."""
     from graphs.serve.checkpoint import make_checkpoint
 
     from . import runs

@@ -94,7 +94,6 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def config_of(options: argparse.Namespace) -> EPConfig:
-    """Makes the group."""
     token_format = BY_NAME[options.format]
     return replace(
         CONFIG,

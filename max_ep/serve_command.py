@@ -31,8 +31,6 @@ _CPU_RANKS = 4
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine."""
-
     name: str
     n_bytes: int
     is_hopper: bool

@@ -257,7 +257,6 @@ def _draw_what_is_constant(model: Any) -> None:
 
 
 def main() -> None:
-    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     sizes = [*SIZES, *MINIMAX_SIZES, *DEEPSEEK_SIZES]

@@ -33,7 +33,6 @@ _PROMPTS = ["A rank", "The router sends", "Each token has", "Dispatch and combin
 
 
 def main() -> None:
-    """Runs the command line."""
     n_gpus = accelerator_count()
     where = f"{n_gpus} GPUs" if n_gpus else "four ranks of the CPU"
     with tempfile.TemporaryDirectory() as folder:

@@ -26,7 +26,6 @@ A captured graph backs all of the pool with memory.
 
 
 def free_port() -> int:
-    """Returns a TCP port that nothing listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

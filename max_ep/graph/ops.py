@@ -134,7 +134,6 @@ Tokens = TensorValue | tuple[TensorValue, TensorValue]
 
 
 def n_tokens_of(given: Tokens) -> Dim:
-    """Returns how many tokens are given."""
     return (given if isinstance(given, TensorValue) else given[0]).shape[0]
 
 

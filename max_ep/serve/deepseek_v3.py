@@ -59,8 +59,6 @@ class NumberedLayer(decoder.DeepseekV3DecoderLayer):
 
 
 class DeepseekV3Model(ExpertParallelModel, stock.DeepseekV3Model):
-    """DeepSeek-V3, its experts spread by max_ep."""
-
     max_modules = (decoder,)
     max_names: ClassVar = {"DeepseekV3DecoderLayer": NumberedLayer}
 

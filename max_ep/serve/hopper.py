@@ -42,7 +42,6 @@ _PREFILLED_TOKENS = 9
 
 
 def is_hopper() -> bool:
-    """Returns whether the GPUs of this host are Hopper GPUs."""
     return accelerator_architecture_name().startswith("sm_90")
 
 

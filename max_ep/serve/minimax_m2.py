@@ -45,8 +45,6 @@ class MiniMaxM2Gate(SigmoidTopKRouter):
 
 
 class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
-    """MiniMax-M2, its experts spread by max_ep."""
-
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
         """Returns our decoder; the routers' biases are float32, as in transformers."""
         for name, weight in self.state_dict.items():

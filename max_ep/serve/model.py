@@ -68,7 +68,6 @@ class ExpertParallelModel:
     _checked_s = 0.0
 
     def load_model(self, session: InferenceSession) -> Model:
-        """Builds, compiles and loads the graph; see MAX's model."""
         # MAX finds the ops of a subgraph only if the whole graph has their package.
         packages = [extension_path()]
         if n_gpus(self.pipeline_config) == 0 or is_hopper():

@@ -95,8 +95,6 @@ class Qwen3MoeBatches(Qwen3BatchProcessor):
 
 
 class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
-    """Qwen3-MoE, its experts spread by max_ep."""
-
     batch_processor_cls = Qwen3MoeBatches
     max_modules = (stock, decoder)
 
