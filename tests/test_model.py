@@ -135,7 +135,7 @@ def test_choices_alone_find_what_every_order_finds(world):
 @pytest.mark.parametrize("seed", range(N_WALKS))
 def test_random_worlds(seed):
     """Up to four ranks, three tokens, two blocks, any legal order of ops: one way."""
-    result = Machine(worlds.random_world(seed)).walk(1, seed)
+    result = Machine(worlds.random_world(seed)).walk(seed)
     assert result.failure is None, str(result)
 
 

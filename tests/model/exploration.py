@@ -194,27 +194,24 @@ class Machine(Steps):
         self._trace = None
         return Result(len(seen), violation, trace)
 
-    def walk(self, n_walks: int, seed: int) -> Result:
-        """Goes random ways: for worlds that are too large to explore."""
+    def walk(self, seed: int) -> Result:
+        """Goes a random way: for worlds that are too large to explore."""
         chance = random.Random(seed)
-        for _ in range(n_walks):
-            trace = self._trace = []
-            state = self.start()
-            self.settle(state)
-            try:
-                while not self.is_over(state):
-                    agents = self.waiting(state)
-                    chance.shuffle(agents)
-                    for rank, agent in agents:
-                        options = self.options(state, rank, agent)
-                        if options:
-                            self.perform(state, rank, agent, chance.choice(options))
-                            self.settle(state)
-                            break
-                    else:
-                        if self.is_refused(state):
-                            break
-                        raise self._stuck(state)
-            except Violation as violation:
-                return Result(0, violation, trace)
-        return Result(0, n_ends=n_walks)
+        trace = self._trace = []
+        state = self.start()
+        self.settle(state)
+        try:
+            while not self.is_over(state):
+                agents = self.waiting(state)
+                chance.shuffle(agents)
+                for rank, agent in agents:
+                    options = self.options(state, rank, agent)
+                    if options:
+                        self.perform(state, rank, agent, chance.choice(options))
+                        self.settle(state)
+                        break
+                else:
+                    raise self._stuck(state)
+        except Violation as violation:
+            return Result(0, violation, trace)
+        return Result(0, n_ends=1)

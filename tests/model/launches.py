@@ -310,7 +310,7 @@ class Agent:
     def emit(self, step: Step) -> None:
         """Adds a step, as the mutation makes it."""
         mutation = self.world.mutation
-        steps = [step] if mutation is None else mutation.change(step, self.launch)
+        steps = [step] if mutation is None else mutation.change(step)
         self.steps.extend(steps)
 
     def _do(self, kind: str, call: str, place: Place, order: Order, **rest: Any) -> str:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from .launches import RANK_WORDS, Launch
+from .launches import RANK_WORDS
 from .memory import SENTINEL, Order, Step
 
-Change = Callable[[Step, Launch], list[Step]]
+Change = Callable[[Step], list[Step]]
 
 
-def _same(step: Step, launch: Launch) -> list[Step]:
+def _same(step: Step) -> list[Step]:
     return [step]
 
 
@@ -91,44 +91,44 @@ def made_of(steps: Iterable[Step]) -> list[Mutation]:
     return made
 
 
-def _weakened(site: Site, order: Order) -> Mutation:
-    def change(step: Step, launch: Launch) -> list[Step]:
-        return [replace(step, order=order) if Site.of(step) == site else step]
+def _at(site: Site, name: str, changed: Change) -> Mutation:
+    """Changes the steps of a site."""
 
-    return Mutation(f"{order.value} instead of more: {site}", change, site=site)
+    def change(step: Step) -> list[Step]:
+        return changed(step) if Site.of(step) == site else [step]
+
+    return Mutation(name, change, site=site)
+
+
+def _weakened(site: Site, order: Order) -> Mutation:
+    name = f"{order.value} instead of more: {site}"
+    return _at(site, name, lambda step: [replace(step, order=order)])
 
 
 def _left_out(site: Site, reader: int | None = None) -> Mutation:
-    def change(step: Step, launch: Launch) -> list[Step]:
-        if Site.of(step) != site:
-            return [step]
+    def changed(step: Step) -> list[Step]:
         return [] if reader is None or step.place[-1] == reader else [step]
 
     of = "" if reader is None else f", of reader {reader}"
-    return Mutation(f"left out: {site}{of}", change, site=site)
+    return _at(site, f"left out: {site}{of}", changed)
 
 
 def _not_waited_for(site: Site) -> Mutation:
     """What is there when it is first polled is taken."""
-
-    def change(step: Step, launch: Launch) -> list[Step]:
-        if Site.of(step) == site:
-            return [replace(step, accept=("anything",))]
-        return [step]
-
-    return Mutation(f"not waited for: {site}", change, site=site)
+    anything = ("anything",)
+    name = f"not waited for: {site}"
+    return _at(site, name, lambda step: [replace(step, accept=anything)])
 
 
 def _constant(site: Site) -> Mutation:
-    def change(step: Step, launch: Launch) -> list[Step]:
-        if Site.of(step) == site:
-            return [replace(step, value=(1, *step.value[1:]))]
-        return [step]
-
-    return Mutation(f"generation 1 for ever: {site}", change, site=site)
+    return _at(site, f"generation 1 for ever: {site}", _with_generation_1)
 
 
-def _without_generation(step: Step, launch: Launch) -> list[Step]:
+def _with_generation_1(step: Step) -> list[Step]:
+    return [replace(step, value=(1, *step.value[1:]))]
+
+
+def _without_generation(step: Step) -> list[Step]:
     """Readers take whatever is not zero, writers write 1."""
     if kind_of(step) not in RANK_WORDS or "done" in kind_of(step):
         return [step]
@@ -139,13 +139,13 @@ def _without_generation(step: Step, launch: Launch) -> list[Step]:
         and step.value != SENTINEL
         and isinstance(step.value[0], int)
     ):
-        return [replace(step, value=(1, *step.value[1:]))]
+        return _with_generation_1(step)
     return [step]
 
 
-def _reset_by_reader(step: Step, launch: Launch) -> list[Step]:
+def _reset_by_reader(step: Step) -> list[Step]:
     """The same, and whoever has read a word puts zero back."""
-    steps = _without_generation(step, launch)
+    steps = _without_generation(step)
     if steps[0].accept[:1] == ("not zero",):
         steps.append(reset(step))
     return steps
