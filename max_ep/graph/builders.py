@@ -99,13 +99,24 @@ def call_ep_dispatch_wait(
         ``output_tokens`` ``[n_output_rows, hidden_size]``, where dispatch quantizes
         their scales (docs/formats.md has the layouts), ``row_offsets``
         ``[n_local_experts + 1]`` uint32, ``expert_ids`` ``[n_local_experts]`` int32,
-        ``src_info`` ``[n_output_rows, 2]`` int32 (token, choice; choice -1 is a fused
-        shared expert's). Rows from ``row_offsets[-1]`` on are undefined.
+        ``src_info`` ``[n_output_rows, 2]`` int32 (token, choice). Rows from
+        ``row_offsets[-1]`` on are undefined.
 
-        docs/concepts.md#packed-and-padded-rows says where a fused shared expert's rows
-        are, and what is returned with ``output_layout="padded"``. In an all-gather,
-        routing map, probabilities and ``n_gathered`` come behind ``output_tokens``
-        (docs/all_gather.md).
+        With ``fused_shared_expert`` this rank's own tokens come first, in the wire's
+        format, with choice -1, as group 0 of ``row_offsets`` ``[n_local_experts + 2]``
+        and ``expert_ids`` ``[n_local_experts + 1]``; local expert ``e`` is group
+        ``e + 1``.
+
+        With ``output_layout="padded"``: ``output_tokens`` ``[n_local_experts,
+        expert_capacity, hidden_size]``, scales, ``recv_counts`` ``[n_local_experts]``
+        int32, ``src_info`` ``[n_local_experts, expert_capacity, 2]`` and
+        ``recv_ranges`` ``[n_local_experts, n_ranks, 2]`` int32: of each source rank's
+        rows the first, within the expert's, and how many. Rows after ``recv_counts``
+        are undefined.
+
+        In an all-gather, behind ``output_tokens``: routing map
+        ``[n_output_rows, router_top_k]`` int32, probabilities of that shape, float32
+        (after the last token -1 and 0), and the tokens of all ranks, ``[1]`` int32.
     """
     if num_tokens is not None:
         raise ValueError(
@@ -247,9 +258,13 @@ def call_ep_combine_wait(
             token ``t``, and those that this rank's experts made of its own tokens.
 
     Returns:
-        ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: the weighted sum of
-        each token's rows, as docs/formats.md#combine defines it. Choices of ``-1`` add
-        nothing.
+        ``[num_tokens, hidden_size]`` of ``config.combine_dtype``: for each token the
+        sum, in order of choice, of weight times expert row, in float32 by fused
+        multiply-add, rounded. A fused shared expert's row is added to that, and the
+        result is rounded again, as MAX does. Choices of ``-1`` add nothing. With
+        ``combine_mode="sums"`` the sum of the rows of each other rank is rounded to
+        ``partial_dtype`` by itself; these partial sums are added to the own rank's
+        in order of rank.
     """
     given = input_tokens, None, num_tokens, router_weights
     pointers = recv_buf_ptrs, recv_count_ptrs
