@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import math
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,8 +64,7 @@ def bf16(x: np.ndarray) -> bytes:
 
 
 def of_bf16(memory: Memory, at: int, n_rows: int, n: int) -> np.ndarray:
-    bits = np.frombuffer(memory.bytes[at : at + 2 * n_rows * n], np.uint16)
-    return bfloat16_to_float32(bits).reshape(n_rows, n)
+    return bfloat16_to_float32(memory.array(at, np.uint16, n_rows, n))
 
 
 def words(*numbers: int) -> bytes:
@@ -234,19 +232,12 @@ class Output:
     made: int
     """What experts make of the rows."""
 
-    def bytes_of(self, at: int, *shape: int) -> np.ndarray:
-        n = math.prod(shape)
-        found = np.frombuffer(self.world.memory.bytes[at : at + n], np.uint8)
-        return found.reshape(shape)
-
     def read(self) -> tuple[np.ndarray, ...]:
-        s, bytes_ = self.world.sizes, self.world.memory.bytes
-        at, n = self.offsets, s.n_local + s.is_shared + 1
-        offsets = np.frombuffer(bytes_[at : at + 4 * n], np.uint32)
+        s, memory = self.world.sizes, self.world.memory
+        offsets = memory.array(self.offsets, np.uint32, s.n_local + s.is_shared + 1)
         n_rows = int(offsets[-1])
-        at = self.src_info
-        info = np.frombuffer(bytes_[at : at + 8 * n_rows], np.int32)
-        return offsets, self.world.numbers(self.rows, n_rows), info.reshape(-1, 2)
+        info = memory.array(self.src_info, np.int32, n_rows, 2)
+        return offsets, self.world.numbers(self.rows, n_rows), info
 
     def run_experts(self) -> None:
         """Adds its expert's number to each row."""

@@ -159,14 +159,15 @@ def test_tokens_are_quantized(name):
         given = np.stack([tokens[src][token] for src, token, _ in flat])
         quantize = dict(fp8=quantize_blockwise_fp8, nvfp4=quantize_nvfp4)[name]
         values, scales = (x.view(np.uint8) for x in quantize(given.astype(np.float32)))
-        found = output.bytes_of(output.rows, *values.shape)
+        found = world.memory.array(output.rows, np.uint8, *values.shape)
         np.testing.assert_array_equal(found, values)
         if name == "fp8":
             n_blocks, n = world.sizes.hidden // 128, output.n_rows_max
-            of_blocks = output.bytes_of(output.scales, n_blocks, n, 4)
+            shape = n_blocks, n, 4
+            of_blocks = world.memory.array(output.scales, np.uint8, *shape)
             found = of_blocks.transpose(1, 0, 2).reshape(n, -1)
         else:
-            found = output.bytes_of(output.scales, *scales.shape)
+            found = world.memory.array(output.scales, np.uint8, *scales.shape)
         np.testing.assert_array_equal(found, scales)
 
 

@@ -67,9 +67,9 @@ class Product:
         return swiglu(product) if self.is_swiglu else product
 
 
-def launch(of: Product, made: Emulated, params: list[int], maps: list, seed=0) -> None:
+def launch(of: Product, made: Emulated, params: list[int], maps: list) -> None:
     grid = Launch(made, [b"", b"", words(*params)], 2, 384, maps)
-    run([[grid]], of.memory, Clock(), seed)
+    run([[grid]], of.memory, Clock())
 
 
 def test_groups_in_bfloat16():
@@ -112,12 +112,9 @@ def test_groups_in_fp8(is_swiglu):
     of.x *= np.repeat(of_x.T, 128, axis=1)
     of.weights *= np.repeat(np.repeat(of_weights, 128, axis=1), 128, axis=2)
     if is_swiglu:
-        n = of.n_rows * of.width
-        values = FP8[np.frombuffer(of.memory.bytes[of.y : of.y + n], np.uint8)]
-        n = 4 * of.n_rows * of.width // 128
-        of_rows = np.frombuffer(of.memory.bytes[scales : scales + n], np.float32)
-        factors = np.repeat(of_rows.reshape(-1, of.n_rows).T, 128, axis=1)
-        found = values.reshape(of.n_rows, of.width) * factors
+        values = FP8[of.memory.array(of.y, np.uint8, of.n_rows, of.width)]
+        of_rows = of.memory.array(scales, np.float32, of.width // 128, of.n_rows)
+        found = values * np.repeat(of_rows.T, 128, axis=1)
         most = np.abs(of.wanted()).max() * 2**-9
         np.testing.assert_allclose(found, of.wanted(), rtol=2**-4, atol=most)
         return
@@ -139,10 +136,7 @@ def test_choices_are_sorted(n_tokens):
     shape = n_experts + 1, 32 * n_warps
     grid = Launch(of_experts("sort"), [words(*params)], *shape)
     run([[grid]], memory, Clock(), seed=5)
-    found = [
-        np.frombuffer(memory.bytes[at : at + 4 * size], np.int32)
-        for at, size in zip(out, sizes)
-    ]
+    found = [memory.array(at, np.int32, size) for at, size in zip(out, sizes)]
     found[-1] = found[-1].reshape(n_tokens, top_k)
     check_sorted(ids, n_experts, found)
 

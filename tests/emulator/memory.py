@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 POISON = 0xA5
 
@@ -40,10 +43,15 @@ class Memory:
         first, end = begin // 4, -(-(begin + n_bytes) // 4)
         self._is_there[first:end] = b"\1" * (end - first)
 
-    def put(self, data: bytes, align: int = 256) -> int:
-        begin = self.allocate(max(len(data), 1), align)
+    def put(self, data: bytes) -> int:
+        begin = self.allocate(max(len(data), 1))
         self.bytes[begin : begin + len(data)] = data
         return begin
+
+    def array(self, at: int, dtype: type, *shape: int) -> np.ndarray:
+        """Copies numbers."""
+        n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        return np.frombuffer(self.bytes[at : at + n_bytes], dtype).reshape(shape)
 
     def load(self, at: int, n_bytes: int) -> int:
         return self.loads[n_bytes](at)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What instructions do that Python has no word for; numbers are their bits."""
 
-import bisect
 import math
 import struct
 
 import numpy as np
 
-from max_ep.quantize import float8_e4m3fn_to_float32
+from max_ep.quantize import float8_e4m3fn_to_float32, float32_to_float8_e4m3fn
 
 _FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
 
@@ -36,19 +35,12 @@ def to_bf16(bits: int) -> int:
 
 
 FP8 = float8_e4m3fn_to_float32(np.arange(256, dtype=np.uint8))
-_FP8 = FP8[:0x7F].tolist()
 
 
 def to_fp8(bits: int) -> int:
     """Rounds float32 to float8_e4m3fn, to even, at most its largest number."""
-    size = to_float(bits & 0x7FFF_FFFF)
-    above = min(bisect.bisect_left(_FP8, size), 0x7E)
-    below = max(above - 1, 0)
-    distances = size - _FP8[below], _FP8[above] - size
-    byte = above if distances[0] > distances[1] else below
-    if distances[0] == distances[1]:
-        byte = above if above % 2 == 0 else below
-    return byte | bits >> 24 & 0x80
+    x = np.array([bits], np.uint32).view(np.float32)
+    return int(float32_to_float8_e4m3fn(x)[0])
 
 
 def sum_bf16x2(a: int, b: int) -> int:

@@ -159,9 +159,6 @@ class Translation:
             after, there = op.successors
             of = when.removeprefix("if ").rstrip(": ")
             return [f"b = {number[there]} if {of} else {number[after]}"]
-        if how == "brx":
-            index = self.operand(rest.split(",")[0])
-            return [f"b = {[number[s] for s in op.successors]}[{index}]"]
         made = self.statements(place, how, kinds, rest)
         if not when:
             return made
@@ -269,10 +266,6 @@ class Translation:
             return f"{of[0]}.bit_count()"
         if how == "prmt":
             return f"permuted({', '.join(of)})"
-        if how == "bfi":
-            a, b, at, n = of
-            field = f"((1 << {n}) - 1 << {at})"
-            return f"({b} & ~{field} | {a} << {at} & {field}) & {mask}"
         raise NotImplementedError(f"{how}.{'.'.join(kinds)}")
 
     def _converted(self, kinds: list[str], parts: list[str]) -> str:
