@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import networkx
-from same_code import sections
+from same_code import attributes, sections
 
 
 @dataclass
@@ -190,14 +190,11 @@ def amd_resources(text: str) -> dict[str, int]:
 def nvidia_resources(cubin: bytes) -> tuple[int, int]:
     """Reads what the assembler notes of a thread: how many registers it has, and how
     many bytes of local memory, for arrays and for registers that were spilled."""
-    frame_size, register_count, sized = 0x11, 0x2F, 4
-    numbers: dict[int, int] = {}
-    for name, _, info in sections(cubin):
-        at = 0
-        while name == b".nv.info" and at < len(info):
-            form, kind, size = struct.unpack_from("<2BH", info, at)
-            if form == sized and kind in (frame_size, register_count):
-                (number,) = struct.unpack_from("<I", info, at + 8)
-                numbers[kind] = max(number, numbers.get(kind, 0))
-            at += 4 + (size if form == sized else 0)
+    frame_size, register_count = 0x11, 0x2F
+    numbers = {frame_size: 0, register_count: 0}
+    (info,) = (info for name, _, info in sections(cubin) if name == b".nv.info")
+    for kind, body in attributes(info):
+        if kind in numbers:
+            (number,) = struct.unpack_from("<I", body, 8)
+            numbers[kind] = max(number, numbers[kind])
     return numbers[register_count], numbers[frame_size]

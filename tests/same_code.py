@@ -93,18 +93,25 @@ def canonical(text: str) -> str:
     return _numbered(REGISTER, text, "%")
 
 
-def _attributes(info: bytes) -> bytes:
-    """Returns what .nv.info says, without the indices of symbols."""
-    found = []
+def attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    """Returns the number of each attribute in .nv.info, and all its bytes."""
     at = 0
     while at + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)
         end = at + 4 + (size if form == 4 else 0)
-        is_of_symbol = attribute in (0x11, 0x12, 0x23, 0x2F)
-        body = info[at + (8 if is_of_symbol else 0) : end]
-        found.append(bytes([attribute]) + body)
+        yield attribute, info[at:end]
         at = end
-    return b"".join(sorted(found))
+
+
+def _attributes(info: bytes) -> bytes:
+    """Returns what .nv.info says, without the indices of symbols."""
+    of_symbol = (0x11, 0x12, 0x23, 0x2F)
+    return b"".join(
+        sorted(
+            bytes([attribute]) + body[8 if attribute in of_symbol else 0 :]
+            for attribute, body in attributes(info)
+        )
+    )
 
 
 def sections(elf: bytes) -> Iterator[tuple[bytes, int, bytes]]:
