@@ -7,7 +7,6 @@ import fp8_rounding, launchers, places, pure_functions, shared_expert
 
 
 def main() raises:
-    """Runs all."""
     pure_functions.main()
     places.main()
     fp8_rounding.main()

@@ -28,7 +28,6 @@ def emit_both[
 
 
 def main() raises:
-    """Compiles what the test names."""
     emit_both[ByExpert[BF16], "dispatch_async"]("bf16")
     emit_both[ByExpert[BF16, shared=True], "dispatch_async"]("bf16_shared")
     emit_both[ByExpert[FP8], "dispatch_async"]("fp8")

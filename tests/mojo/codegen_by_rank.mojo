@@ -20,7 +20,6 @@ from groups import (
 
 
 def main() raises:
-    """Compiles what the test names."""
     emit_phase[ByRank[BF16], "dispatch_async"]("bf16")
     emit_phase[ByRank[BF16, wide_ids=True], "dispatch_async"]("bf16_wide")
     emit_phase[ByRank[FP8, SUMS], "dispatch_async"]("fp8_sums")

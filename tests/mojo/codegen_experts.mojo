@@ -18,7 +18,6 @@ from max_ep_experts.wgmma import Bf16Product
 
 
 def main() raises:
-    """Runs the command line."""
     comptime for swiglu in range(2):
         comptime end = ".swiglu" if swiglu == 1 else ""
         emit[grouped_matmul_kernel[swiglu == 1]](String("grouped_matmul", end))

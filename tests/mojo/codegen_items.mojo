@@ -12,7 +12,6 @@ from max_ep.missing import FindDegraded
 
 
 def main() raises:
-    """Compiles what is done with each item."""
     comptime group = ByRank[BF16, oversubscribed=True, masks=True].group
     emit[work_kernel[FindDegraded[group]]]("degraded")
     emit[work_kernel[JoinWords[MXFP8, HIDDEN]]]("join")

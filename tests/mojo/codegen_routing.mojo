@@ -6,7 +6,6 @@ from max_ep.routing import ChooseExperts, ToReplicas
 
 
 def main() raises:
-    """Compiles what the test names."""
     emit[work_kernel[ChooseExperts[DType.bfloat16, 128, 8, True, False]]]("bf16_128_8")
     emit[work_kernel[ChooseExperts[DType.float32, 128, 8, False, False]]]("f32_128_8")
     emit[work_kernel[ChooseExperts[DType.float32, 1024, 32, True, False]]](

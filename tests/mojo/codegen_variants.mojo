@@ -60,7 +60,6 @@ def by_rank[
 
 
 def main() raises:
-    """Compiles what has no other program."""
     by_expert[BF16, 1, FEW, padded=True, shared=True]("expert_1_padded_shared")
     by_expert[FP8, 2, MANY, shared=True]("expert_2_fp8_shared")
     by_expert[F32, 4, FEW]("expert_4_f32")

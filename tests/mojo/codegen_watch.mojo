@@ -9,7 +9,6 @@ from max_ep.watch import watch_kernel
 
 
 def main() raises:
-    """Compiles the kernel for each direction."""
     comptime rows = RowsBack[n_ranks=4].group
     comptime sums = SumsBack[DType.bfloat16, oversubscribed=True, n_ranks=4].group
     emit[watch_kernel[rows, False]]("dispatch")

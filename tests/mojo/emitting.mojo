@@ -32,7 +32,6 @@ def emit[
 
 
 def emit_amd[F: TrivialRegisterPassable, //, kernel: F](name: String) raises:
-    """Compiles a kernel for AMD."""
     _write[kernel, "gfx942", "asm"](String(argv()[1], "/gfx942.", name, ".s"))
 
 

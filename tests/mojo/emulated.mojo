@@ -131,7 +131,6 @@ def emit_format[Format: TokenFormat](name: String) raises:
 
 
 def describe(group: Group, name: String):
-    """Prints what the test needs to know of a group."""
     print(
         name,
         group.hidden_size,
@@ -151,7 +150,6 @@ def describe(group: Group, name: String):
 
 
 def main() raises:
-    """Compiles what the test names."""
     emit[set_up_kernel, links=False]("set_up")
     emit[heads_kernel[B16, 64], links=False]("heads")
     emit_group[small()]("sums")

@@ -146,7 +146,6 @@ def check_chunks() raises:
 
 
 def main() raises:
-    """Runs the checks."""
     seed(17)
     assert_true(is_hopper["sm_90a"]() and is_hopper["nvidia:sm_90a"]())
     assert_true(not is_hopper["nvidia:sm_100a"]() and not is_hopper["amdgpu:gfx942"]())

@@ -166,7 +166,6 @@ def check_format[Format: TokenFormat](token_bytes: Int, n_more: Int = 0) raises:
 
 
 def main() raises:
-    """Checks groups of odd sizes, and formats."""
     for n_experts in [1, 5, 64]:
         for n_ranks in [1, 2, 3, 8]:
             for max_tokens in [1, 7, 300]:

@@ -240,7 +240,6 @@ def check_unused_words[name: StaticString]() raises:
 
 
 def main() raises:
-    """Runs all."""
     check_bundles[28]()
     check_bundles[5]()
     check_runs_of_blocks()
