@@ -23,6 +23,7 @@ from oracle import Expected
 from row_layouts import PaddedResult, scales_of_tiles
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
+from max_ep.quantize import float8_e8m0fnu_to_float32
 
 CPU = DeviceRef.CPU()
 
@@ -143,6 +144,22 @@ Built = list[list[TensorValue]]
 """What dispatch gives a rank, `src_info` as it is handed to combine, the result."""
 
 
+def built_of(
+    manager: EPBatchManager,
+    ranks: Sequence[RankInputs],
+    dispatched: Sequence[Sequence[TensorValue]],
+    sums: Sequence[TensorValue],
+) -> Built:
+    """Lists what each rank gets; with a cap on rows also how many are dropped."""
+    built = []
+    for i, (x, d, y) in enumerate(zip(ranks, dispatched, sums)):
+        # `_src_info` is how the manager hands src_info from wait to combine.
+        built.append([*d, manager._src_info[i], y])
+        if manager.config.max_output_rows is not None:
+            built[i] += manager.ep_dropped(x.ids, i)
+    return built
+
+
 def round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
     """Builds dispatch and combine of all ranks, in async and wait forms."""
     weights = [weights_of(manager.config, given) for given in ranks]
@@ -151,24 +168,8 @@ def round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
     dispatched = [manager.ep_dispatch_wait(i) for i in range(len(ranks))]
     for i, x in enumerate(ranks):
         manager.ep_combine_async(x.rows_of(dispatched[i]), i)
-    # `_src_info` is how the manager hands src_info from wait to combine.
-    built = [
-        [*d, manager._src_info[i], manager.ep_combine_wait(weights[i][1], i)]
-        for i, d in enumerate(dispatched)
-    ]
-    return with_dropped(manager, ranks, built)
-
-
-def with_dropped(
-    manager: EPBatchManager, ranks: Sequence[RankInputs], built: Built
-) -> Built:
-    """Adds how many rows are dropped, if there is a cap on them."""
-    if manager.config.max_output_rows is None:
-        return built
-    return [
-        [*of_rank, *manager.ep_dropped(x.ids, i)]
-        for i, (of_rank, x) in enumerate(zip(built, ranks))
-    ]
+    sums = [manager.ep_combine_wait(w, i) for i, (_, w) in enumerate(weights)]
+    return built_of(manager, ranks, dispatched, sums)
 
 
 def fused_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
@@ -182,9 +183,7 @@ def fused_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Bu
         manager.ep_combine(x.rows_of(dispatched[i]), weights[i][1], i)
         for i, x in enumerate(ranks)
     ]
-    infos = [manager._src_info[i] for i in range(len(ranks))]
-    built = [[*d, info, y] for d, info, y in zip(dispatched, infos, sums)]
-    return with_dropped(manager, ranks, built)
+    return built_of(manager, ranks, dispatched, sums)
 
 
 def all_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Built:
@@ -203,9 +202,8 @@ def all_round_trip(manager: EPBatchManager, ranks: Sequence[RankInputs]) -> Buil
     )
     rows = [x.rows_of(d) for d, x in zip(dispatched, given)]
     weights = None if weights[0] is None else list(weights)
-    results = manager.ep_combine_all(rows, weights, order)
-    infos = [manager._src_info[i] for i in order]
-    return [[*d, info, y] for d, info, y in zip(dispatched, infos, results)][::-1]
+    sums = manager.ep_combine_all(rows, weights, order)
+    return built_of(manager, ranks, dispatched[::-1], sums[::-1])
 
 
 PACKED = "row_offsets expert_ids stats src_info result".split()
@@ -234,8 +232,7 @@ def take_outputs(case: Case, outputs: Iterable[Buffer]) -> list[SimpleNamespace]
         if layout == "packed":
             bits = got.scales[..., np.newaxis].view(np.uint8).swapaxes(-1, -2)
             *outer, n_words, _, n_rows = bits.shape
-            exponents = np.minimum(bits, 254).astype(np.int32)  # of no row: any
-            got.scales = np.ldexp(np.float32(1), exponents - 127)
+            got.scales = float8_e8m0fnu_to_float32(bits)
             got.scales = got.scales.reshape(*outer, 4 * n_words, n_rows)
         if layout == "tiles":
             assert (got.scales_offsets == np.arange(case.n_local_experts)).all()

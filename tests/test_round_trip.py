@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine on CPU ranks, bit for bit against the oracle."""
 
-import ctypes
 import functools
 from types import SimpleNamespace
 
@@ -33,7 +32,6 @@ from harness import (
     selected,
     to_numpy,
 )
-from kernels import counter_word
 from max.graph import DeviceRef, Module
 from oracle import expected, expected_dispatch
 
@@ -236,7 +234,11 @@ def make_forms(routing: str, counts: list[int] | None = None) -> dict[str, Input
     return given
 
 
-def check_forms(where: str, given: dict, got: dict) -> None:
+def check_forms(
+    forms: Groups, where: str, routing: str, counts: list[int] | None = None
+) -> None:
+    given = make_forms(routing, counts)
+    got = forms.run(given)
     wants = {n: expected(c, given[n]) for n, c in (FORM_CASES | LAYERS).items()}
     results = [r.result for r in got["two_ranks", "round_trip"]]
     after = given["second"]
@@ -257,8 +259,7 @@ def test_every_form_gives_the_same(forms, routing):
 
     Layers share one set of buffers, and two sets do not touch each other.
     """
-    given = make_forms(routing)
-    check_forms(routing, given, forms.run(given))
+    check_forms(forms, routing, routing)
 
 
 def test_200_generations_through_one_set_of_buffers(forms):
@@ -267,19 +268,7 @@ def test_200_generations_through_one_set_of_buffers(forms):
     for i in range(200):
         counts = rng.integers(0, TWO.max_tokens_per_rank + 1, 2).tolist()
         routing = ["uniform", "masked", "zipf"][i % 3]
-        given = make_forms(routing, counts)
-        check_forms(f"run {i}, tokens {counts}, {routing}", given, forms.run(given))
-
-
-def test_reset_forgets_what_was_sent_before(forms):
-    """After `reset` nothing of the runs before it is taken for new. Generation 1 is
-    used with all choices, then again, after `reset`, with few: places of the others
-    still hold what generation 1 wrote."""
-    forms.reset()
-    for routing in ("full", "masked"):
-        given = make_forms(routing)
-        check_forms(f"after reset, {routing}", given, forms.run(given))
-        forms.reset()
+        check_forms(forms, f"run {i}, tokens {counts}, {routing}", routing, counts)
 
 
 @pytest.mark.parametrize("routing", ["full", "masked"])
@@ -299,44 +288,12 @@ def test_one_rank_has_nobody_to_mask(session, one_module, routing):
     assert not degraded.any() and (live_share == 1).all()
 
 
-# ----------------------------------------------------------- generations wrap
-
-
-def set_generation(comm: EPCommInitializer, generation: int) -> None:
-    """Puts all ranks of a process after a generation, as if it had passed."""
-    config = comm.config
-    buffers = comm.model_inputs()
-    n = config.n_gpus_per_node
-    words = [
-        counter_word(f"{phase}_{what}")
-        for phase in ("DISPATCH", "COMBINE")
-        for what in ("SENT", "RECEIVED")
-    ]
-    for rank in range(n):
-        counters = buffers[rank].to_numpy()
-        counters[words] = np.uint32(generation).astype(np.int32)
-    # The done words are the last n_ranks of each counts buffer, but for the
-    # numbers of tokens of `by_rank`.
-    sizes = config.sizes()
-    n_others = n if config.protocol == "by_rank" else 0
-    counts_bytes = [
-        sizes.dispatch_counts_bytes - 8 * n_others,
-        sizes.combine_counts_bytes,
-    ]
-    for group, n_bytes in enumerate(counts_bytes):
-        for address in buffers[-2 + group].to_numpy().tolist():
-            flags = (ctypes.c_uint64 * (n_bytes // 8)).from_address(address)
-            for rank in range(n):
-                flags[n_bytes // 8 - n + rank] = generation << 32
-
-
 def test_the_generation_may_wrap(forms):
     """2**32 generations come to pass: at 3000 a second, after 17 days."""
     try:
         for comm in forms.comms.values():
-            set_generation(comm, 2**32 - 3)
+            comm._prepare_ranks(was_used=True, generations=2 * (2**32 - 3,))
         for i, routing in enumerate(["uniform", "masked", "full", "masked"]):
-            given = make_forms(routing)
-            check_forms(f"around the wrap, run {i}", given, forms.run(given))
+            check_forms(forms, f"around the wrap, run {i}", routing)
     finally:
         forms.reset()
