@@ -77,7 +77,8 @@ class Compiled:
         # Whether it polls, a few times only, for the launch that sends next.
         is_one = not self.is_dispatch or self.has("sums")
         self.records_readers = is_by_rank and self.receives and is_one and not is_last
-        # Whether what it receives has flags of its own.
+        # Whether what it sends has flags of its own, and what it receives.
+        self.sends_chunks = self.sends and (not is_by_rank or self.has("chunks"))
         has_chunks = not is_by_rank or self.is_dispatch and self.has("chunks")
         self.receives_chunks = self.receives and has_chunks
 

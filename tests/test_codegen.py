@@ -99,6 +99,18 @@ def test_device_scope(it):
 
 
 @kernels()
+def test_block_scope(it):
+    """Warps hand work on in shared memory by release and acquire, as PTX shows."""
+    kinds = {op.kind for op in it.kernel.ops if op.scope == "block"}
+    # By rank few choices are indexed by lanes, which need not be awaited.
+    hands_on = it.receives or it.sends_chunks
+    expected = {"store release block", "load acquire block"} if hands_on else set()
+    if it.is_by_rank and it.receives:
+        expected.add("atomic release block")  # Rows are counted by several warps.
+    assert kinds - {"atomic relaxed block"} == (expected if it.is_dispatch else set())
+
+
+@kernels()
 def test_every_wait_looks_at_the_clock(it):
     """A loop that waits for a peer has a deadline; what records readers polls less."""
     kinds = [f"load {order} system" for order in ("acquire", "relaxed", "volatile")]
