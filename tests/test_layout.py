@@ -4,6 +4,8 @@
 `mojo/places.mojo` walks through the picture in `layout.mojo`, place by place.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import BY_RANK_CASES, CASES, LARGE_CASES, SUMS_CASES, Case
@@ -65,6 +67,10 @@ def test_entries_hold_what_the_config_lets_through():
     assert limits.MAX_OF_ENTRY == 2**bits - 1
 
 
+def up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
 def test_sizes_that_python_uses():
     for case in (CASES | LARGE_CASES | BY_RANK_CASES | SUMS_CASES).values():
         config = case.config()
@@ -117,3 +123,34 @@ def test_there_is_time_where_a_wait_can_be_met_later(
     given = {"target": target, "n_gpus_per_node": n_gpus_per_node, **more}
     config = CASES["one_rank"].config(timeout_s=2, **given)
     assert config.timeout_ms == (2000 if waits else 0)
+
+
+def test_counters_hold_every_pair():
+    """Two words a pair, of up to `n_experts + MAX_RANKS`; then experts of two
+    dispatches and slots of one, for each choice."""
+    header = mojo_constant("N_HEADER_WORDS", "max_ep/counters.mojo")
+    case = CASES["two_ranks"]
+    of_pairs = 2 * (case.n_experts + mojo_constant("MAX_RANKS") + 1)
+    n_choices = case.max_tokens_per_rank * case.top_k
+    # Last, rows found of each token, and dropped of each local expert.
+    n_last = case.max_tokens_per_rank + case.n_local_experts
+    assert case.config().sizes().counters_words == (
+        header + of_pairs + 3 * n_choices + n_last
+    )
+    # Sums: of each rank its tokens, and a row and a weight a choice.
+    sums = case.config(combine_mode="sums", protocol="auto").sizes()
+    assert sums.counters_words == case.config().sizes().counters_words + (
+        case.n_ranks * (1 + 2 * n_choices)
+    )
+    # Masks: a word a rank, and one; then 64 bits for each pair, and two for each rank.
+    # Rows have places of their own for each owner.
+    masks = case.config(on_timeout="mask").sizes()
+    plain = case.config().sizes()
+    assert masks.masked_word == plain.counters_words - n_last
+    decided = up(masks.masked_word + case.n_ranks + 1, 2)
+    n_pairs = case.n_local_experts * case.n_ranks
+    assert masks.counters_words == decided + 2 * (n_pairs + 2 * case.n_ranks) + n_last
+    assert masks.combine_recv_bytes == case.n_ranks * plain.combine_recv_bytes
+    assert masks.dispatch_counts_bytes == plain.dispatch_counts_bytes + 8 * case.n_ranks
+    alone = replace(case, n_ranks=1, n_experts=case.n_local_experts)
+    assert alone.config(on_timeout="mask").sizes() == alone.config().sizes()
