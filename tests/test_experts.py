@@ -118,16 +118,25 @@ types = [
     TensorType(DType.int32, ["n_tokens", 4], gpu),
     TensorType(DType.float32, ["n_tokens", 4], gpu),
 ]
+fp8 = DType.float8_e4m3fn
+for shape, of_scales in (
+    (["n_rows", 512], [4, "n_rows"]),
+    ([8, 512, 512], [8, 4, 4]),
+    ([8, 512, 256], [8, 4, 2]),
+):
+    types += [TensorType(fp8, shape, gpu), TensorType(DType.float32, of_scales, gpu)]
 with Graph("experts", input_types=types) as graph:
-    x, gate_up, down, *groups, ids, weights = (v.tensor for v in graph.inputs)
+    x, gate_up, down, *groups, ids, weights = (v.tensor for v in graph.inputs[:7])
     layer = routed_swiglu(x, ids, weights, gate_up, down)
-    graph.output(grouped_swiglu(x, gate_up, down, *groups), layer)
+    given = [v.tensor for v in graph.inputs[7:]]
+    of_fp8 = grouped_swiglu(*zip(given[::2], given[1::2]), *groups)
+    graph.output(grouped_swiglu(x, gate_up, down, *groups), layer, of_fp8)
 InferenceSession(devices=[Accelerator(0)], export_mefs=sys.argv[1]).load(graph)
 print("compiled", flush=True)
 os._exit(0)
 """
-"""Compiles SwiGLU experts of rows, and of tokens. Virtual devices are for a whole
-process."""
+"""Compiles SwiGLU experts of rows, of tokens, and of rows in FP8. Virtual devices are
+for a whole process."""
 
 
 @slow
@@ -138,7 +147,7 @@ def test_ops_compile_for_hopper(tmp_path):
     assert "compiled" in done.stdout, done.stderr[-2000:]
     (model,) = tmp_path.glob("*.mef")
     kernels = re.findall(rb"\.text\.(max_ep_experts_hopper\w+)", model.read_bytes())
-    assert len(set(kernels)) == 3
+    assert len(set(kernels)) == 5
 
 
 BF16, F32 = DType.bfloat16, DType.float32

@@ -20,6 +20,6 @@ docs/decisions/0016-matmuls-on-hopper.md.
     grouped_matmul  the same groups, of sizes that hopper does not take
     linear          few rows and one weight, on a GPU
     heads           what stands between a product and attention, on the CPU, too
-    ops             the MAX ops that the files above do not have: groups in bfloat16
+    ops             the MAX ops of groups; other ops stand beside their kernels
     linear_op       the MAX op of linear
 """

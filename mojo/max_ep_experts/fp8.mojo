@@ -266,7 +266,8 @@ struct GroupedMatmulFp8:
             product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids),
             {unsafe_from_address = Int(x_scales.unsafe_ptr())},
             {unsafe_from_address = Int(weight_scales.unsafe_ptr())},
-            {unsafe_from_address = 0},
+            # Not written without SwiGLU; a pointer is never null.
+            {unsafe_from_address = Int(y.unsafe_ptr())},
         )
         launch_only_on_hopper(op, product, ctx)
 

@@ -203,7 +203,7 @@ def is_hopper[arch: StaticString = _accelerator_arch()]() -> Bool:
 
 
 def fits(product: GroupedProduct[DType.bfloat16]) -> Bool:
-    """Returns whether the kernel takes the sizes of a product."""
+    """Returns whether the kernel takes the sizes of a product, and where `y` is."""
     return (
         product.n % Int(BN) == 0
         and product.k % K_STEP == 0
