@@ -293,7 +293,11 @@ def moe(
 
 
 def swiglu(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Runs one expert of `grouped_swiglu` on its rows."""
+    """Runs one SwiGLU expert on its rows, ``(silu(x @ gate.T) * (x @ up.T)) @ down.T``.
+
+    ``x`` is ``[n_rows, hidden_size]``, ``gate_up`` ``[2 * moe_dim, hidden_size]``, gate
+    first, and ``down`` ``[hidden_size, moe_dim]``. Returns ``[n_rows, hidden_size]``.
+    """
     gate, up = np.split(x @ gate_up.T, 2, axis=1)
     return (gate / (1 + np.exp(-gate)) * up) @ down.T
 

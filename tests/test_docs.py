@@ -224,6 +224,49 @@ def test_times_in_the_readme_are_those_of_the_performance_pages():
     assert not [row for row in times if row not in measured]
 
 
+def newest_of(n_gpus: int, gpu: str) -> dict[tuple, dict]:
+    """The newest row of each peer, format, routing and number of tokens."""
+    data = runs.load(report.DATA)
+    found = {}
+    for row in data["gpu"]:
+        run = data["runs"][row["run"]]
+        is_machine = row["ranks"] == n_gpus == run["n_gpus"] and gpu in run["gpu"]
+        is_form = row["form"] == ("all_gather" if row["peer"] == "nccl" else "fused")
+        if is_machine and is_form and row["shape"] == "h7168_e256_k8":
+            of = "peer dtype routing tokens".split()
+            found[tuple(row[name] for name in of)] = row
+    return found
+
+
+@pytest.mark.parametrize(
+    "n_gpus, gpu, peers",
+    [(2, "H100", "sums rows max"), (4, "H200", "sums rows max nccl")],
+)
+def test_times_of_a_machine_in_the_readme_are_of_one_run(n_gpus, gpu, peers):
+    newest = newest_of(n_gpus, gpu)
+    cases = [(peer, n) for peer in peers.split() for n in (1, 8, 32, 128, 512, 4096)]
+    of = {newest[peer, "bfloat16", "uniform", n]["run"] for peer, n in cases}
+    assert len(of) == 1
+
+
+def test_ratios_of_four_gpus_are_those_of_the_benchmark():
+    """In the README what sums save; in the notes FP8 and Zipf routing."""
+    newest = newest_of(4, "H200")
+
+    def us(n: int, peer="sums", dtype="bfloat16", routing="uniform") -> float:
+        return newest[peer, dtype, routing, n]["us"]
+
+    fp8 = [f"{us(n, dtype='fp8') / us(n):.2f}" for n in (128, 512, 4096)]
+    zipf = [f"{us(n, routing='zipf') / us(n):.2f}" for n in (32, 128, 512, 4096)]
+    saved = [round(100 * (1 - us(n) / us(n, "rows"))) for n in (128, 4096)]
+    notes = " ".join((DOCS / "performance-notes.md").read_text().split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {fp8[0]}, {fp8[1]} and {fp8[2]} of the time of bfloat16" in notes
+    assert f"takes {', '.join(zipf[:3])} and {zipf[3]} times at 32, 128, 512" in notes
+    said = "saves {} % of the time at 128 tokens and {} % at 4096"
+    assert said.format(*saved) in readme
+
+
 def test_ratios_in_the_serving_page_are_those_of_one_run():
     data, places = runs.load(report.DATA), {}
     for row in data["serving"]:
