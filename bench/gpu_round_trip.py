@@ -21,7 +21,7 @@ says how weights are kept out of the cache)::
         --peers experts grouped_mm
 
 Each configuration runs in a process of its own (``bench/processes.py``).
-docs/performance.md says what is measured, ``bench/cases.py`` what peers and forms are.
+docs/measurements.md says what is measured, ``bench/cases.py`` what peers and forms are.
 """
 
 from __future__ import annotations

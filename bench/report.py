@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tables of docs/performance.md, and its plots, of docs/performance.json.
+"""Makes tables and plots of docs/performance.json: docs/performance.md has what users
+ask first, docs/measurements.md every row.
 
     python -m bench.report              # writes the tables and the plots
     python -m bench.report --add FILE   # first takes the runs of FILE into the JSON
@@ -11,14 +12,16 @@ files, see ``bench/runs.py``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 
+from . import summary
 from .cases import DTYPES, SHAPES
 from .runs import ROOT, dump, load, merge
+from .tables import SERVING_PEERS, machine, number, table
 
 DATA = ROOT / "docs/performance.json"
-PAGE = ROOT / "docs/performance.md"
+PAGE = ROOT / "docs/measurements.md"
+SUMMARY = ROOT / "docs/performance.md"
 
 PEERS = {
     "sums": "max_ep by_rank, sums",
@@ -55,31 +58,10 @@ RIVALS = {
     "all_gather": ("nccl",),
     "experts": ("grouped_mm",),
 }
-"""Whose times are divided by whose, within a run and a form."""
-SERVING_PEERS = {
-    "max_ep": "max_ep",
-    "max_expert_parallel": "MAX, expert parallel",
-    "max_tensor_parallel": "MAX, tensor parallel",
-    "transformers": "transformers, grouped_mm",
-}
-NUMBERS = {1: "One", 2: "Two", 4: "Four", 8: "Eight"}
+"""Peers whose times are divided by those of each peer, within a run and a form."""
 
 
 # -------------------------------------------------------------------------- tables
-
-
-def number(value: float | None) -> str:
-    """Formats with three digits, or two after the point."""
-    if value is None:
-        return ""
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
-
-
-def table(columns: list[str], rows: Iterable[list[str]], n_text: int = 1) -> list[str]:
-    """Lays out Markdown; columns after the first ``n_text`` are numbers."""
-    line = "|---" * n_text + "|---:" * (len(columns) - n_text) + "|"
-    body = [f"| {' | '.join(row)} |" for row in rows]
-    return [f"| {' | '.join(columns)} |", line, *body, ""]
 
 
 def series(rows: list[dict]) -> dict[tuple[str, str, str], dict[int, dict]]:
@@ -208,11 +190,6 @@ def _is_main(row: dict) -> bool:
     return what == ("h7168_e256_k8", "bfloat16", "uniform")
 
 
-def machine(gpu: str, n: int) -> str:
-    """Names GPUs: ``Two H200s``."""
-    return f"{NUMBERS[n]} {gpu.split()[1]}{'s' * (n > 1)}"
-
-
 def serving_tables(rows: list[dict]) -> list[str]:
     """Lays out rows of ``bench.serving``: prompts, then clients."""
 
@@ -291,9 +268,9 @@ def _runs(data: dict) -> list[str]:
     return [*lines, ""]
 
 
-def page(text: str, data: dict) -> str:
-    """Makes the tables of a page anew, each between two comments."""
-    made = {
+def made_of(data: dict) -> dict[str, list[str]]:
+    """Makes the tables of all measurements, by their names in the page."""
+    return {
         "sizes": _shapes(data),
         "gpus": _gpu_sections(data),
         "experts": experts_sections(data),
@@ -301,12 +278,16 @@ def page(text: str, data: dict) -> str:
         "cpu": cpu_table(data["cpu"]),
         "runs": _runs(data),
     }
+
+
+def page(text: str, made: dict[str, list[str]]) -> str:
+    """Puts tables into a page, each between two comments."""
     for name, lines in made.items():
         begin = f"<!-- made by bench.report: {name} -->\n\n"
         before, _, rest = text.partition(begin)
         _, end, after = rest.partition("<!-- end -->")
         if not end:
-            raise ValueError(f"{PAGE.name} has no place for {name}")
+            raise ValueError(f"the page has no place for {name}")
         made_anew = "\n".join(lines).rstrip("\n") + "\n\n"
         text = before + begin + made_anew.lstrip("\n") + end + after
     return text
@@ -385,8 +366,9 @@ def main() -> None:
     for path in options.add:
         data = merge(data, load(path))
     DATA.write_text(dump(data))
-    PAGE.write_text(page(PAGE.read_text(), data))
-    for path in (DATA, PAGE, *plots(data)):
+    PAGE.write_text(page(PAGE.read_text(), made_of(data)))
+    SUMMARY.write_text(page(SUMMARY.read_text(), summary.tables(data)))
+    for path in (DATA, PAGE, SUMMARY, *plots(data)):
         print(f"wrote {path.relative_to(ROOT)}")
 
 

@@ -20,6 +20,7 @@ from bench import (
     processes,
     report,
     runs,
+    summary,
 )
 from bench.cases import Case, Config
 from max_ep import reference
@@ -28,10 +29,12 @@ from max_ep.formats import BY_NAME
 DATA = runs.load(report.DATA)
 
 
-def test_the_page_is_made_of_the_data():
+def test_the_pages_are_made_of_the_data():
     """`python -m bench.report` was run after the last change."""
+    summed = report.SUMMARY.read_text()
+    assert summed == report.page(summed, summary.tables(DATA))
     text = report.PAGE.read_text()
-    assert text == report.page(text, DATA)
+    assert text == report.page(text, report.made_of(DATA))
     assert report.DATA.read_text() == runs.dump(DATA)
     names = re.findall(r"\]\((images/[^)]+)\)", text)
     assert len(names) == 3
@@ -257,3 +260,19 @@ def test_a_chain_of_experts_is_its_layers(torch_layers):
     inputs[-2:], inputs[-4:-2] = inputs[-4:-2], inputs[-2:]
     with pytest.raises(checks.CheckError, match="the chain and its layers differ"):
         check(peer._model(case.form).execute(*inputs))
+
+
+def test_the_summary_says_where_others_are_faster():
+    """A made-up row of MAX that is faster than ours appears, and one that is slower
+    does not."""
+    of = dict(run="r", ranks=2, shape="h7168_e256_k8", dtype="bfloat16", form="fused")
+    rows = [
+        of | dict(peer=peer, routing="uniform", tokens=n, us=us)
+        for n, times in {8: (3.0, 2.0), 32: (3.0, 4.0)}.items()
+        for peer, us in zip(("sums", "max"), times)
+    ]
+    data = {"runs": {"r": {"gpu": "NVIDIA H100", "n_gpus": 2}}, "gpu": rows}
+    lines = summary.tables(data | {"serving": []})["slower"]
+    (line,) = lines[2:-1]
+    assert line.startswith("| Two H100s | MAX EP | 8 tokens, ")
+    assert line.endswith("| 2.00 | 3.00 | 1.50 |")

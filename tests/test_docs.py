@@ -167,7 +167,9 @@ def test_numbers_beside_a_name_are_the_constants():
         values.setdefault(name, set()).add(value.replace("_", ""))
     n_compared = 0
     for path in GUIDE:
-        if path.name.startswith("performance"):  # of the commit that was measured
+        if path.name.startswith(
+            ("performance", "measure")
+        ):  # of the commit that was measured
             continue
         text = path.read_text()
         for name, number in re.findall(r"`(_?[A-Z][A-Z0-9_]+)` \((\d+)\)", text):
@@ -214,10 +216,10 @@ def cells_of(path: Path) -> list[list[str]]:
 
 
 def test_times_in_the_readme_are_those_of_the_performance_pages():
-    """Each row of the README's table is one of docs/performance*.md."""
+    """Each row of the README's table is one of the measurements or of the notes."""
     head, *rows = cells_of(ROOT / "README.md")
     assert head[:3] == ["machine", "system", "delivers"]
-    pages = DOCS / "performance.md", DOCS / "performance-notes.md"
+    pages = DOCS / "measurements.md", DOCS / "performance-notes.md"
     measured = [row[2:8] for page in pages for row in cells_of(page)]
     times = [row[3:] for row in rows[1:11]]
     assert times[-1] and rows[10][1].startswith("NCCL")

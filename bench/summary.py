@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/performance.md: what a user asks first, of docs/performance.json.
+
+``bench.report`` writes them. docs/measurements.md has every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+
+from .cases import SHAPES
+from .tables import SERVING_PEERS, machine, number, table
+
+TOKENS = (1, 8, 32, 128, 512, 4096)
+_LAYER = ("fused", "all_gather")
+_SYSTEMS = {
+    ("sums", "fused"): ("**max_ep, `sums`**", "experts"),
+    ("rows", "fused"): ("**max_ep, `rows`**", "experts"),
+    ("buffer", "fused"): ("**max_ep, `Buffer` from PyTorch**", "experts"),
+    ("max", "fused"): ("MAX 26.7", "experts"),
+    ("nccl", "all_gather"): ("NCCL all-gather, reduce-scatter", "all"),
+}
+_FORMATS = {"bfloat16": "bfloat16", "fp8": "blockwise FP8", "mxfp8": "MXFP8"}
+_SUMS = {"sums": "**`sums`**", "sums_mxfp8": "**`sums` in MXFP8**"}
+_MAIN = ("h7168_e256_k8", "uniform", "bfloat16")
+_MIN_SIZES = 3
+"""Fewer sizes of a series are in the measurements alone."""
+_OTHERS = {
+    "max": "MAX EP",
+    "max_layer": "MAX without expert parallelism",
+    "nccl": "NCCL all-gather, reduce-scatter",
+}
+
+Row = dict
+Machine = tuple[int, str]
+
+
+def _machines(data: dict) -> list[Machine]:
+    """Lists ranks and GPU of each machine with several GPUs, largest first."""
+    found = {(r["ranks"], data["runs"][r["run"]]["gpu"]) for r in data["gpu"]}
+    return sorted((m for m in found if m[0] > 1), key=lambda m: (-m[0], m[1]))
+
+
+def _rows(data: dict, of: Machine, **wanted: str) -> Iterator[Row]:
+    """Yields the rows of a machine in which some fields have these values."""
+    for row in data["gpu"]:
+        is_machine = of == (row["ranks"], data["runs"][row["run"]]["gpu"])
+        if is_machine and all(row[name] == value for name, value in wanted.items()):
+            yield row
+
+
+def _times(rows: Iterator[Row], key: Callable[[Row], tuple]) -> dict:
+    """Sorts times by a key of the row and by tokens; later rows are newer."""
+    found: dict[tuple, dict[int, float]] = {}
+    for row in rows:
+        found.setdefault(key(row), {})[row["tokens"]] = row["us"]
+    return found
+
+
+def _cells(times: dict[int, float]) -> list[str]:
+    return [number(times.get(n)) for n in TOKENS]
+
+
+def _speed(data: dict) -> list[str]:
+    """Lays out all systems of each machine."""
+    what = dict(shape="h7168_e256_k8", dtype="bfloat16", routing="uniform")
+    lines = []
+    for of in _machines(data):
+        times = _times(_rows(data, of, **what), lambda r: (r["peer"], r["form"]))
+        name = machine(of[1], of[0])
+        for system, (shown, delivers) in _SYSTEMS.items():
+            if len(times.get(system, ())) >= _MIN_SIZES:
+                lines.append([name, shown, delivers, *_cells(times[system])])
+                name = ""
+    return table(["machine", "system", "delivers", *map(str, TOKENS)], lines, 3)
+
+
+def _others(data: dict) -> list[str]:
+    """Lays out other formats, routing and models, beside MAX where it was timed."""
+    lines = []
+    for of in _machines(data):
+        rows = _rows(data, of, form="fused")
+        times = _times(rows, itemgetter("shape", "routing", "dtype", "peer"))
+        for (shape, routing, dtype, peer), of_peer in sorted(times.items()):
+            is_main = (shape, routing, dtype) == _MAIN
+            if peer not in _SUMS or is_main or len(of_peer) < _MIN_SIZES:
+                continue
+            what = [
+                machine(of[1], of[0]),
+                SHAPES[shape].model,
+                routing,
+                _FORMATS[dtype],
+            ]
+            lines.append([*what, _SUMS[peer], *_cells(of_peer)])
+            theirs = times.get((shape, routing, dtype, "max"), {})
+            if peer == "sums" and len(theirs) >= _MIN_SIZES:
+                lines.append(["", "", "", "", "MAX 26.7", *_cells(theirs)])
+    columns = "machine, sizes of, routing, dispatch, system".split(", ")
+    return table([*columns, *map(str, TOKENS)], lines, 5)
+
+
+def _steps(data: dict) -> dict[tuple, dict[int, float]]:
+    """Finds the newest median step of each machine, run, layers and server."""
+    found: dict[tuple, dict[int, float]] = {}
+    for row in data["serving"]:
+        if "clients" in row and "dtype" not in row:
+            run = data["runs"][row["run"]]
+            key = run["n_gpus"], run["gpu"], run["layers"], row["run"], row["peer"]
+            found.setdefault(key, {})[row["clients"]] = row["step_ms"][1]
+    return found
+
+
+def _serving(data: dict) -> list[str]:
+    """Lays out steps of max_ep beside those of MAX, of one run each."""
+    clients, lines = (1, 16, 64), []
+    steps = _steps(data)
+    runs = {key[:4] for key in steps if key[4] != "max_ep"}
+    for of in sorted(key for key in {key[:4] for key in steps} if key in runs):
+        first = [machine(of[1], of[0]), str(of[2])]
+        for peer, name in SERVING_PEERS.items():
+            if ms := steps.get((*of, peer)):
+                cells = [f"{ms[n]:.2f}" if n in ms else "" for n in clients]
+                lines.append([*first, name, *cells])
+                first = ["", ""]
+    columns = ["machine", "layers", "server", *(f"{n} clients" for n in clients)]
+    return table([c.replace("1 clients", "1 client") for c in columns], lines, 3)
+
+
+def _slower(data: dict) -> list[str]:
+    """Lists each size at which another system is faster than the best of ours, in runs
+    of the default protocol."""
+    best: dict[tuple, dict[str, float]] = {}
+    for row in data["gpu"]:
+        if row["form"] in _LAYER:
+            gpu = data["runs"][row["run"]]["gpu"]
+            key = row["ranks"], gpu, row["shape"], row["dtype"], row["routing"]
+            of_size = best.setdefault((*key, row["tokens"], row["run"]), {})
+            of_size[row["peer"]] = row["us"]
+    lines = []
+    for (ranks, gpu, shape, dtype, routing, n, _), of_peer in sorted(best.items()):
+        ours = [us for peer, us in of_peer.items() if peer not in _OTHERS]
+        for peer, us in of_peer.items():
+            is_default = {"sums", "rows"} & set(of_peer)
+            if is_default and peer in _OTHERS and us < min(ours):
+                what = f"{n} tokens, {SHAPES[shape].model}, {dtype}, {routing}"
+                times = [number(us), number(min(ours)), f"{min(ours) / us:.2f}"]
+                lines.append([machine(gpu, ranks), _OTHERS[peer], what, *times])
+    steps = _steps(data)
+    for (*of, peer), ms in sorted(steps.items()):
+        ours_ms = steps.get((*of, "max_ep"), {})
+        for n in ms:
+            if peer != "max_ep" and n in ours_ms and ms[n] < ours_ms[n]:
+                what = f"a step of {n} client{'s' * (n > 1)}, {of[2]} layers, ms"
+                times = [f"{ms[n]:.2f}", f"{ours_ms[n]:.2f}"]
+                times.append(f"{ours_ms[n] / ms[n]:.2f}")
+                lines.append([machine(of[1], of[0]), SERVING_PEERS[peer], what, *times])
+    columns = ["machine", "system", "what", "its time", "max_ep", "ratio"]
+    return table(columns, lines, 3)
+
+
+def tables(data: dict) -> dict[str, list[str]]:
+    """Makes the tables, by their names in the page."""
+    return {
+        "speed": _speed(data),
+        "others": _others(data),
+        "steps": _serving(data),
+        "slower": _slower(data),
+    }
