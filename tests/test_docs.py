@@ -80,6 +80,18 @@ def test_site_builds_without_warnings(tmp_path):
         assert page.stem in ("index", *(p.name for p in tmp_path.iterdir()))
 
 
+def test_public_names_are_on_the_api_page():
+    """A name that users import has its docstring there."""
+    page = (DOCS / "api.md").read_text()
+    shown = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", page, re.M)}
+    own = {name for name, home in max_ep._HOME_OF.items() if home.startswith(".")}
+    torch_names = re.search(
+        r"__all__ = (\[.*?\])", (ROOT / "max_ep/torch/__init__.py").read_text()
+    )
+    assert own and torch_names
+    assert own | set(ast.literal_eval(torch_names[1])) <= shown
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
