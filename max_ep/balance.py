@@ -10,17 +10,28 @@ for weights on a rank, as in MAX. Choice ``k`` of token ``n`` goes to replica
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
-from zipfile import BadZipFile
+from typing import Any, NamedTuple, TypeVar
+from zipfile import ZipFile
 
 import numpy as np
 
+T = TypeVar("T")
+
 _SLACK = 0.05
 """Part of a rank's mean load that is given up for an expert that need not move."""
+
+_NEAR, _MOST_SWAPS = 1e-3, 200
+"""When a plan without an old one is good: the busiest rank is so near to the mean."""
+
+_MOST_ROWS = 2.0**63
+_MOST_UNPACKED = 1 << 28
+"""Most bytes of an array in a compressed file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +53,20 @@ class Placement:
                 f"phy2log is {phy2log.dtype} {list(phy2log.shape)}; it must have "
                 "integers [n_layers, n_physical]"
             )
-        object.__setattr__(self, "phy2log", phy2log.astype(np.int32))
-        if phy2log.min() < 0 or not self.logcnt.all():
+        n_physical, most = phy2log.shape[1], int(phy2log.max())
+        if not is_integer(self.n_ranks) or not 1 <= self.n_ranks <= n_physical:
             raise ValueError(
-                f"phy2log must name each logical expert of [0, {self.n_logical}) in "
+                f"n_ranks={self.n_ranks!r} must be an integer from 1 to {n_physical}, "
+                "the physical experts of a layer"
+            )
+        object.__setattr__(self, "n_ranks", int(self.n_ranks))
+        # No table is as long as a wrong number says.
+        is_in_range = 0 <= int(phy2log.min()) and most < n_physical
+        if is_in_range:
+            object.__setattr__(self, "phy2log", phy2log.astype(np.int32))
+        if not is_in_range or not self.logcnt.all():
+            raise ValueError(
+                f"phy2log must name each logical expert of [0, {most + 1}) in "
                 "each layer, and nothing else"
             )
 
@@ -89,18 +110,23 @@ class Placement:
 
         ``counts`` are rows of logical experts, ``[n_layers, n_logical]``.
         """
+        counts = _checked_rows(counts, "counts", "n_logical", self.logcnt.shape)
         shares = np.take_along_axis(counts / self.logcnt, self.phy2log, 1)
         rows = np.zeros((len(shares), self.n_ranks * self.n_local))
         rows[:, : shares.shape[1]] = shares
         return rows.reshape(len(rows), self.n_ranks, -1).sum(2)
 
     def imbalance(self, counts: np.ndarray) -> np.ndarray:
-        """Predicts rows of the busiest rank, times the mean, ``[n_layers]``."""
+        """Predicts rows of the busiest rank, times the mean, ``[n_layers]``; 1 for a
+        layer without rows."""
         loads = self.rank_loads(counts)
-        return loads.max(1) / np.maximum(loads.mean(1), 1e-9)
+        most = loads.max(1, keepdims=True)
+        loads = np.divide(loads, most, out=np.ones_like(loads), where=most > 0)
+        return 1 / loads.mean(1)
 
     def logical_counts(self, counts: np.ndarray) -> np.ndarray:
         """Adds up rows of physical experts, ``[n_layers, n_physical]``."""
+        _checked_rows(counts, "counts", "n_physical", self.phy2log.shape)
         total = np.zeros(self.logcnt.shape, np.int64)
         np.add.at(total, (np.arange(len(total))[:, None], self.phy2log), counts)
         return total
@@ -114,17 +140,42 @@ class Placement:
     @staticmethod
     def load(path: str | Path) -> Placement:
         """Reads what :meth:`save` wrote. Raises a ``ValueError`` for other files."""
-        saved = read_npz(path, "max_ep.balance.Placement.save", "phy2log", "n_ranks")
-        return Placement(saved["phy2log"], int(saved["n_ranks"]))
+        maker = "max_ep.balance.Placement.save"
+        return read_npz(path, Placement, maker, "phy2log", "n_ranks")
 
 
-def read_npz(path: str | Path, maker: str, *names: str) -> dict[str, np.ndarray]:
-    """Reads arrays of these names. Raises a ``ValueError`` for other files."""
+def read_npz(path: str | Path, kind: Callable[..., T], maker: str, *names: str) -> T:
+    """Makes a ``kind`` of the arrays of these names; an array without dimensions is one
+    number. Raises a ``ValueError`` for what ``maker`` has not written."""
     try:
-        with np.load(path) as file:
-            return {name: file[name] for name in names}
-    except (AttributeError, EOFError, KeyError, ValueError, BadZipFile) as error:
-        raise ValueError(f"{path} is no file of {maker}") from error
+        with open(path, "rb", opener=_open_at_once) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):  # a device may have no end
+                raise ValueError("it is a device or a pipe")
+            with ZipFile(file) as packed:
+                arrays = {name: packed.getinfo(f"{name}.npy") for name in names}
+            for name, info in arrays.items():
+                if info.file_size > max(about.st_size, _MOST_UNPACKED):
+                    raise ValueError(f"{name} would take {info.file_size} bytes")
+            with np.load(file) as saved:
+                found = {name: saved[name] for name in names}
+        return kind(**{n: x if x.ndim else x[()] for n, x in found.items()})
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"{path} cannot be read: {reason}; name a file of {maker}"
+        ) from error
+    except Exception as error:  # NumPy and zipfile have many for a damaged file
+        is_name = isinstance(error, KeyError)  # whose text is quoted
+        reason = error.args[0] if is_name else str(error) or type(error).__name__
+        raise ValueError(
+            f"{path} is no file of {maker}: {reason}; name one that it wrote"
+        ) from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file; of a pipe it does not wait for the other end."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def unbalanced(n_layers: int, n_experts: int, n_ranks: int) -> Placement:
@@ -144,101 +195,227 @@ def plan(
 ) -> Placement:
     """Makes a placement that spreads rows evenly over ranks, and so over hosts.
 
+    A rank never holds an expert twice.
+
     Args:
-        counts: Rows of each logical expert, ``[n_layers, n_logical]``, or of one layer.
+        counts: Rows of each logical expert, ``[n_layers, n_logical]``, or of one layer,
+            finite and >= 0. In a layer without rows, which was not measured, experts
+            get equally many replicas, or one more.
         n_ranks: Ranks of the group.
-        n_replicas: Physical experts beyond the logical ones.
+        n_replicas: Physical experts beyond the logical ones, at most
+            ``n_logical * (n_ranks - 1)``: then each rank holds every expert.
         top_k: Experts of a token. An expert gets a number of replicas that shares no
             factor with it, where it can: then its replicas get equally much, even if
             it is always the first choice of a token.
-        n_hosts: Hosts, each with ``n_ranks / n_hosts`` ranks, one after another.
-        max_replicas: Most replicas of an expert; 0: one more than there are ranks.
+        n_hosts: Hosts, each with ``n_ranks / n_hosts`` ranks, one after another. An
+            expert has equally many replicas on each host, or one more, if all ranks
+            hold equally many experts.
+        max_replicas: Most replicas of an expert; 0, or more than ranks: ``n_ranks``.
         old: The placement before. Experts stay where they are if that costs little.
+
+    Raises:
+        ValueError: If no placement can have these sizes, or for other counts.
     """
-    counts = np.atleast_2d(np.asarray(counts, float))
-    if counts.ndim != 2 or 0 in counts.shape or not (counts >= 0).all():
+    counts = _checked_rows(counts, "counts", "n_logical")
+    for name, n, least in (
+        ("n_ranks", n_ranks, 1),
+        ("n_replicas", n_replicas, 0),
+        ("top_k", top_k, 1),
+        ("n_hosts", n_hosts, 1),
+        ("max_replicas", max_replicas, 0),
+    ):
+        if not is_integer(n) or n < least:
+            raise ValueError(f"{name}={n!r} must be an integer >= {least}")
+    n_logical, most = counts.shape[1], min(max_replicas or n_ranks, n_ranks)
+    if n_ranks % n_hosts:
+        raise ValueError(f"n_ranks={n_ranks} must be a multiple of n_hosts={n_hosts}")
+    if n_replicas > n_logical * (most - 1):
         raise ValueError(
-            f"counts has shape {list(counts.shape)}; it must be [n_layers, n_logical], "
-            "rows of each expert, all >= 0"
+            f"n_replicas={n_replicas} must be in [0, {n_logical * (most - 1)}]: "
+            f"{n_logical} experts have at most {most} replicas each, one on a rank"
         )
-    if top_k < 1:
-        raise ValueError(f"top_k={top_k} must be 1 or more: experts of a token")
-    n_physical = counts.shape[1] + n_replicas
-    most = max_replicas or n_ranks + 1
-    if n_ranks < 1 or n_hosts < 1 or n_ranks % n_hosts:
+    n_physical = n_logical + n_replicas
+    if n_physical < n_ranks:
         raise ValueError(
-            f"n_ranks={n_ranks} must be a multiple of n_hosts={n_hosts}, both >= 1"
-        )
-    if not 0 <= n_replicas <= counts.shape[1] * (most - 1):
-        raise ValueError(
-            f"n_replicas={n_replicas} must be in [0, {counts.shape[1] * (most - 1)}]: "
-            f"{counts.shape[1]} experts have at most {most} replicas each"
+            f"n_replicas={n_replicas} must be at least {n_ranks - n_logical}: there "
+            f"are {n_logical} experts for n_ranks={n_ranks}"
         )
     n_local = -(-n_physical // n_ranks)
-    sizes = np.bincount(np.arange(n_physical) // n_local, minlength=n_ranks)
+    places = np.clip(n_physical - n_local * np.arange(n_ranks), 0, n_local)
     before = [[np.zeros(0, int)] * n_ranks] * len(counts)
     if old is not None:
+        have = len(old.phy2log), old.n_logical, old.n_ranks
+        if have != (*counts.shape, n_ranks):
+            raise ValueError(
+                f"old has (layers, experts, ranks) {have}, counts and n_ranks say "
+                f"{(*counts.shape, n_ranks)}; leave old out for another group"
+            )
         ends = np.arange(1, n_ranks) * old.n_local
         before = [np.split(row, ends) for row in old.phy2log]
     rows = []
-    for loads, was in zip(counts, before):
-        n_each = _replica_counts(loads, n_replicas, top_k, most)
-        experts = np.repeat(np.arange(len(loads)), n_each)
-        parts = _pack(experts, loads / n_each, sizes, n_hosts, was)
+    for of_layer, was in zip(counts, before):
+        is_measured = bool(of_layer.any())
+        loads = of_layer / of_layer.max() if is_measured else np.ones(n_logical)
+        factors = top_k if is_measured else 1
+        n_each = _replica_counts(loads, n_replicas, places, factors, most)
+        had = np.zeros((n_ranks, n_logical), bool)
+        for rank, of_rank in enumerate(was):
+            had[rank, of_rank] = True
+        holds = _pack_hosts(n_each, loads / n_each, places, n_hosts, had)
+        enough = 1 + (_NEAR if old is None else _SLACK)
+        _swap(holds, loads / n_each, n_hosts, enough)
+        parts = map(np.flatnonzero, holds)
         rows.append(np.concatenate([_in_place(*pair) for pair in zip(parts, was)]))
     return Placement(np.stack(rows), n_ranks)
 
 
+def is_integer(n: Any) -> bool:
+    """Returns whether ``n`` is an integer of Python or NumPy."""
+    return isinstance(n, (int, np.integer)) and not isinstance(n, bool)
+
+
+def _checked_rows(
+    counts: Any, name: str, columns: str, shape: tuple[int, ...] | None = None
+) -> np.ndarray:
+    """Returns rows of experts, layer by layer, as float64; refuses what are none."""
+    try:
+        given = np.asarray(counts)
+    except ValueError:  # rows of different lengths
+        given = np.asarray(counts, object)
+    wanted = f"{list(shape)}" if shape else f"[n_layers, {columns}]"
+    wanted += ", rows of each expert: finite, and all >= 0"
+    if given.dtype.kind not in "iuf":
+        kind = "text" if given.dtype.kind in "SU" else f"of dtype {given.dtype}"
+        raise ValueError(f"{name} is {kind}; it must be numbers {wanted}")
+    rows = np.atleast_2d(given.astype(np.float64))
+    if rows.ndim != 2 or 0 in rows.shape or rows.shape != (shape or rows.shape):
+        raise ValueError(f"{name} has shape {list(given.shape)}; it must be {wanted}")
+    wrong = np.argwhere(~((rows >= 0) & (rows < _MOST_ROWS)))
+    if len(wrong):
+        layer, expert = wrong[0].tolist()
+        raise ValueError(
+            f"{name} has {rows[layer, expert]:g} for expert {expert} of layer {layer}; "
+            f"it must be {wanted}, below 2**63"
+        )
+    return rows
+
+
+def _fits(copies: np.ndarray, places: np.ndarray) -> bool:
+    """Whether bins have places for copies of experts, at most one of each in a bin (by
+    Gale and Ryser)."""
+    most = (places[:, None] > np.arange(len(copies))).sum(0).cumsum()
+    return bool((np.sort(copies)[::-1].cumsum() <= most).all())
+
+
 def _replica_counts(
-    loads: np.ndarray, n_more: int, top_k: int, most: int
+    loads: np.ndarray, n_more: int, places: np.ndarray, top_k: int, most: int
 ) -> np.ndarray:
     """Gives replicas to the experts whose replicas have most to do."""
     n_each = np.ones(len(loads), int)
     for factors, is_rest in ((top_k, False), (1, True)):
         counts = [n for n in range(2, most + 1) if math.gcd(n, factors) == 1]
         counts = np.array([*counts, n_more + most + 1])  # the last one is never reached
+        is_full = np.zeros(len(loads), bool)
         while n_more:
             step = counts[np.searchsorted(counts, n_each, "right")] - n_each
-            # The rest goes to experts without replicas first.
-            alone = is_rest * (n_each == 1)
-            order = np.lexsort((loads / n_each, alone, step <= n_more))
-            if step[order[-1]] > n_more:
+            is_full |= step > n_more
+            # The rest first goes to experts whose number it does not spoil; of equal
+            # loads, to those that have the fewest.
+            has_some = is_rest & (n_each > 1) & (np.gcd(n_each, top_k) == 1)
+            best = np.lexsort((n_each, -loads / n_each, has_some, is_full))[0]
+            if is_full[best]:
                 break
-            n_each[order[-1]] += step[order[-1]]
-            n_more -= step[order[-1]]
+            n_each[best] += step[best]
+            if _fits(n_each, places):
+                n_more -= step[best]
+            else:  # some ranks hold fewer experts, or none
+                n_each[best] -= step[best]
+                is_full[best] = True
     return n_each
 
 
-def _pack(
-    experts: np.ndarray,
+def _pack_hosts(
+    n_each: np.ndarray,
     loads: np.ndarray,
-    sizes: np.ndarray,
+    places: np.ndarray,
     n_hosts: int,
-    before: Sequence[np.ndarray],
-) -> list[list[int]]:
-    """Divides replicas, each of so much load, over ranks with so many places: the
-    heaviest first, to host and rank with the fewest of its expert and the least load.
+    had: np.ndarray,
+) -> np.ndarray:
+    """Says which rank holds which expert, bool ``[n_ranks, n_logical]``; ``had`` is the
+    same of the placement before.
+
+    Hosts come first: each has equally many of an expert, or one more. If some ranks
+    hold fewer experts, that may be impossible; then hosts do not matter.
     """
-    n = len(sizes)
-    parts: list[list[int]] = [[] for _ in range(n)]
-    load, n_same = np.zeros(n), np.zeros((n, len(loads)), int)
-    gain = np.zeros((n, len(loads)))
-    for rank in range(n):
-        gain[rank, before[rank]] = _SLACK * loads[experts].sum() / n
-    for expert in experts[np.argsort(-loads[experts], kind="stable")]:
-        on_rank = n_same[:, expert]
-        on_host = np.repeat(on_rank.reshape(n_hosts, -1).sum(1), n // n_hosts)
-        cost = load - gain[:, expert]
-        best = np.lexsort((cost, on_rank, on_host, n_same.sum(1) >= sizes))[0]
-        parts[best].append(int(expert))
-        load[best] += loads[expert]
-        n_same[best, expert] += 1
-    return parts
+
+    def of_hosts(x: np.ndarray) -> np.ndarray:
+        return x.reshape(n_hosts, -1, *x.shape[1:])
+
+    on_all, more = np.divmod(n_each, n_hosts)
+    free = of_hosts(places).sum(1) - on_all.sum()
+    if n_hosts > 1 and free.min() >= 0 and _fits(more, free):
+        copies = on_all + _pack(more, loads, free, of_hosts(had).any(1))
+        if all(map(_fits, copies, of_hosts(places))):
+            given = zip(copies, of_hosts(places), of_hosts(had))
+            return np.concatenate([_pack(n, loads, at, was) for n, at, was in given])
+    return _pack(n_each, loads, places, had)
 
 
-def _in_place(new: list[int], old: np.ndarray) -> np.ndarray:
+def _pack(
+    copies: np.ndarray, loads: np.ndarray, places: np.ndarray, had: np.ndarray
+) -> np.ndarray:
+    """Divides copies over bins with so many places, at most one of an expert to a bin:
+    the heaviest first, to the bins with the least load; ``_fits`` says that it can be.
+    """
+    holds, load = np.zeros(had.shape, bool), np.zeros(len(places))
+    free, rest = places.copy(), copies.copy()
+    gain = _SLACK * (copies @ loads) / len(places) * had
+    for expert in np.argsort(-loads, kind="stable"):
+        n, rest[expert] = copies[expert], 0
+        order = np.lexsort((load - gain[:, expert], free == 0))
+        chosen = np.zeros(len(places), bool)
+        chosen[order[:n]] = True
+        # If later experts would find no places, take bins with more of them.
+        while n and not ((free >= chosen).all() and _fits(rest, free - chosen)):
+            fullest = np.argmin(np.where(chosen, free, free.max() + 1))
+            chosen[np.argmax(np.where(chosen, -1, free))] = True
+            chosen[fullest] = False
+        holds[:, expert] = chosen
+        load += chosen * loads[expert]
+        free -= chosen
+    return holds
+
+
+def _swap(holds: np.ndarray, loads: np.ndarray, n_hosts: int, enough: float) -> None:
+    """Swaps experts of the busiest rank for lighter ones of other ranks, until it has
+    ``enough`` times the mean, or no swap helps; hosts keep as many of an expert."""
+    n_ranks = len(holds)
+    host = np.arange(n_ranks) * n_hosts // n_ranks
+    for _ in range(_MOST_SWAPS):
+        load = holds @ loads
+        busy = int(load.argmax())
+        if load[busy] <= enough * load.mean():
+            return
+        on_host = holds.reshape(n_hosts, -1, len(loads)).sum(1)[host]
+        is_here = host == host[busy]
+        gives = holds[busy] & ~holds & (is_here[:, None] | (on_host < on_host[busy]))
+        takes = holds & ~holds[busy] & (is_here[:, None] | (on_host > on_host[busy]))
+        own = np.flatnonzero(holds[busy])
+        less = loads[own, None] - loads
+        gap = (load[busy] - load)[:, None, None]
+        helps = gives[:, own, None] & takes[:, None] & (less > 0) & (less < gap)
+        # Both ranks then have about as much.
+        far = np.where(helps, np.abs(less - gap / 2), np.inf)
+        rank, i, expert = np.unravel_index(far.argmin(), far.shape)
+        if not helps[rank, i, expert]:
+            return
+        holds[[busy, rank], own[i]] = False, True
+        holds[[busy, rank], expert] = True, False
+
+
+def _in_place(new: np.ndarray, old: np.ndarray) -> np.ndarray:
     """Orders a rank's experts so that those it had keep their places."""
-    rest, placed = sorted(new), np.full(len(new), -1)
+    rest, placed = new.tolist(), np.full(len(new), -1)
     for place, expert in enumerate(old[: len(new)].tolist()):
         if expert in rest:
             rest.remove(expert)
@@ -270,8 +447,9 @@ def moves(
     """
     if old.phy2log.shape != new.phy2log.shape or old.n_ranks != new.n_ranks:
         raise ValueError("both placements must have the same layers, experts and ranks")
-    if slice_bytes < 1:
-        raise ValueError(f"slice_bytes={slice_bytes} must be at least 1")
+    for name, n in (("expert_bytes", expert_bytes), ("slice_bytes", slice_bytes)):
+        if not is_integer(n) or n < 1:
+            raise ValueError(f"{name}={n!r} must be an integer >= 1")
     n_sent, slices = np.zeros(new.n_ranks, int), []
     for layer, row in enumerate(new.phy2log):
         for dst in np.flatnonzero(row != old.phy2log[layer]):

@@ -15,6 +15,7 @@ from .plan import in_options
 from .stats import BAR, Statistics, draw, new_figure
 
 _OPTIONS = {"n_replicas": "--replicas", "top_k": "--top-k", "n_hosts": "--hosts"}
+_OPTIONS["max_replicas"] = "--max-replicas"
 """Arguments of ``plan``, as the command line calls them."""
 
 
@@ -36,8 +37,9 @@ def run_balance(options: argparse.Namespace) -> None:
         before = unbalanced(n_layers, n_experts, n_ranks)
         n_replicas = options.replicas
         if n_replicas is None:
-            # An eighth, and as many as all ranks can hold equally.
-            n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
+            # An eighth, and as many as all ranks can hold equally, none twice.
+            n_local = min(n_experts, -(-n_experts * 9 // 8 // n_ranks))
+            n_replicas = n_local * n_ranks - n_experts
     try:
         after = plan(
             counts,

@@ -95,7 +95,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     for option, default, text in (
         ("--top-k", 8, "experts of a token"),
         ("--hosts", 1, "hosts of the ranks"),
-        ("--max-replicas", 0, "EPConfig.max_replicas; 0: ranks + 1"),
+        ("--max-replicas", 0, "EPConfig.max_replicas; 0: as many as ranks"),
     ):
         text += " (default: %(default)s)"
         balance.add_argument(option, type=int, default=default, help=text)

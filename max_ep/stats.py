@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from .balance import read_npz
+from .balance import is_integer, read_npz
 
 _LINE, BAR = 80, 40  # characters of a line, and of the longest bar
+_MOST_ROWS = 2**31 - 1  # of an expert in a run: counts are int32
 _MOST_BARS = 32  # of a histogram in text; neighbours are put together
 
 
@@ -36,6 +37,13 @@ class Statistics:
     """Experts of the group; the last ranks may have fewer than ``n_local_experts``."""
 
     def __post_init__(self) -> None:
+        for name in ("dispatch_ns", "combine_ns", "received"):
+            array = np.asarray(getattr(self, name))
+            if array.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{name} is of dtype {array.dtype}, it must be integers"
+                )
+            setattr(self, name, array)
         shape = self.received.shape
         if len(shape) != 3 or shape[0] == 0:
             raise ValueError(
@@ -43,10 +51,18 @@ class Statistics:
                 "n_local_experts] of one run or more; np.stack puts runs together"
             )
         n_runs, n_ranks, n_local_experts = shape
+        if not is_integer(self.n_experts):
+            raise ValueError(f"n_experts={self.n_experts!r} must be an integer")
+        self.n_experts = int(self.n_experts)
         if not n_ranks <= self.n_experts <= n_ranks * n_local_experts:
             raise ValueError(
                 f"n_experts={self.n_experts}, but received has {n_local_experts} on "
                 f"each of {n_ranks} ranks"
+            )
+        if not 0 <= self.received.min() <= self.received.max() <= _MOST_ROWS:
+            raise ValueError(
+                f"received has numbers in [{self.received.min()}, "
+                f"{self.received.max()}]; rows of an expert are in [0, {_MOST_ROWS}]"
             )
         for name in ("dispatch_ns", "combine_ns"):
             shape = getattr(self, name).shape
@@ -66,8 +82,7 @@ class Statistics:
     def load(path: str | Path) -> Statistics:
         """Reads what :meth:`save` wrote. Raises a ``ValueError`` for other files."""
         names = [field.name for field in fields(Statistics)]
-        saved = read_npz(path, "max_ep.stats.Statistics.save", *names)
-        return Statistics(**saved | {"n_experts": int(saved["n_experts"])})
+        return read_npz(path, Statistics, "max_ep.stats.Statistics.save", *names)
 
     def text(self) -> str:
         """Returns medians of the waits, and the histogram of received rows."""

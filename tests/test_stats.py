@@ -10,6 +10,7 @@ import pytest
 from assembly import parse_ptx
 from cases import SMALL_CASES, Case
 from drawn import make_inputs
+from errors import arguments_of, raises, refused
 from harness import (
     Groups,
     assert_round_trip,
@@ -219,6 +220,22 @@ def test_plot(tmp_path, run_cli):
     picture = tmp_path / "plot.png"
     run_cli("stats", tmp_path / "saved.npz", "--plot", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@refused("""
+received=np.ones((2, 2, 2)) | received is of dtype float64, it must be integers
+received=-np.ones((2, 2, 2), int) | received has numbers in [-1, -1]; in [0, 2147483647]
+received=np.full((2, 2, 2), 2**40) | received has numbers in [1099511627776
+received=np.ones((2, 2), int) | received has shape [2, 2]
+combine_ns=np.full((2, 2, 2), np.nan) | combine_ns is of dtype float64
+dispatch_ns=[["a"]] | dispatch_ns is of dtype <U1
+dispatch_ns=np.zeros((2, 2, 3), int) | dispatch_ns has shape [2, 2, 3]
+n_experts=4.0 | n_experts=4.0 must be an integer
+n_experts=5 | n_experts=5, but received has 2 on each of 2 ranks
+""")
+def test_statistics_are_numbers(arguments, words):
+    with raises(ValueError, words):
+        replace(some_statistics(), **arguments_of(arguments, globals()))
 
 
 def test_a_late_rank_is_seen(tmp_path):
