@@ -151,6 +151,7 @@ class EPConfig:
     is none. :class:`AllGatherTokenDispatcher` sets it."""
 
     def __post_init__(self) -> None:
+        checks.check_types(self)
         checks.check_choices(self)
         if self.target == "auto":
             self.target = "gpu" if accelerator_count() > 0 else "cpu"
@@ -159,12 +160,15 @@ class EPConfig:
         checks.check_dtypes(self)
         checks.check_hidden_size(self)
         checks.check_scale_layout(self)
-        if self.protocol == "auto":
-            works = self.combines_sums or not checks.refusal_by_rank(self)
-            self.protocol = "by_rank" if works else "by_expert"
+        is_auto = self.protocol == "auto"
+        if is_auto:
+            self.protocol = checks.choose_protocol(self)
         checks.check_protocol(self)
+        checks.check_memory(self)
         checks.check_max_output_rows(self)
         checks.check_all_gather(self)
+        if is_auto:
+            checks.warn_of_by_expert(self)
 
     # ------------------------------------------------------------ derived facts
 

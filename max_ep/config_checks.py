@@ -3,18 +3,66 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 from max.driver import accelerator_api, accelerator_architecture_name
 from max.dtype import DType
+from max.nn.quant_config import QuantConfig
+from max.support.human_readable_formatter import to_human_readable_bytes as human
 
 from . import limits
 from .balance import Placement
 from .formats import PLAIN_DTYPES
+from .limits import checked_int
 
 if TYPE_CHECKING:
     from .config import EPConfig
+
+
+def check_types(config: EPConfig) -> None:
+    """Checks what each field holds, by its annotation; integers become Python's."""
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if field.type == "bool":
+            if not isinstance(value, (bool, np.bool_)):
+                raise ValueError(f"{name}={value!r} must be True or False")
+            setattr(config, name, bool(value))
+        elif field.type == "int":
+            # Of what memory is made of, `check_memory` knows the most.
+            most = None if name in _USUAL else limits.MAX_COUNT
+            n = checked_int(name, value, _LEAST.get(name, 0), most)
+            setattr(config, name, n)
+        elif field.type == "str" and not isinstance(value, str):
+            raise ValueError(f"{name}={value!r} must be text, not {_kind(value)}")
+        elif field.type == "QuantConfig | None":
+            if not isinstance(value, QuantConfig | None):
+                raise ValueError(
+                    f"{name} is a {_kind(value)}; it must be a QuantConfig, as those "
+                    "that max_ep.blockwise_fp8_quant_config() and its like make"
+                )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+_LEAST = dict.fromkeys(
+    (
+        "hidden_size",
+        "top_k",
+        "n_experts",
+        "max_tokens_per_rank",
+        "n_gpus_per_node",
+        "n_nodes",
+        "ranks_per_gpu",
+    ),
+    1,
+) | {"node_id": -1}
+"""The least values of integers that may not be 0, or may be less."""
 
 
 def check_choices(config: EPConfig) -> None:
@@ -45,38 +93,14 @@ def check_choices(config: EPConfig) -> None:
         )
 
 
-def _check_integer(
-    config: EPConfig, field: str, least: int = 1, more: str = ""
-) -> None:
-    value = getattr(config, field)
-    if not isinstance(value, int) or value < least:
-        kind = type(value).__name__
-        of_type = "" if kind == "int" else f" of Python's type int, not {kind}"
-        raise ValueError(
-            f"{field}={value!r} must be an integer >= {least}{of_type}{more}"
-        )
-
-
 def check_sizes(config: EPConfig) -> None:
     """Checks numbers, and that they fit each other."""
-    for field in (
-        "hidden_size",
-        "top_k",
-        "n_experts",
-        "max_tokens_per_rank",
-        "n_gpus_per_node",
-        "n_nodes",
-        "ranks_per_gpu",
-    ):
-        _check_integer(config, field)
-    for field in ("n_sms", "router_top_k"):
-        _check_integer(config, field, 0)
-    if not isinstance(config.node_id, int) or not -1 <= config.node_id < config.n_nodes:
+    if config.node_id >= config.n_nodes:
         raise ValueError(
             f"node_id={config.node_id!r} must be an integer in [0, n_nodes="
             f"{config.n_nodes}), or -1"
         )
-    limits.checked_timeout_s(config.timeout_s)
+    config.timeout_s = limits.checked_timeout_s(config.timeout_s)
     if config.top_k > limits.MAX_TOP_K:
         raise ValueError(
             f"top_k={config.top_k} is above {limits.MAX_TOP_K}, the most of a token"
@@ -132,7 +156,7 @@ def check_max_output_rows(config: EPConfig) -> None:
     n_rows = config.max_output_rows
     if n_rows is None:
         return
-    _check_integer(config, "max_output_rows", more=", or None")
+    config.max_output_rows = checked_int("max_output_rows", n_rows, more=", or None")
     if config.is_padded or config.router_top_k:
         raise ValueError(
             f"max_output_rows={n_rows} with output_layout={config.output_layout!r}: "
@@ -256,8 +280,8 @@ def _gpu_before_hopper() -> str:
     return name if version.isdecimal() and int(version) < 90 else ""
 
 
-def refusal_by_rank(config: EPConfig) -> str:
-    """Says why a group cannot have ``protocol="by_rank"``; empty: it can."""
+def _refusal_of_target(config: EPConfig) -> str:
+    """Says where by rank does not run; empty: it runs on this target."""
     if config.uses_shmem:
         return (
             f"with target='gpu' and n_nodes={config.n_nodes}: it reaches the GPUs of "
@@ -267,11 +291,105 @@ def refusal_by_rank(config: EPConfig) -> str:
         return "with target='gpu' on AMD GPUs: its kernels are for NVIDIA GPUs"
     if config.target == "gpu" and (gpu := _gpu_before_hopper()):
         return f"with target='gpu' on {gpu}: its kernels need sm_90 or newer"
-    for field in ("n_experts", "max_tokens_per_rank"):
-        n = getattr(config, field)
-        if n > limits.MAX_OF_ENTRY:
-            return f"with {field}={n}: it takes at most {limits.MAX_OF_ENTRY}"
     return ""
+
+
+def _too_large_by_rank(config: EPConfig) -> str:
+    """Names a field that is too large for by rank; empty: none is."""
+    for field in ("n_experts", "max_tokens_per_rank"):
+        if getattr(config, field) > limits.MAX_OF_ENTRY:
+            return field
+    return ""
+
+
+def refusal_by_rank(config: EPConfig) -> str:
+    """Says why a group cannot have ``protocol="by_rank"``; empty: it can."""
+    refusal, field = _refusal_of_target(config), _too_large_by_rank(config)
+    if field and not refusal:
+        n = getattr(config, field)
+        return f"with {field}={n}: it takes at most {limits.MAX_OF_ENTRY}"
+    return refusal
+
+
+def choose_protocol(config: EPConfig) -> str:
+    """Returns what ``"auto"`` is."""
+    works = config.combines_sums or not refusal_by_rank(config)
+    return "by_rank" if works else "by_expert"
+
+
+def warn_of_by_expert(config: EPConfig) -> None:
+    """Warns if what ``"auto"`` has become costs memory."""
+    if note := cost_of_by_expert(config):
+        # Between this function and EPConfig's caller are two of its methods.
+        warnings.warn(f"max_ep: protocol='auto' is {note}", stacklevel=4)
+
+
+def cost_of_by_expert(config: EPConfig) -> str:
+    """Says what by expert costs a group that is too large for by rank; empty: another
+    protocol would not save anything."""
+    field = _too_large_by_rank(config)
+    if config.is_by_rank or not field or _refusal_of_target(config):
+        return ""
+    most = limits.MAX_OF_ENTRY
+    costs, instead = (
+        human(least_region_bytes(config, name)) for name in ("by_expert", "by_rank")
+    )
+    remedy = f"Pass {field} <= {most}"
+    if field == "max_tokens_per_rank":
+        remedy += " and send longer batches in parts"
+    return (
+        f"'by_expert': {field}={getattr(config, field)} is above {most}, the most of "
+        f"'by_rank', and a rank's memory takes at least {costs} instead of {instead}. "
+        f"{remedy}, or pass protocol='by_expert' if this is meant"
+    )
+
+
+def least_region_bytes(config: EPConfig, protocol: str) -> int:
+    """Counts the tokens and rows that a rank's symmetric memory has places for, in
+    bytes: nearly all of it. Exact, for Python's integers do not overflow."""
+    n_tokens, n_ranks = config.max_tokens_per_rank, config.exchange_ranks
+    # A source has a place for each token, or for each token and expert.
+    n_sent = n_ranks * (config.n_local_experts if protocol == "by_expert" else 1)
+    n_back = config.top_k * (n_ranks if config.masks else 1)
+    if config.combines_sums:
+        n_back = n_ranks
+    sent = config.row_columns * config.token_format.dtype.size_in_bytes
+    back = config.hidden_size * config.combine_wire_dtype.size_in_bytes
+    return n_tokens * (n_sent * sent + n_back * back)
+
+
+_USUAL = {
+    "hidden_size": 16384,
+    "max_tokens_per_rank": 65536,
+    "n_experts": 1024,
+    "router_top_k": limits.MAX_TOP_K,
+}
+"""Sizes of large models. What is the most times as large is called too large."""
+
+
+def check_memory(config: EPConfig) -> None:
+    """Refuses what kernels cannot count, so that no size overflows in Mojo."""
+    n_tokens, n_ranks = config.max_tokens_per_rank, config.exchange_ranks
+    n_rows = n_ranks * n_tokens * min(config.top_k, config.n_local_experts)
+    n_rows = max(n_rows, n_tokens * config.top_k)
+    message = 4 * config.hidden_size + limits.METADATA_BYTES * config.router_top_k
+    message += limits.SOURCE_INFO_BYTES
+    n_bytes = least_region_bytes(config, config.protocol)
+    hidden, tokens, experts, choices = _USUAL
+    for n, most, what, names in (
+        (n_bytes, limits.MAX_ADDRESS, "bytes of memory", [hidden, tokens, experts]),
+        (config.n_experts, limits.MAX_EXPERTS, experts, [experts]),
+        (message, limits.MAX_COUNT, "bytes in a message", [hidden, choices]),
+        (n_rows, limits.MAX_COUNT, "rows", [tokens]),
+    ):
+        if n > most:
+            field = max(names, key=lambda name: getattr(config, name) / _USUAL[name])
+            given = f"{field}={getattr(config, field)} is too large"
+            raise ValueError(
+                f"{given}: it makes {n:,} {what}, and {most:,} is the most. A rank's "
+                f"memory would take at least {n_bytes:,} bytes ({human(n_bytes)}). "
+                f"Pass a smaller {field}"
+            )
 
 
 def check_protocol(config: EPConfig) -> None:
@@ -310,7 +428,8 @@ def check_balance(config: EPConfig) -> None:
             )
         return
     for field in ("num_moe_layers", "max_replicas"):
-        _check_integer(config, field, more=" with eplb_enabled=True")
+        more = " with eplb_enabled=True"
+        checked_int(field, getattr(config, field), most=limits.MAX_EXPERTS, more=more)
     if not config.top_k <= config.num_logical_experts <= config.n_experts:
         raise ValueError(
             f"num_logical_experts={config.num_logical_experts} must be in [top_k="
@@ -332,16 +451,30 @@ def check_balance(config: EPConfig) -> None:
     config.eplb_phy2log_plan = placement.phy2log
 
 
-def check_tables(config: EPConfig, log2phy: np.ndarray, logcnt: np.ndarray) -> None:
-    """Checks that each logical expert has replicas that there are."""
-    if logcnt.min() < 1 or logcnt.max() > config.max_replicas:
-        raise ValueError(
-            f"logcnt has numbers in [{logcnt.min()}, {logcnt.max()}]; they must be in "
-            f"[1, max_replicas={config.max_replicas}]"
-        )
-    used = log2phy[np.arange(config.max_replicas) < logcnt[..., None]]
-    if used.min() < 0 or used.max() >= config.n_experts:
-        raise ValueError(
-            f"log2phy has experts in [{used.min()}, {used.max()}]; they must be in "
-            f"[0, n_experts={config.n_experts})"
-        )
+def check_tables(
+    config: EPConfig, log2phy: Sequence[np.ndarray], logcnt: Sequence[np.ndarray]
+) -> None:
+    """Checks that each logical expert has replicas that there are, on all local ranks
+    the same."""
+    placements = []
+    for of_rank, counts in zip(log2phy, logcnt, strict=True):
+        if counts.min() < 1 or counts.max() > config.max_replicas:
+            raise ValueError(
+                f"logcnt has numbers in [{counts.min()}, {counts.max()}]; they must be "
+                f"in [1, max_replicas={config.max_replicas}]"
+            )
+        is_used = np.arange(config.max_replicas) < counts[..., None]
+        used = of_rank[is_used]
+        if used.min() < 0 or used.max() >= config.n_experts:
+            raise ValueError(
+                f"log2phy has experts in [{used.min()}, {used.max()}]; they must be in "
+                f"[0, n_experts={config.n_experts})"
+            )
+        placements.append(np.where(is_used, of_rank, -1))
+    for rank, placement in enumerate(placements):
+        if not np.array_equal(placement, placements[0]):
+            raise ValueError(
+                f"log2phy and logcnt of local rank {rank} are another placement than "
+                "those of local rank 0: tokens would go to other experts than the "
+                "router chose; pass the same to all ranks"
+            )

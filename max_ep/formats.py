@@ -251,6 +251,15 @@ BY_NAME = {token_format.name: token_format for token_format in FORMATS}
 """Formats by the names that the command line takes."""
 
 
+def name_of_format(config: QuantConfig) -> str:
+    """Returns the name of the format that a quantization config asks for."""
+    for token_format in FORMATS:
+        wanted = token_format.make_quant_config()
+        if wanted is not None and wanted.format == config.format:
+            return token_format.name
+    return config.format.name.lower()
+
+
 def on_target(dtype: DType, target: str) -> DType:
     """Returns the dtype of tensors that hold ``dtype`` on ``"cpu"`` or ``"gpu"``.
 

@@ -3,6 +3,8 @@
 
 import contextlib
 import os
+import reprlib
+from numbers import Integral, Real
 from typing import Any
 
 NUM_GROUPS = 2
@@ -23,11 +25,22 @@ TOKEN_ALIGN_BYTES = 16
 """A token is a multiple of this."""
 SOURCE_INFO_BYTES = 16
 """Bytes of a message's source information."""
+METADATA_BYTES = 16
+"""Bytes of a router choice that travels with a token."""
 
 FP8_BLOCK = 128
 """Elements of a row, and rows and columns of a weight, that share an FP8 scale."""
 FP8_COLUMNS = 256
 """In FP8 ``n`` of a weight is a multiple of it."""
+
+MAX_EXPERTS = 2**20
+"""Most experts of a group; as in ``layout.mojo``."""
+
+MAX_COUNT = 2**31 - 1
+"""Kernels have 32 bits for rows, for choices, and for the bytes of a message."""
+
+MAX_ADDRESS = 2**47
+"""Bytes that a process can address."""
 
 MAX_OF_ENTRY = 65535
 """Most experts, and most tokens of a rank, with ``by_rank``; as in ``entries.mojo``."""
@@ -53,9 +66,33 @@ TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
 ``EPConfig``: those of PyTorch, and served models."""
 
 
+def is_integer(value: Any) -> bool:
+    """Returns whether a value is an integer of Python or NumPy: no bool, no float, and
+    no tensor, which would become one silently."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def checked_int(
+    name: str, value: Any, least: int = 1, most: int | None = MAX_COUNT, more: str = ""
+) -> int:
+    """Returns an integer in ``[least, most]`` as Python's ``int``.
+
+    ``most`` is None where something else bounds it. Raises a ``ValueError`` for
+    anything else; ``more`` stands at its end.
+    """
+    if is_integer(value) and least <= value and (most is None or value <= most):
+        return int(value)
+    is_above = most is not None and is_integer(value) and value > most
+    says_most = is_above or most not in (None, MAX_COUNT)
+    range_ = f"from {least} to {most}" if says_most else f">= {least}"
+    kind = "" if is_integer(value) else f", not {type(value).__name__}"
+    given = f"{name}={reprlib.repr(value)}"
+    raise ValueError(f"{given} must be an integer {range_}{kind}{more}")
+
+
 def checked_timeout_s(seconds: Any, name: str = "timeout_s") -> float:
     """Raises a ``ValueError`` unless a rank can wait so long for another."""
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
     if not is_number or not 0 < seconds <= MAX_TIMEOUT_S:
         raise ValueError(
             f"max_ep: {name}={seconds!r} must be seconds, above 0 and at most a day"

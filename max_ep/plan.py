@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 
@@ -12,6 +13,7 @@ from max.nn.comm.ep import ep_config as max_ep_config
 from max.support.human_readable_formatter import to_human_readable_bytes as human
 
 from .config import EPConfig
+from .config_checks import cost_of_by_expert
 from .formats import BY_NAME
 from .limits import SOURCE_INFO_BYTES
 
@@ -53,13 +55,14 @@ def run_plan(options: argparse.Namespace) -> None:
         given["partial_dtype"] = None
         given["combine_quant_config"] = partial.make_quant_config()
     try:
-        config = EPConfig(
-            **given,
-            n_nodes=1,
-            # Memory is the same on CPU; the choice of a protocol is that on GPUs.
-            target="gpu",
-            dispatch_quant_config=dispatch_quant_config,
-        )
+        with warnings.catch_warnings(action="ignore"):  # it is printed below
+            config = EPConfig(
+                **given,
+                n_nodes=1,
+                # Memory is the same on CPU; the choice of a protocol is that on GPUs.
+                target="gpu",
+                dispatch_quant_config=dispatch_quant_config,
+            )
     except ValueError as error:
         raise ValueError(in_options(str(error), options.names)) from None
     sizes = config.sizes()
@@ -67,6 +70,9 @@ def run_plan(options: argparse.Namespace) -> None:
         f"Memory of one rank of {config.n_ranks}, protocol {config.protocol}, combine "
         f"{config.combine_mode}"
     )
+    note = cost_of_by_expert(config)
+    if note and options.protocol == "auto":
+        print(in_options(f"protocol='auto' is {note}.", options.names))
 
     n_rows = shape = config.n_output_rows
     if config.is_padded:

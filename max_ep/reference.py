@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .limits import MAX_EXPERTS
 from .quantize import bfloat16_to_float32 as bfloat16_to_float32
 from .quantize import float8_e4m3fn_to_float32 as float8_e4m3fn_to_float32
 from .quantize import float32_to_bfloat16 as float32_to_bfloat16
@@ -224,13 +225,15 @@ def balance_ids(
 
     The tables are those of one layer, `[n_logical, max_replicas]` and `[n_logical]`.
     Choice `k` of token `n` goes to replica `(n * top_k + k) % count`. An id below 0
-    stays; one that no expert has becomes -2, which dispatch drops and reports.
+    stays; one that no expert has becomes what no physical expert has.
     """
     n_logical = len(logcnt)
     expert = topk_ids.clip(0, n_logical - 1)
     choice = np.arange(topk_ids.size).reshape(topk_ids.shape)
     physical = log2phy[expert, choice % np.maximum(logcnt[expert], 1)]
-    physical = np.where(topk_ids < n_logical, physical, -2)
+    # As `as_no_expert` in `failures.mojo` says, which takes it back for the error.
+    wrong = np.where(topk_ids < MAX_EXPERTS, topk_ids - 2**31, topk_ids)
+    physical = np.where(topk_ids < n_logical, physical, wrong)
     return np.where(topk_ids < 0, topk_ids, physical).astype(np.int32)
 
 

@@ -305,8 +305,36 @@ BALANCED = replace(
 )
 
 
+# Ranks that have all tokens, and 4 logical experts on 6 physical ones.
+SMALL = replace(
+    BALANCED,
+    top_k=2,
+    n_experts=6,
+    num_logical_experts=4,
+    n_gpus_per_node=2,
+    max_tokens_per_rank=4,
+    use_allreduce=True,
+    num_moe_layers=1,
+    eplb_phy2log_plan=[[0, 1, 2, 3, 0, 1]],
+)
+
+
+def add_wrong_ids(module: Module) -> None:
+    """Adds a dispatch of ids that went through both ops that number them anew."""
+    cpu, manager = DeviceRef.CPU(), EPBatchManager(SMALL)
+    types = [TensorType(SMALL.dispatch_dtype, ["n", SMALL.hidden_size], cpu)]
+    types += [TensorType(DType.int32, ["n", 2], cpu)]
+    types += manager.input_types()
+    with Graph("wrong_ids", input_types=types, module=module) as graph:
+        x, ids, *buffers = graph.inputs
+        manager.fetch_buffers(buffers)
+        ids = manager.ep_balance_ids(ids.tensor, 0, 0)
+        graph.output(*manager.ep_dispatch(x.tensor, ids, 0))
+
+
 def add_graphs(module: Module) -> None:
-    """Adds the layer twice: plain, and with balanced experts."""
+    """Adds the layer twice, plain and with balanced experts, and `add_wrong_ids`."""
+    add_wrong_ids(module)
     cpu, f32 = DeviceRef.CPU(), CONFIG.combine_dtype
     types: list = [TensorType(f32, [f"n_{r}", HIDDEN_SIZE], cpu) for r in range(4)]
     types += [TensorType(f32, [CONFIG.n_experts, HIDDEN_SIZE], cpu)]
@@ -379,6 +407,34 @@ def test_a_layer_gives_the_same(session, one_module):
         with pytest.raises(ValueError, match=r"in \[0, 99\]; .* n_experts=20"):
             wrong = np.where(tables[0] == 19, 99, tables[0])
             balanced.set_eplb_placement(*([t] * N_RANKS for t in (wrong, tables[1])))
+        other = old.log2phy(MOST), old.logcnt
+        with pytest.raises(ValueError, match="local rank 3 are another placement"):
+            balanced.set_eplb_placement(*([t] * 3 + [o] for t, o in zip(tables, other)))
+
+
+@pytest.mark.parametrize(
+    "given, range_",
+    [
+        (4, "num_logical_experts"),
+        (5, "num_logical_experts"),
+        (6, "num_logical_experts"),
+        (2**20 - 1, "num_logical_experts"),
+        (2**20, "n_experts"),
+        (2**31 - 1, "n_experts"),
+        (-2, "n_experts"),
+        (-(2**31), "n_experts"),
+    ],
+)
+def test_ids_out_of_range_are_reported_as_given(session, one_module, given, range_):
+    """Also those that a physical expert has. Fails if an op makes -2 of them."""
+    ids = np.array([[0, 3], [given, -1], [2, 1]], np.int32)
+    x = np.zeros((3, SMALL.hidden_size), np.float32)
+    with EPCommInitializer(SMALL) as comm:
+        comm.ep_init(session)
+        words = f"token 1, k 0: expert {given}. Ids must be in [-1, {range_})"
+        with raises(Exception, words):
+            one_module.models["wrong_ids"].execute(x, ids, *comm.model_inputs())
+        comm.reset()
 
 
 def test_a_placement_is_needed():

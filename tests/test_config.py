@@ -2,8 +2,11 @@
 """`EPConfig`: what it refuses, what it takes of MAX's, and what `auto` is."""
 
 import dataclasses
+import warnings
 
 import numpy as np
+import pytest
+import torch  # noqa: F401, for the tables
 from cases import BF16, CASES, F32
 from children import ROOT
 from errors import arguments_of, raises, refused
@@ -35,20 +38,33 @@ hidden_size=81 | 81; 162 bytes; multiple of 16
 hidden_size=4, dispatch_dtype=F32 | hidden_size=4; combine_dtype; multiple of 8
 hidden_size=0 | hidden_size=0; >= 1
 hidden_size=80.0 | hidden_size=80.0; integer
-max_tokens_per_rank=np.int64(7) | max_tokens_per_rank=; Python's type int, not int64
+hidden_size=True | hidden_size=True; integer; not bool
+max_tokens_per_rank=np.float32(7) | max_tokens_per_rank=; integer; not float32
+max_tokens_per_rank=torch.tensor(7) | max_tokens_per_rank=tensor(7); not Tensor
+n_sms=True | n_sms=True; integer >= 0, not bool
+moe_dim=2**61 | moe_dim=2305843009213693952; from 0 to 2147483647
+router_top_k=None | router_top_k=None; not NoneType
+fused_shared_expert="no" | fused_shared_expert='no'; True or False
+protocol=1 | protocol=1; text, not int
+dispatch_quant_config="fp8" | dispatch_quant_config is a str; blockwise_fp8_quant_config
 top_k=33, n_experts=64 | top_k=33; 32
 top_k=6 | top_k=6; n_experts=5
 top_k=0 | top_k=0; >= 1
 n_experts=0 | n_experts=0
 max_tokens_per_rank=-1 | max_tokens_per_rank=-1
 n_gpus_per_node=129 | 129; 128
+n_gpus_per_node=2**61 | n_gpus_per_node=2305843009213693952; to 2147483647
 n_nodes=0 | n_nodes=0
 node_id=1 | node_id=1; n_nodes=1
-node_id="0" | node_id='0'; integer
+node_id="0" | node_id='0'; integer; not str
+node_id=-2 | node_id=-2; >= -1
 timeout_s=0 | timeout_s=0; above 0
 timeout_s=float("nan") | timeout_s=nan; above 0
 timeout_s=True | timeout_s=True; must be seconds
 timeout_s="5" | timeout_s='5'; must be seconds
+timeout_s=None | timeout_s=None; must be seconds
+timeout_s=-1 | timeout_s=-1; above 0
+timeout_s=float("inf") | timeout_s=inf; at most a day
 target="tpu" | 'tpu'; 'cpu'; 'gpu'
 protocol="by_node" | 'by_node'; 'auto'; 'by_rank'; 'by_expert'
 protocol="by_rank", target="gpu", n_nodes=2 | target='gpu'; n_nodes=2; by_expert
@@ -82,8 +98,8 @@ use_allreduce=True | use_allreduce; n_experts=5; ranks divide
 use_allreduce=True, n_experts=6, n_nodes=2, n_gpus_per_node=1 | use_allreduce; n_nodes=2
 use_allreduce=True, n_experts=6, fused_shared_expert=True | fused_shared_expert; beside
 nvfp4_dyn_global_scales=True | nvfp4_dyn_global_scales; nvfp4_quant_config()
-eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
-**BALANCED | dict(max_replicas=0) | max_replicas=0; >= 1
+eplb_enabled=True | num_moe_layers=0; from 1; eplb_enabled=True
+**BALANCED | dict(max_replicas=0) | max_replicas=0; from 1
 **BALANCED | dict(num_logical_experts=2) | num_logical_experts=2; top_k=3; n_experts=5
 **BALANCED | dict(num_logical_experts=6) | num_logical_experts=6; n_experts=5
 **BALANCED, eplb_phy2log_plan=[[0, 1, 2, 3], [0]] | phy2log; [n_layers, n_physical]
@@ -93,6 +109,7 @@ eplb_enabled=True | num_moe_layers=0; >= 1; eplb_enabled=True
 **BALANCED, eplb_phy2log_plan=[[0, 1, 2, 3, 0], [0, 1, 2, 0, 0]] | each logical
 **BALANCED | dict(max_replicas=1, **PLANNED) | 2 replicas; max_replicas=1
 max_output_rows=0 | max_output_rows=0; >= 1, or None
+max_output_rows=2**61 | max_output_rows=2305843009213693952; or None
 max_output_rows=9, target="gpu", protocol="by_expert" | max_output_rows=9; by_rank
 max_output_rows=9, **PADDED | max_output_rows=9; 'padded'; packed
 fused_moe_ready=True | fused_moe_ready; Blackwell; use ep_dispatch
@@ -175,6 +192,51 @@ def test_largest_sizes(arguments, words):
         TWO.config(**(most | {field: n + 1}))
 
 
+@refused("""
+hidden_size=2**61 | hidden_size; bytes of memory; a smaller hidden_size
+hidden_size=2**40 | hidden_size; 4,398,046,511,120 bytes in a message
+hidden_size=2**30 | hidden_size; 4,294,967,312 bytes in a message; GiB
+max_tokens_per_rank=2**62 | max_tokens_per_rank; bytes of memory
+max_tokens_per_rank=2**30 | max_tokens_per_rank; 6,442,450,944 rows; 2,147,483,647
+n_experts=2**62 | n_experts; bytes of memory
+n_experts=2**20 + 1, hidden_size=8 | n_experts; 1,048,577 n_experts; 1,048,576
+hidden_size=2**19, max_tokens_per_rank=2**25 | max_tokens_per_rank; TiB
+**OF_FP8, hidden_size=2**61 | hidden_size; bytes of memory
+""")
+@pytest.mark.parametrize("protocol", ["auto", "by_expert"])
+def test_sizes_do_not_wrap(arguments, words, protocol):
+    """Mojo's numbers have 64 bits, and some 32. What is refused names one field, what
+    it makes, and the bytes of a rank."""
+    given = arguments_of(arguments, globals())
+    with raises(ValueError, f"{words}; is too large; memory would take at least"):
+        TWO.config(protocol=protocol, **given)
+
+
+def test_integers_of_numpy_become_pythons():
+    config = TWO.config(hidden_size=np.int64(96), top_k=np.uint8(2), n_sms=np.int32(3))
+    assert [type(n) for n in (config.hidden_size, config.top_k, config.n_sms)] == [
+        int
+    ] * 3
+
+
+@pytest.mark.parametrize("protocol", ["auto", "by_expert"])
+def test_what_by_expert_costs_is_said_once(protocol):
+    """Where another size would be by rank; who asks for by expert knows."""
+    large = dict(max_tokens_per_rank=65536, n_experts=256, n_gpus_per_node=8)
+    large |= dict(hidden_size=7168, top_k=8, protocol=protocol)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = TWO.config(**large)
+        dataclasses.replace(config, n_sms=3)
+        TWO.config(**large | dict(max_tokens_per_rank=65535))
+    assert len(caught) == (protocol == "auto")
+    for warning in caught:
+        assert "by_expert': max_tokens_per_rank=65536 is above 65535" in str(warning)
+        assert "at least 231.00 GiB instead of 14.00 GiB" in str(warning)
+        assert warning.filename.endswith("cases.py")  # which calls EPConfig
+
+
+@pytest.mark.filterwarnings("ignore:max_ep. protocol='auto'")
 def test_auto_is_by_rank_where_that_works(monkeypatch):
     for changes, protocol in (
         (dict(combine_mode="sums"), "by_rank"),

@@ -20,6 +20,7 @@ from max_ep import (
     quantize,
     waits,
 )
+from max_ep.config_checks import least_region_bytes
 
 # ------------------------------------------------------------------- constants
 
@@ -34,6 +35,8 @@ EXPERTS_SOURCE = "max_ep_experts/fp8.mojo"
         (limits.MAX_TOP_K, "MAX_TOP_K", "max_ep/layout.mojo"),
         (limits.MAX_RANKS, "MAX_RANKS", "max_ep/layout.mojo"),
         (limits.TOKEN_ALIGN_BYTES, "MESSAGE_ALIGN", "max_ep/layout.mojo"),
+        (limits.MAX_EXPERTS, "MAX_EXPERTS", "max_ep/layout.mojo"),
+        (limits.METADATA_BYTES / 2, "ENTRY_BYTES", "max_ep/layout.mojo"),
         (limits.SOURCE_INFO_BYTES, "SOURCE_INFO_BYTES", "max_ep/layout.mojo"),
         (limits.FP8_BLOCK, "FP8_BLOCK", FP8_SOURCE),
         (quantize.FP8_MAX, "FP8_MAX", "max_ep/formats/casts.mojo"),
@@ -82,6 +85,18 @@ def test_sizes_that_python_uses():
             rows = dict(combine_mode="rows", partial_dtype=None)
             auto = case.config(protocol="auto", combine_quant_config=None, **rows)
             assert estimate(case) == auto.estimate_memory_usage()
+
+
+def test_memory_is_bounded_by_what_config_counts():
+    """Fails if most of a region is something that `least_region_bytes` leaves out: it
+    could overflow unseen."""
+    for case in (CASES | LARGE_CASES | BY_RANK_CASES | SUMS_CASES).values():
+        for masks in (dict(), dict(on_timeout="mask")):
+            config = case.config(**masks)
+            least = least_region_bytes(config, config.protocol)
+            n_places = config.n_experts + config.n_ranks * (3 + config.top_k)
+            more = 2 * least + 512 * config.max_tokens_per_rank * n_places
+            assert least < config.sizes().region_bytes < more + 2**15
 
 
 def estimate(case: Case, **changes: object) -> int:

@@ -89,6 +89,11 @@ MSG = 7168 * 2 + 16
         (f"{SMALL} --layout padded", "dispatch output", [f" 4 x {4 * 8} x 64 "]),
         (f"{LARGE} --combine-mode sums", "protocol", ["by_rank, combine sums"]),
         (LARGE, "MAX's EP would take", []),
+        (
+            LARGE.replace("4096", "65536"),
+            "--protocol auto is",
+            ["by_expert", "--tokens 65536 is above 65535", "231.00 GiB", "10.50 GiB"],
+        ),
         (f"{LARGE} --dispatch mxfp8", "on the wire", ["7,392 B", "16 B"]),
         (f"{LARGE} --dispatch nvfp4", "on the wire", ["4,032 B", "16 B"]),
         (f"{LARGE} --dispatch mxfp4", "on the wire", ["3,808 B", "16 B"]),
@@ -118,6 +123,7 @@ def test_plan_shows_sizes(run_cli, monkeypatch, options, line, words):
 --tokens 0 | --tokens 0 must be
 --top-k 9 | --top-k 9 is above --experts 8
 --hidden 7 | --hidden 7 of bfloat16 (--dispatch) is 14 bytes
+--hidden 2305843009213693952 | --hidden 2305843009213693952 is too large
 --partial float32 | --partial float32 with --combine-mode rows
 --partial fp8 | --partial fp8 with --combine-mode rows, which
 --shared-expert --layout padded | --shared-expert needs --layout packed

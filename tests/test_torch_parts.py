@@ -119,7 +119,7 @@ def test_a_gpu_before_hopper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 --top-k 9 | --top-k 9 must be an integer from 1 to 8
 --tokens 70000 | --tokens 70000 must be an integer from 1 to 65535
 --ranks 64 --experts 64 --dispatch normal | --ranks 64 must be an integer from 1 to 32
---hidden 0 | --hidden 0 must be an integer >= 1
+--hidden 0 | --hidden 0 must be an integer from 1 to 536870911
 --hidden 260 | --hidden 260 must be a multiple of 8 with --dispatch bf
 --hidden 640 --dispatch fp8-ue8m0 | --hidden 640 must be a multiple of 512
 """)

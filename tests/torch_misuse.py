@@ -29,6 +29,7 @@ from torch_member import (
 
 from max_ep import EPConfig
 from max_ep.torch import Buffer
+from max_ep.torch.low_latency_api import _CAP
 from max_ep.waits import Facts
 
 
@@ -172,6 +173,16 @@ l(x, ids, -1, E) | must be an integer from 1 to 65535
 l(x, ids, 70000, E) | must be an integer from 1 to 65535
 l(x, ids, 2.0, E) | must be an integer from 1 to 65535
 l(x, ids, None, E) | must be an integer from 1 to 65535
+l(x, ids, True, E) | num_max_dispatch_tokens_per_rank=True must be; not bool
+l(x, ids, torch.tensor(CAP), E) | must be an integer from 1 to 65535, not Tensor
+l(x, ids, [CAP], E) | must be an integer from 1 to 65535, not list
+l(x, ids, float(CAP), E, use_fp8=False) | must be an integer from 1 to 65535, not float
+l(x, ids, CAP, float(E), use_fp8=False) | num_experts=8.0 must be an integer; not float
+buffer.get_dispatch_layout(ids, float(E)) | num_experts=8.0 must be an integer
+buffer.get_low_latency_rdma_size_hint(x, H, 2, E) | num_max_dispatch; not Tensor
+buffer.get_low_latency_rdma_size_hint(CAP, H, 2**61, E) | num_ranks; from 1 to 128
+Buffer(buffer.group, num_nvl_bytes=1e9) | num_nvl_bytes=1000000000.0 must be
+Buffer(buffer.group, timeout_s=float("inf")) | timeout_s=inf must be seconds
 c(x, ids, ids.float(), (1, 2)) | handle
 c(x, ids, x, None, True) | logfmt
 buffer.low_latency_query_mask_buffer(x) | masks
@@ -304,6 +315,24 @@ def late(buffer: Buffer) -> None:
         usual()
 
 
+def caps(buffer: Buffer) -> None:
+    """Rank 1 passes another cap than the others: both caps are named, also where no
+    rank has anything to build, and waits in a kernel."""
+    if buffer.group_size == 1:
+        return
+    dispatch(buffer)
+    x, ids, _ = given_to(buffer)
+    for _ in range(2):
+        cap = CAP + 1 if buffer.rank == 1 else CAP
+        words = f"{_CAP}={CAP + 1}; {_CAP}={CAP}; pass the same on all ranks; reset()"
+        with raises((RuntimeError, TimeoutError), words):
+            buffer.low_latency_dispatch(x, ids, cap, E, use_fp8=False)
+            buffer.check()
+        buffer.reset()
+        check_works(buffer)
+        buffer.low_latency_dispatch(x, ids, CAP + 1, E, use_fp8=False)
+
+
 def no_memory(buffer: Buffer) -> None:
     """The last rank has no memory for a new size; it says so, and the rest names it."""
     other = open_buffer()
@@ -311,7 +340,7 @@ def no_memory(buffer: Buffer) -> None:
     is_last = other.rank == other.group_size - 1
     allocate = comm.allocate
 
-    def fail(n_bytes: int) -> Any:
+    def fail(n_bytes: int, same: str) -> Any:
         raise MemoryError(f"max_ep: no space for {n_bytes} bytes")
 
     if is_last:
@@ -391,6 +420,7 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         kept,
         facts,
         late,
+        caps,
         no_memory,
         ended,
     )

@@ -18,7 +18,7 @@ from max.dtype import DType
 from max.graph import BufferType, TensorType, TensorValue, Value
 
 from ..config import EPConfig
-from ..limits import MAX_TOP_K
+from ..limits import MAX_TOP_K, checked_int
 from ..memory.initializer import EPCommInitializer
 from .checks import check_one_a_rank, check_same_rows, check_value
 from .manager import EPBatchManager
@@ -50,13 +50,12 @@ class AllGatherTokenDispatcher:
         or float32. ``options`` are further fields of :class:`EPConfig`: ``node_id``,
         ``target``, ``timeout_s``, ``n_sms``, ``ranks_per_gpu``.
         """
-        n_ranks = n_gpus_per_node * n_nodes
+        n_gpus_per_node = checked_int("n_gpus_per_node", n_gpus_per_node)
+        n_ranks = n_gpus_per_node * checked_int("n_nodes", n_nodes)
         if n_ranks > MAX_TOP_K:
             product = f"n_gpus_per_node * n_nodes = {n_ranks} ranks"
             raise ValueError(f"{product}; an all-gather has at most {MAX_TOP_K}")
-        if top_k < 1:
-            raise ValueError(f"top_k={top_k} must be 1 or more")
-        self.top_k = top_k
+        self.top_k = top_k = checked_int("top_k", top_k)
         self.config = EPConfig(
             dispatch_dtype=dtype,
             combine_dtype=dtype,

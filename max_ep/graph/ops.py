@@ -53,7 +53,7 @@ def call_op(
     **parameters: bool | str | DType,
 ) -> list[TensorValue]:
     """Adds an EP op to the current graph, after the earlier ones."""
-    words = _group(config)
+    words = group_of_ops(config)
     if name.startswith("dispatch"):
         words += config.token_format.words()
         parameters["format"] = _format_name(config)
@@ -67,7 +67,7 @@ def call_op(
     return add_op(name, device, values, out_types, with_shmem=shmem, **parameters)
 
 
-def _group(config: EPConfig) -> list[str]:
+def group_of_ops(config: EPConfig) -> list[str]:
     """Describes the group to an op, in the words that ``op_config.mojo`` reads."""
     n_mapped = config.n_gpus_per_node if config.uses_shmem else config.exchange_ranks
     numbers = f"n_mapped={n_mapped}", f"n_sms={config.n_sms}"

@@ -46,7 +46,7 @@ def balance_ids(topk_ids: TensorValue, replicas: Replicas) -> TensorValue:
 
     Choice ``k`` of token ``n`` goes to replica ``(n * top_k + k) % count``. Takes and
     returns ``[n_tokens, top_k]`` int32. Ids below 0 stay. An id that no expert has
-    becomes -2, which dispatch drops and reports.
+    becomes another that no expert has: dispatch drops it, and reports what it was.
     """
     if topk_ids.dtype != DType.int32:
         raise TypeError(f"topk_ids are {topk_ids.dtype}; balance_ids takes int32: cast")
@@ -59,15 +59,12 @@ def own_ids(
     topk_ids: TensorValue, first: int, n_local: int, n_experts: int
 ) -> TensorValue:
     """Numbers the choices of a rank's own experts from 0. Those of other ranks become
-    -1, and ids that no expert has -2, which dispatch reports."""
-
-    def all_of(value: int) -> TensorValue:
-        return ops.constant(value, DType.int32, topk_ids.device)
-
+    -1. Ids that no expert has stay, for dispatch to report."""
     local = topk_ids - first
     is_own = ops.logical_and(local >= 0, local < n_local)
     is_known = ops.logical_and(topk_ids >= -1, topk_ids < n_experts)
-    return ops.where(is_own, local, ops.where(is_known, all_of(-1), all_of(-2)))
+    elsewhere = ops.constant(-1, DType.int32, topk_ids.device)
+    return ops.where(is_own, local, ops.where(is_known, elsewhere, topk_ids))
 
 
 def softmax_top_k(

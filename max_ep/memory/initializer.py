@@ -12,6 +12,7 @@ from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 
+from ..agreement import agreed
 from ..balance import Placement
 from ..cache import compile_once
 from ..config import EPConfig, check_is_config
@@ -198,14 +199,8 @@ class EPCommInitializer(MaskedRanks):
         return Waits(self._group or f"of process {os.getpid()}", waits)
 
     def _fingerprint(self) -> str:
-        """Returns what must be the same in all processes."""
-        fields = (
-            "dispatch_dtype combine_dtype hidden_size top_k n_experts "
-            "max_tokens_per_rank n_gpus_per_node n_nodes protocol combine_mode "
-            "combine_wire_dtype fp8_power_of_two_scales tokens_are_quantized "
-            "nvfp4_dyn_global_scales router_top_k on_timeout"
-        ).split()
-        return ", ".join(f"{name}={getattr(self.config, name)}" for name in fields)
+        """Says what must be the same in all processes."""
+        return ", ".join(f"{name}={said}" for name, said in agreed(self.config).items())
 
     def _prepare_ranks(
         self,
@@ -366,8 +361,8 @@ class EPCommInitializer(MaskedRanks):
                     )
                 placement.append(table)
         tables = [table.to(CPU()).to_numpy() for table in placement]
-        for of_rank in zip(tables, tables[config.n_gpus_per_node :]):
-            check_tables(config, *of_rank)
+        n = config.n_gpus_per_node
+        check_tables(config, tables[:n], tables[n:])
         self._placement = placement
 
     def close(self) -> None:

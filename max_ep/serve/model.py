@@ -19,6 +19,7 @@ from max.engine import InferenceSession, Model
 from max.graph.graph import default_custom_extensions_scope
 
 from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_path
+from ..config_checks import cost_of_by_expert
 from ..moe_shape import MoeShape
 from .hopper import REPLACED, PlacedMoE, forward_layers, is_hopper
 from .settings import gathers, n_gpus, serving_config, uses_max_ep
@@ -110,6 +111,11 @@ class ExpertParallelModel:
         self.ep_comm_initializer = EPCommInitializer(config)
         # A session of its own: --precompiled-mefs has no set-up graph.
         self.ep_comm_initializer.ep_init(InferenceSession(devices=session.devices))
+        if note := cost_of_by_expert(config):
+            _logger.warning(
+                f"max_ep: protocol {note}. In serving: lower --max-batch-input-tokens, "
+                "or set MAX_EP_PROTOCOL=by_expert"
+            )
         n, mib = config.n_gpus_per_node, config.estimate_memory_usage() / 2**20
         _logger.info(
             f"max_ep: {n} rank{'s' * (n > 1)} on {config.target.upper()}, protocol "

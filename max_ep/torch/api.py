@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..limits import checked_timeout_s, timeout_s_of_environment
+from ..extension import sources_hash
+from ..limits import checked_int, checked_timeout_s, timeout_s_of_environment
+from ..memory.meeting import differing
 from ..waits import Waits
 from ..who import answer_for
 from .board import Board
@@ -90,18 +92,22 @@ class Buffer(LowLatency, Normal):
             self.rank = dist.get_rank(group)
             self.group_size = dist.get_world_size(group)
         where = _device(device)
+        num_nvl_bytes = checked_int("max_ep: num_nvl_bytes", num_nvl_bytes, 0, None)
         if timeout_s is None:
             timeout_s = timeout_s_of_environment()
         timeout_s = checked_timeout_s(timeout_s)
-        mine = (socket.gethostname(), uuid.uuid4().hex[:12], where.type, num_nvl_bytes)
-        all_ = self._gather(mine)
+        mine = dict(device=where.type, num_nvl_bytes=num_nvl_bytes)
+        mine |= dict(enable_shrink=bool(enable_shrink), sources_hash=sources_hash())
+        same = ", ".join(f"{name}={value}" for name, value in mine.items())
+        all_ = self._gather((socket.gethostname(), uuid.uuid4().hex[:12], same))
         if len({host for host, *_ in all_}) > 1:
             refuse_hosts("ranks on several hosts")
-        for peer, theirs in enumerate(all_):
-            if theirs[2:] != mine[2:]:
+        for peer, (*_, theirs) in enumerate(all_):
+            if theirs != same:
+                other, own = differing(theirs, same)
                 raise ValueError(
-                    f"max_ep: rank {peer} has (device, num_nvl_bytes) {theirs[2:]}, "
-                    f"this rank ({self.rank}) {mine[2:]}; pass the same on all ranks"
+                    f"max_ep: rank {peer} has {other}, this rank ({self.rank}) {own}; "
+                    "pass the same on all ranks"
                 )
         board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
         self._comm = Communicator(board, where, group, enable_shrink)

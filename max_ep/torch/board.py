@@ -22,8 +22,9 @@ _SPINS = 2000
 
 
 class Board:
-    """Two notes a rank. Who writes exchange `n` has read all notes of `n - 1`, so
-    nobody still reads those of `n - 2`, which it overwrites."""
+    """Two notes a rank, and what it said last. A rank that writes exchange `n` has read
+    all notes of `n - 1`, so nobody still reads those of `n - 2`, which it overwrites.
+    """
 
     def __init__(self, name: str, rank: int, n_ranks: int, timeout_s: float) -> None:
         """Creates this rank's part and finds the others'; ``name`` is the group's."""
@@ -33,7 +34,7 @@ class Board:
         self.timeout_s = timeout_s
         self.n_exchanges = 0
         self._memory = SharedMemory(
-            name, rank, n_ranks, 1, 2 * _NOTE_BYTES, f"ranks={n_ranks}"
+            name, rank, n_ranks, 1, 3 * _NOTE_BYTES, f"ranks={n_ranks}"
         )
         self._notes = self._memory.connect(timeout_s)
 
@@ -48,11 +49,7 @@ class Board:
         body = json.dumps([what, note]).encode()
         if len(body) > _NOTE_BYTES - _HEADER_BYTES:
             raise ValueError(f"max_ep: {what}: {len(body)} bytes are too many")
-        place = self._notes[self.rank] + self.n_exchanges % 2 * _NOTE_BYTES
-        ctypes.memmove(place + _HEADER_BYTES, body, len(body))
-        header = _HEADER.from_address(place)
-        header[1], header[2] = len(body), zlib.crc32(body)
-        header[0] = self.n_exchanges
+        self._write(self.n_exchanges % 2, self.n_exchanges, body)
         deadline = time.monotonic() + self.timeout_s
         found = []
         for peer in range(self.n_ranks):
@@ -73,16 +70,37 @@ class Board:
                 )
         return [theirs for _, theirs in found]
 
-    def _read(self, peer: int, what: str, deadline: float) -> tuple[str, Any]:
-        place = self._notes[peer] + self.n_exchanges % 2 * _NOTE_BYTES
+    def say(self, text: str) -> None:
+        """Lets other ranks read a text, until this rank says another."""
+        self._write(2, 1, text.encode())
+
+    def said(self, rank: int) -> str:
+        """Returns what a rank said last; "" if that is nothing, or is being written."""
+        return (self._note(rank, 2, 1) or b"").decode()
+
+    def _write(self, i: int, number: int, body: bytes) -> None:
+        place = self._notes[self.rank] + i * _NOTE_BYTES
+        ctypes.memmove(place + _HEADER_BYTES, body, len(body))
         header = _HEADER.from_address(place)
+        header[1], header[2] = len(body), zlib.crc32(body)
+        header[0] = number
+
+    def _note(self, rank: int, i: int, number: int) -> bytes | None:
+        """Returns a note, once it has this number and is there as a whole."""
+        place = self._notes[rank] + i * _NOTE_BYTES
+        header = _HEADER.from_address(place)
+        if header[0] != number or header[1] > _NOTE_BYTES - _HEADER_BYTES:
+            return None
+        body = ctypes.string_at(place + _HEADER_BYTES, header[1])
+        # A CPU may show the header before all of the body.
+        return body if zlib.crc32(body) == header[2] else None
+
+    def _read(self, peer: int, what: str, deadline: float) -> tuple[str, Any]:
         n_polls = 0
         while True:
-            if header[0] == self.n_exchanges:
-                body = ctypes.string_at(place + _HEADER_BYTES, header[1])
-                # A CPU may show the header before all of the body.
-                if zlib.crc32(body) == header[2]:
-                    return tuple(json.loads(body))
+            body = self._note(peer, self.n_exchanges % 2, self.n_exchanges)
+            if body is not None:
+                return tuple(json.loads(body))
             n_polls += 1
             if n_polls > _SPINS:
                 if time.monotonic() > deadline:

@@ -134,7 +134,10 @@ class Region:
         """Raises what the library's last call that failed says."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         self.library.last_error(self.handle, addressof(buffer), _TEXT_BYTES)
-        self.comm.failure = buffer.value.decode()
+        text = buffer.value.decode()
+        if "timed out" in text:
+            text += self.comm.other_calls()
+        self.comm.failure = text
         self.comm.raise_failure()
 
     def clear(self) -> None:
@@ -156,7 +159,7 @@ def _cpu_reader(address: int) -> Callable[[int, int], bytes]:
 class Channel:
     def __init__(self, comm: Communicator, settings: Settings, n_regions: int) -> None:
         """Builds the library if there is none, and joins the other ranks."""
-        self.settings = settings
+        self.comm, self.settings = comm, settings
         self.n_local = settings.experts // settings.ranks
         capacity = settings.ranks * settings.tokens
         self.rows_layout = row_major(self.n_local, capacity, settings.hidden)
@@ -170,7 +173,7 @@ class Channel:
         self.was_captured = False
         library = load(settings)
         n_bytes, n_words = library.size(_REGION_BYTES), library.size(_N_WORDS)
-        self.memory = comm.allocate(n_regions * n_bytes)
+        self.memory = comm.allocate(n_regions * n_bytes, settings.facts())
         self.regions: list[Region] = []
         try:
             (mine,) = self.memory.local_addresses()
@@ -192,6 +195,9 @@ class Channel:
 
     def take(self, region: Region) -> None:
         """Begins another use of a region, the next one."""
+        if self.comm.latest is not self:
+            self.comm.say(self.settings)
+            self.comm.latest = self
         self._n_taken += 1
         region.use = object()
 

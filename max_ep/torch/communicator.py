@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..limits import MAX_EXPERTS, checked_int
 from ..memory.gpu_shared import GpuSharedMemory
+from ..memory.meeting import differing
 from ..memory.symmetric_memory import SharedMemory
 from ..waits import RankWait, Waits
 from .board import Board
@@ -58,6 +60,7 @@ class Communicator:
         self.has_ended = False  # so that reset() cannot help
         self.next_check = 0.0
         self.channels: dict[Settings, Channel] = {}
+        self.latest: Channel | None = None  # of low-latency calls, as others know
         ranks = group and tuple(dist.get_process_group_ranks(group))
         self.group_and_device = (ranks or object(), device)
         self.streams = Streams(device)
@@ -92,11 +95,13 @@ class Communicator:
             if handle.comm.group_and_device != self.group_and_device:
                 refuse("handle", "is of a Buffer of other ranks")
 
-    def check_experts(self, num_experts: int) -> None:
-        """Raises unless each rank has the same number of experts."""
-        if num_experts < 1 or num_experts % self.n_ranks != 0:
+    def check_experts(self, num_experts: int, most: int = MAX_EXPERTS) -> int:
+        """Returns a number of experts; raises unless all ranks have as many."""
+        num_experts = checked_int("max_ep: num_experts", num_experts, 1, most)
+        if num_experts % self.n_ranks != 0:
             what = f"={num_experts} is no multiple of {self.n_ranks}, the ranks"
             refuse("num_experts", what)
+        return num_experts
 
     def check_tensor(
         self,
@@ -137,14 +142,33 @@ class Communicator:
         try:
             return self.board.exchange(what, note, absent)
         except TimeoutError as error:
-            self.failure = f"{error}. {_RESET}"
+            self.failure = f"{error}.{self.other_calls()} {_RESET}"
             raise TimeoutError(self.failure) from None
 
-    def allocate(self, n_bytes: int) -> Any:
+    def say(self, settings: Settings) -> None:
+        """Lets the others know of a low-latency call, before it can wait for them."""
+        self.raise_failure()
+        self.board.say(settings.facts())
+
+    def other_calls(self) -> str:
+        """Names the first rank whose last low-latency call had other sizes than this
+        rank's: no wait for it is met."""
+        mine = self.board.said(self.rank)
+        for peer in range(self.n_ranks):
+            theirs = self.board.said(peer)
+            if mine and theirs and theirs != mine:
+                other, own = differing(theirs, mine)
+                return (
+                    f" Rank {peer}'s last low_latency_dispatch had {other}, this rank's"
+                    f" ({self.rank}) {own}: pass the same on all ranks."
+                )
+        return ""
+
+    def allocate(self, n_bytes: int, same: str) -> Any:
         name = f"{self.board.name}-{self.board.n_exchanges}-{len(self.channels)}"
         if not self.is_gpu:
-            return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, "")
-        return GpuSharedMemory(name, self.rank, self.n_ranks, n_bytes, "", self.index)
+            return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, same)
+        return GpuSharedMemory(name, self.rank, self.n_ranks, n_bytes, same, self.index)
 
     def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
         """Returns channels; opens those that are new, with all other ranks."""
@@ -157,6 +181,8 @@ class Communicator:
                 )
             if self.masks:
                 self.masks.give_up()
+            if new[0].wide_ids:
+                self.say(new[0])
             self.exchange("the first " + "; ".join(s.words() for s in new))
             try:
                 build_all(new)
@@ -199,7 +225,7 @@ class Communicator:
                 channel.clear()
             else:
                 self.channels.pop(settings).close()
-        self.failure = ""
+        self.failure, self.latest = "", None
 
     def close(self) -> None:
         if self.has_ended:

@@ -23,7 +23,14 @@ from typing import Any
 
 from ..cache import cache_dir, kept
 from ..extension import extension_path, run_mojo, sources_hash
-from ..limits import FP8_BLOCK, MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_RANKS, MAX_TOP_K
+from ..limits import (
+    FP8_BLOCK,
+    MAX_COUNT,
+    MAX_GPU_PAIRS,
+    MAX_OF_ENTRY,
+    MAX_RANKS,
+    MAX_TOP_K,
+)
 
 _RUNTIME = (
     "libMSupportGlobals.so",
@@ -48,9 +55,19 @@ _FUNCTIONS = {
 }
 
 
+_NAMES = {
+    "experts": "num_experts",
+    "tokens": "num_max_dispatch_tokens_per_rank",
+    "packed_scales": "use_ue8m0",
+    "masks": "enable_shrink",
+}
+"""What callers of ``low_latency_dispatch`` know as arguments of other names."""
+
+
 @dataclass(frozen=True)
 class Settings:
-    """A configuration, with the names of ``api.mojo``."""
+    """A configuration, with the names of ``api.mojo``. All fields are in the library's
+    name, and ranks compare all: no field may differ."""
 
     target: str  # "cpu", or a GPU's architecture such as "sm_90a"
     format: str
@@ -80,20 +97,16 @@ class Settings:
                 options += ["--target-cpu", "x86-64-v2"]
         return options
 
+    def facts(self) -> str:
+        """Says every field, as callers know it: what all ranks must have alike."""
+        names = _NAMES if self.wide_ids else {}
+        facts = asdict(self).items()
+        return ", ".join(f"{names.get(name, name)}={value}" for name, value in facts)
+
     def words(self) -> str:
-        """Says which call this is for, as callers know it."""
-        if not self.wide_ids:
-            return (
-                f"dispatch or combine (rows of {self.hidden} {self.format} there, of "
-                f"{self.combine_hidden} {self.combine} back, from at most "
-                f"{self.tokens} tokens per rank)"
-            )
-        return (
-            f"low_latency_dispatch(hidden={self.hidden}, {self.format}, top_k="
-            f"{self.top_k}, num_max_dispatch_tokens_per_rank={self.tokens}, num_experts"
-            f"={self.experts}, use_ue8m0={self.packed_scales}, "
-            f"enable_shrink={self.masks})"
-        )
+        """Says which call this is for."""
+        call = "low_latency_dispatch" if self.wide_ids else "dispatch or combine"
+        return f"{call}({self.facts()})"
 
     def name(self) -> str:
         words = [str(value) for value in asdict(self).values()]
@@ -201,13 +214,12 @@ def _check_build(options: Any) -> None:
         ("ranks", MAX_TOP_K if is_normal else MAX_RANKS),  # there, a token's choices
         ("experts", MAX_GPU_PAIRS if is_gpu else MAX_OF_ENTRY),
         ("top_k", min(MAX_TOP_K, experts)),
-        ("hidden", None),
+        ("hidden", MAX_COUNT // 4),
         ("tokens", MAX_OF_ENTRY),
     ):
         n, option = getattr(options, name), f"--{name.replace('_', '-')}"
-        if n < 1 or (most and n > most):
-            range_ = f"from 1 to {most}" if most else ">= 1"
-            raise ValueError(f"{option} {n} must be an integer {range_}")
+        if not 1 <= n <= most:
+            raise ValueError(f"{option} {n} must be an integer from 1 to {most}")
     if experts % options.ranks != 0:
         what = f"is no multiple of --ranks {options.ranks}"
         raise ValueError(f"--experts {experts} {what}")

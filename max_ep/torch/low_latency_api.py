@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K
+from ..limits import (
+    MAX_COUNT,
+    MAX_GPU_PAIRS,
+    MAX_OF_ENTRY,
+    MAX_RANKS,
+    MAX_TOP_K,
+    checked_int,
+)
 from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .communicator import Communicator, refuse
@@ -22,6 +29,7 @@ from .streams import EventOverlap
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
+_CAP = "num_max_dispatch_tokens_per_rank"
 
 
 @dataclass(eq=False)
@@ -312,10 +320,14 @@ class LowLatency:
             refuse("the current GPU", f"is not that of this Buffer, {comm.device}")
         key = (
             *(x.shape, x.dtype, x.device, cap, n_experts),
+            *(cap.__class__, n_experts.__class__),  # 128.0 is equal to 128
             *(topk_idx.shape, topk_idx.dtype, topk_idx.device),
             *(use_fp8, round_scale, use_ue8m0),
         )
-        channel = self._low_latency_channels.get(key)
+        try:
+            channel = self._low_latency_channels.get(key)
+        except TypeError:  # a list, or other things that are no sizes
+            channel = None
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
         is_rounded = use_fp8 and round_scale
@@ -328,19 +340,14 @@ class LowLatency:
         comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
-        for name, n, most in (
-            ("num_max_dispatch_tokens_per_rank", cap, MAX_OF_ENTRY),
-            ("num_experts", n_experts, MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY),
-        ):
-            if not hasattr(n, "__index__") or not 1 <= n <= most:
-                refuse(name, f"={n!r} must be an integer from 1 to {most}")
+        cap = checked_int(f"max_ep: {_CAP}", cap, 1, MAX_OF_ENTRY)
+        most = MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY
+        n_experts = comm.check_experts(n_experts, most)
         if n_tokens > cap:
-            what = f"num_max_dispatch_tokens_per_rank={cap}; raise that on all ranks"
-            refuse("x", f"has {n_tokens} rows, {what}")
+            refuse("x", f"has {n_tokens} rows, {_CAP}={cap}; raise that on all ranks")
         top_k, most_k = topk_idx.shape[1], min(MAX_TOP_K, n_experts)
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
-        comm.check_experts(n_experts)
         if not 1 <= top_k <= most_k:
             refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most_k}")
         settings = Settings(
@@ -394,5 +401,10 @@ class LowLatency:
         num_experts: int,
     ) -> int:
         """Returns about what both regions take, with 8 experts a token."""
-        tokens, row = num_max_dispatch_tokens_per_rank, 2 * hidden + 16
-        return _N_REGIONS * tokens * (num_ranks * (row + 64) + 8 * row)
+        tokens = checked_int(
+            f"max_ep: {_CAP}", num_max_dispatch_tokens_per_rank, 1, MAX_OF_ENTRY
+        )
+        row = 2 * checked_int("max_ep: hidden", hidden, 1, MAX_COUNT // 4) + 16
+        n_ranks = checked_int("max_ep: num_ranks", num_ranks, 1, MAX_RANKS)
+        checked_int("max_ep: num_experts", num_experts, 1, MAX_OF_ENTRY)
+        return _N_REGIONS * tokens * (n_ranks * (row + 64) + 8 * row)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from ..limits import checked_int
 from .channel import BOTH, Channel
 from .communicator import Communicator, refuse, refuse_hosts
 from .library import round_up, rows_out, weights_back, words_of_row, words_out
@@ -95,7 +96,7 @@ class Normal:
         comm = self._comm
         comm.raise_failure()
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (None, None))
-        comm.check_experts(num_experts)
+        num_experts = comm.check_experts(num_experts)
         if not comm.is_gpu and not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
             refuse("topk_idx", f"must be in [-1, {num_experts})")
         n_local = num_experts // comm.n_ranks
@@ -161,8 +162,8 @@ class Normal:
             With ``handle`` all but the first and the last are None.
         """
         comm = self._comm
-        if type(expert_alignment) is not int or expert_alignment < 1:
-            refuse("expert_alignment", f"={expert_alignment!r} must be an integer >= 1")
+        align = checked_int("max_ep: expert_alignment", expert_alignment)
+        worst = checked_int("max_ep: num_worst_tokens", num_worst_tokens, 0)
         x, scales = x if isinstance(x, tuple) else (x, None)
         if num_tokens_per_rdma_rank is not None:
             refuse_hosts("num_tokens_per_rdma_rank: ranks of several hosts")
@@ -171,18 +172,18 @@ class Normal:
         n_tokens, hidden = x.shape
         is_new, counts = handle is None, []
         if is_new:
-            if previous_event is not None and not num_worst_tokens:
+            if previous_event is not None and not worst:
                 previous_event.current_stream_wait()
             there = is_token_in_rank, num_tokens_per_expert
             layout = num_tokens_per_rank, *there, topk_idx, topk_weights
             top_k = check_layout(comm, n_tokens, *layout)
             rows = f"rows of {row_bytes} bytes, {n_scales} scales, top_k={top_k}"
-            most, n_rows, counts = agree(comm, rows, *there, num_worst_tokens)
+            most, n_rows, counts = agree(comm, rows, *there, worst)
             self._cap = self._capacity(most, row_bytes)
             handle = NormalHandle(
                 comm,
                 n_rows=n_rows,
-                n_made=comm.n_ranks * self._cap if num_worst_tokens else n_rows,
+                n_made=comm.n_ranks * self._cap if worst else n_rows,
                 n_sent=n_tokens,
                 cap=self._cap,
                 n_scales=n_scales,
@@ -247,7 +248,7 @@ class Normal:
             result = (result, recv_scales)
         if not is_new:
             return result, None, None, None, None, event
-        counts = [round_up(n, expert_alignment) for n in counts]
+        counts = [round_up(n, align) for n in counts]
         return result, *(received or (None, None)), counts, handle, event
 
     @_allocates

@@ -12,6 +12,7 @@ rank raises the same.
 """
 from .counters import Counters, N_FAILURE_WORDS, name_of_word, Word
 from .flags import fetch_max, generation_of
+from .layout import MAX_EXPERTS
 
 
 struct Failure:
@@ -94,6 +95,18 @@ def record_failure(
     record[unsafe_offset=7] = Int32(b)
 
 
+@always_inline
+def as_no_expert(id: Int32) -> Int32:
+    """Makes of an id that no logical expert has one that no physical expert has; dispatch
+    drops it, and `what_failed` says the id that was given."""
+    return id if id >= Int32(MAX_EXPERTS) else Int32.MIN + id
+
+
+def _is_logical(id: Int) -> Bool:
+    """Returns whether an id comes from `as_no_expert`."""
+    return Int(Int32.MIN) < id and id < Int(Int32.MIN) + MAX_EXPERTS
+
+
 comptime NEXT = (
     " Before the next run call EPCommInitializer.reset() (or restart the group,"
     " where each rank is a process of its own)."
@@ -119,10 +132,15 @@ def what_failed(
 ) -> String:
     """Says what a rank was given, or got from `rank`, and cannot take."""
     if code == Failure.DROPPED:
+        var id = expert_or_row
+        var most = caller.n_experts
+        if _is_logical(id):
+            id -= Int(Int32.MIN)
+            most = "num_logical_experts"
         return String(
             t"{caller.topk_ids} were dropped; one of them is token {a}, k {b}: expert"
-            t" {expert_or_row}. Ids must be in [-1, {caller.n_experts}) and those of"
-            t" one token distinct. Fix the router's output."
+            t" {id}. Ids must be in [-1, {most}) and those of one token distinct. Fix"
+            t" the router's output."
         )
     if code == Failure.BAD_SOURCE:
         return String(

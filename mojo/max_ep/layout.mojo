@@ -84,6 +84,8 @@ comptime MASKS_BIT = 8
 """Added to the number of the protocol if ranks mask (`Group.protocol`)."""
 comptime MAX_TOP_K = 32
 """Largest `top_k`."""
+comptime MAX_EXPERTS = 1048576
+"""Largest `n_experts`."""
 
 
 @fieldwise_init

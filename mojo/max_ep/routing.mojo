@@ -6,6 +6,7 @@ from std.math import ceildiv, exp
 from std.memory import bitcast
 from std.sys import is_gpu, is_nvidia_gpu, llvm_intrinsic
 
+from .failures import as_no_expert
 from .for_each import Work
 from .kernel_argument import ImmPointer, KernelArgument, MutPointer
 from .layout import MAX_TOP_K
@@ -13,10 +14,6 @@ from .layout import MAX_TOP_K
 comptime _NONE = UInt32(0)
 """Key of what has been chosen, or is no expert."""
 comptime _SIGN = UInt32(1 << 31)
-
-
-comptime _OUT_OF_RANGE = Int32(-2)
-"""What a wrong id becomes; dispatch drops and reports it."""
 
 
 @fieldwise_init
@@ -37,7 +34,7 @@ struct Replicas(KernelArgument, TrivialRegisterPassable):
         if expert < 0:
             return expert
         if expert >= self.n_logical:
-            return _OUT_OF_RANGE
+            return as_no_expert(expert)
         var count = UInt32(max(self.logcnt[unsafe_offset=Int(expert)], 1))
         var replica = Int32(UInt32(choice) % count)
         return self.log2phy[unsafe_offset=Int(expert * self.max_replicas + replica)]
