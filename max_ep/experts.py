@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls of experts and layers for the CPU, and for bfloat16 and FP8 on Hopper.
+"""Matmuls of experts and layers: on the CPU in float32 and bfloat16, on NVIDIA GPUs in
+bfloat16, on Hopper also in blockwise FP8.
 
-Rows and weights in blockwise FP8 are pairs of values and scales. On Hopper MAX's
-grouped matmul does not compile, and its ``linear`` writes past the end of its result
-(docs/decisions/0016-matmuls-on-hopper.md). Elsewhere use MAX's.
+Rows and weights in FP8 are pairs of values and scales. What has no kernel here is
+refused when the graph is built. MAX's ``grouped_matmul_ragged`` has none for the CPU
+and, in bfloat16, for Hopper (docs/decisions/0016-matmuls-on-hopper.md).
 """
 
 from __future__ import annotations
 
+from max.driver import accelerator_api, accelerator_architecture_name
 from max.dtype import DType
-from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
 from .extension import add_op
 from .limits import FP8_BLOCK, FP8_COLUMNS, fp8_takes
@@ -40,12 +42,14 @@ def grouped_matmul(
     """Multiplies each expert's rows with that expert's weights.
 
     Args:
-        rows: ``[n_rows, k]``, sorted by expert, as dispatch delivers them. On GPUs
-            bfloat16, ``k`` a multiple of 64 and ``n`` of 16; or in FP8, ``k`` a
-            multiple of 128 and ``n`` of 256, with scales ``[k / 128, n_rows]``, as
-            ``blockwise_fp8_quant_config()`` and ``scale_layout="transposed"`` give.
+        rows: ``[n_rows, k]``, sorted by expert, as dispatch delivers them. On the CPU
+            bfloat16 or float32. On NVIDIA GPUs bfloat16, ``k`` a multiple of 64 and
+            ``n`` of 16. On Hopper also FP8, ``k`` a multiple of 128 and ``n`` of 256,
+            with scales ``[k / 128, n_rows]``, as ``blockwise_fp8_quant_config()`` and
+            ``scale_layout="transposed"`` give.
         weights: ``[n_local_experts, n, k]`` of the same dtype; scales
-            ``[n_local_experts, n / 128, k / 128]``.
+            ``[n_local_experts, n / 128, k / 128]``. A rank that holds fewer experts may
+            have as many weights as it holds.
         row_offsets: ``[n_local_experts + 1]`` uint32, from dispatch.
         expert_ids: ``[n_local_experts]`` int32, from dispatch.
 
@@ -55,7 +59,8 @@ def grouped_matmul(
 
     Raises:
         TypeError: If the dtypes are not those.
-        ValueError: If the inner sizes differ, or do not fit the kernel.
+        ValueError: If the inner sizes differ, or do not fit the kernel, or there is no
+            kernel for the GPU.
     """
     groups = row_offsets, expert_ids
     if isinstance(rows, tuple):
@@ -132,6 +137,7 @@ def grouped_gate_up(
         return _rows_of("grouped_gate_up", moe_dim, rows, gate_up, *groups)
     if token_of_row.dtype != DType.int32:
         raise TypeError(f"token_of_row is {token_of_row.dtype}; it must be int32")
+    _check_gpu("a product that gathers its rows", rows.device, is_for_hopper=True)
     if not gather_takes(*map(int, gate_up.shape)):
         raise ValueError(
             f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
@@ -231,6 +237,12 @@ def _fp8(
     """Adds an op of blockwise FP8; refuses what it cannot multiply."""
     rows, row_scales, weights, weight_scales, row_offsets, expert_ids = inputs
     _check_groups(row_offsets, expert_ids)
+    if rows.device.is_cpu():
+        raise ValueError(
+            f"{op} has no kernel for the CPU; dequantize the rows (max_ep.dequantize) "
+            "and pass them with weights in float32"
+        )
+    _check_gpu(op, rows.device, is_for_hopper=True)
     for value in (rows, weights):
         if value.dtype != DType.float8_e4m3fn:
             raise TypeError(f"{op} takes float8_e4m3fn; given {value.dtype}")
@@ -291,9 +303,29 @@ def _check_groups(row_offsets: TensorValue, expert_ids: TensorValue) -> None:
         )
 
 
+def _check_gpu(op: str, device: DeviceRef, is_for_hopper: bool = False) -> None:
+    """Refuses a GPU for which there is no kernel; a graph may be built without one."""
+    if (api := accelerator_api()) == "cpu":
+        return
+    arch = accelerator_architecture_name()
+    if api != "cuda" or (is_for_hopper and not arch.startswith("sm_90")):
+        kinds = "Hopper (sm_90)" if is_for_hopper else "NVIDIA GPUs"
+        raise ValueError(
+            f"{op} on {device} of {arch}: it has kernels for {kinds} only; use MAX's "
+            "grouped_matmul_ragged or linear there"
+        )
+
+
 def _check(op: str, rows: TensorValue, weights: TensorValue) -> None:
     sizes = ", ".join(map(str, weights.shape))
-    if not rows.device.is_cpu():
+    if rows.device.is_cpu():
+        if rows.dtype not in (DType.bfloat16, DType.float32):
+            raise TypeError(
+                f"rows are {rows.dtype}; on the CPU {op} takes bfloat16 and float32. "
+                "Pass quantized rows through max_ep.dequantize first"
+            )
+    else:
+        _check_gpu(op, rows.device)
         if rows.dtype != DType.bfloat16:
             of_max = "linear" if op == "linear" else "grouped_matmul_ragged"
             raise TypeError(

@@ -6,6 +6,7 @@ What it computes is compared with torch in tests/test_experts_gpu.py.
 
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,39 @@ def test_refusals(arguments, words):
         return getattr(experts, op)(*given)
 
     with raises((TypeError, ValueError), words):
+        Graph("refused", multiply, types)
+
+
+@refused("""
+"sm_80", "cuda", BF16, "" | taken
+"sm_90a", "cuda", F8, "" | taken
+"gfx942", "hip", BF16, "" | gfx942; NVIDIA GPUs only; MAX's grouped_matmul_ragged
+"sm_100a", "cuda", F8, "" | sm_100a; Hopper (sm_90) only
+"cpu", "cpu", F8, "cpu" | no kernel for the CPU; max_ep.dequantize; float32
+"cpu", "cpu", DType.uint8, "cpu" | rows are DType.uint8; bfloat16 and float32
+"cpu", "cpu", DType.float64, "cpu" | rows are DType.float64
+""")
+def test_a_device_without_a_kernel_is_refused(monkeypatch, arguments, words):
+    """When the graph is built, not by a compiler after minutes."""
+    arch, api, dtype, place = eval(arguments, globals())
+    monkeypatch.setattr(experts, "accelerator_api", lambda: api)
+    monkeypatch.setattr(experts, "accelerator_architecture_name", lambda: arch)
+    device = DeviceRef.CPU() if place else DeviceRef.GPU(0)
+    sizes = [(dtype, [9, 128]), (dtype, [2, 256, 128])]
+    if dtype == F8:  # MAX has no tensors of it on the CPU
+        dtype = DType.uint8 if place else F8
+        sizes = [(dtype, [9, 128]), (F32, [1, 9])]
+        sizes += [(dtype, [2, 256, 128]), (F32, [2, 2, 1])]
+    sizes += [(DType.uint32, [3]), (DType.int32, [2])]
+
+    def multiply(*given):
+        if len(given) == 6:
+            given = given[:2], given[2:4], *given[4:]
+        return experts.grouped_matmul(*given)
+
+    types = [TensorType(of, shape, device) for of, shape in sizes]
+    is_taken = words == "taken"
+    with nullcontext() if is_taken else raises((TypeError, ValueError), words):
         Graph("refused", multiply, types)
 
 

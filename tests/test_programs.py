@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from children import ROOT, printed
+from children import ROOT, WHERE_WE_IMPORT, printed, slow
 from errors import refused
 from max.engine import InferenceSession, Model
 from max.graph import Graph, Module
 
-from graphs import moe_layer, overlap
+from graphs import moe_layer, overlap, own_experts
 from max_ep.extension import extension_path
 from max_ep.memory.setup_graph import setup_graph
 
@@ -36,6 +36,7 @@ LAYERS = {
 
 def add_graphs(module: Module) -> None:
     overlap.build(module)
+    own_experts.build(own_experts.make_config(0), module)
     for words in LAYERS.values():
         moe_layer.build(moe_layer.options_of(words.split()), module)
 
@@ -59,6 +60,45 @@ def test_round_trip():
 def test_overlap(compiled, capsys):
     overlap.main()
     assert "generation 3: right on all 4 ranks" in capsys.readouterr().out
+
+
+def test_own_experts(compiled, capsys):
+    own_experts.main([])
+    assert "57 tokens on 3 ranks of the CPU agree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "n_gpus", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 3)]
+)
+def test_own_experts_on_gpus(n_gpus):
+    said = run(f"python graphs/own_experts.py --gpus {n_gpus}")
+    assert f"57 tokens on 3 ranks of {n_gpus} GPU" in said
+
+
+FOR_GPUS = """
+import os
+from max.driver import (
+    CPU, Accelerator, set_virtual_device_api, set_virtual_device_count,
+    set_virtual_device_target_arch,
+)
+set_virtual_device_api("cuda")
+set_virtual_device_target_arch("sm_90a")
+set_virtual_device_count(3)
+from max.engine import InferenceSession
+from graphs.own_experts import build, make_config
+
+session = InferenceSession(devices=[CPU(), *(Accelerator(i) for i in range(3))])
+session.compile(build(make_config(3)))
+print("compiled", flush=True)
+os._exit(0)
+"""
+
+
+@slow
+def test_own_experts_compile_for_gpus():
+    """Virtual devices are for a whole process."""
+    how = dict(PYTHONPATH=WHERE_WE_IMPORT, cwd=ROOT)
+    assert "compiled" in printed(sys.executable, "-c", FOR_GPUS, **how)
 
 
 @pytest.mark.parametrize("name", LAYERS)

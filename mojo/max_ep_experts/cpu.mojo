@@ -63,13 +63,14 @@ def _dot_columns[
 
 
 def cpu_grouped_matmul[dtype: DType](product: GroupedProduct[dtype]) raises:
-    """Computes the product on all workers; raises if a group has rows or an expert that
-    do not exist."""
+    """Computes the product on all workers; raises if a group has rows that do not exist,
+    or rows of an expert that does not."""
     for i in range(product.n_groups):
         var begin = Int(product.row_offsets[unsafe_offset=i])
         var end = Int(product.row_offsets[unsafe_offset=i + 1])
         var expert = Int(product.expert_ids[unsafe_offset=i])
-        if not (begin <= end <= product.n_rows and 0 <= expert < product.n_experts):
+        var has_weight = begin == end or 0 <= expert < product.n_experts
+        if not (begin <= end <= product.n_rows and has_weight):
             raise Error(
                 t"max_ep: grouped_matmul: rows [{begin}, {end}) for expert"
                 t" {expert}; there are {product.n_rows} rows and"
