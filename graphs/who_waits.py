@@ -53,9 +53,9 @@ def build() -> Graph:
         x, ids, weights = (value.tensor for value in graph.inputs[:3])
         manager.fetch_buffers(graph.inputs[3:])
         manager.ep_dispatch_async(x, ids, 0)
-        dispatch_ns = manager.ep_watch("dispatch", 0)
+        dispatch_ns = manager.ep_watch("dispatch", 0)  # [n_ranks] int64, nanoseconds
         dispatched = manager.ep_dispatch_wait(0)
-        received = manager.ep_received(dispatched)
+        received = manager.ep_received(dispatched)  # [n_local_experts] int32, rows
         manager.ep_combine_async(dispatched[0], 0)
         combine_ns = manager.ep_watch("combine", 0)
         y = manager.ep_combine_wait(weights, 0)

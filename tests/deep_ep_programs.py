@@ -51,26 +51,51 @@ class LikeVllm:
         sizes = dict(num_max_dispatch_tokens_per_rank=CAP, hidden=H)
         sizes |= dict(num_ranks=n, num_experts=E)
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(**sizes)
-        how = dict(low_latency_mode=True, num_qps_per_rank=E // n, allow_mnnvl=False)
-        how |= dict(allow_nvlink_for_low_latency_mode=True, enable_shrink=False)
-        how |= dict(num_nvl_bytes=0, num_rdma_bytes=hint, explicitly_destroy=True)
-        self.buffer = deep_ep.Buffer(group=group, **how)
+        self.buffer = deep_ep.Buffer(
+            group=group,
+            num_nvl_bytes=0,
+            num_rdma_bytes=hint,
+            low_latency_mode=True,
+            num_qps_per_rank=E // n,
+            allow_nvlink_for_low_latency_mode=True,
+            allow_mnnvl=False,
+            enable_shrink=False,
+            explicitly_destroy=True,
+        )
 
     def run(self, batches: list[Batch]) -> list[torch.Tensor]:
         """Two micro-batches in flight."""
-        how = dict(async_finish=False, return_recv_hook=True)
-        of_fp8 = dict(use_fp8=True, round_scale=False, use_ue8m0=False)
-        sent = [
-            self.buffer.low_latency_dispatch(x, ids, CAP, E, **of_fp8, **how)
-            for x, ids, _ in batches
-        ]
+        buffer, max_tokens, n_experts, sent = self.buffer, CAP, E, []
+        for x, topk_ids, _ in batches:
+            rows, counts, handle, _, hook = buffer.low_latency_dispatch(
+                x,
+                topk_ids,
+                max_tokens,
+                n_experts,
+                use_fp8=True,
+                round_scale=False,
+                use_ue8m0=False,
+                async_finish=False,
+                return_recv_hook=True,
+            )
+            sent.append((rows, handle, hook))
         outs, hooks = [], []
-        for (x, ids, weights), (rows, _, handle, _, hook) in zip(batches, sent):
+        for (x, topk_ids, topk_weights), (rows, handle, hook) in zip(batches, sent):
             hook()
-            outs.append(torch.empty_like(x))
-            given = dequantize(*rows).bfloat16() * 2, ids, weights, handle
-            to = dict(zero_copy=False, out=outs[-1])
-            hooks.append(self.buffer.low_latency_combine(*given, **how, **to)[2])
+            output = torch.empty_like(x)
+            rows = dequantize(*rows).bfloat16() * 2  # the experts
+            _, _, hook = buffer.low_latency_combine(
+                rows,
+                topk_ids,
+                topk_weights,
+                handle,
+                async_finish=False,
+                zero_copy=False,
+                return_recv_hook=True,
+                out=output,
+            )
+            outs.append(output)
+            hooks.append(hook)
         for hook in hooks:
             hook()
         return outs

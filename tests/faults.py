@@ -30,6 +30,7 @@ from max.graph import Module
 from process_graphs import add_phases
 from processes import Engine, Member
 
+from graphs import late_rank
 from max_ep import EPCommInitializer, extension_path
 from max_ep.limits import GROUP_VARIABLE
 from max_ep.memory.meeting import process_state
@@ -58,6 +59,7 @@ def compile_graphs(path: Path, session: InferenceSession) -> dict[str, Model]:
     for case in MASKING.values():
         add_phases(module, case, on_timeout="mask")
     setup_graph(config_of(SMALL, 0), module)
+    late_rank.build(module)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     return session.init_all(compiled)

@@ -393,10 +393,11 @@ def test_a_layer_gives_the_same(session, one_module):
                 np.testing.assert_array_equal(got, want)
 
         check()
-        for placement in rebalance(moved, old, new, 80_000):
-            tables = placement.log2phy(MOST), placement.logcnt
-            balanced.set_eplb_placement(*([table] * N_RANKS for table in tables))
-            check()
+        for placement in rebalance(moved, old, new, slice_bytes=80_000):
+            tables = placement.log2phy(config.max_replicas), placement.logcnt
+            of_ranks = [[table] * config.n_gpus_per_node for table in tables]
+            balanced.set_eplb_placement(*of_ranks)
+            check()  # runs a step
         assert placement.phy2log.tolist() == new.phy2log.tolist()
         with pytest.raises(ValueError, match="log2phy has 1 tables; .* 4 local ranks"):
             balanced.set_eplb_placement([tables[0]], [tables[1]])

@@ -31,8 +31,11 @@ from faults import (
     lost_ranks,
 )
 from generations import config_of
+from max.engine import InferenceSession
+from processes import Engine
 
-from max_ep import EPCommInitializer
+from graphs import late_rank
+from max_ep import EPCommInitializer, launch
 from max_ep.memory.meeting import Owner
 from max_ep.memory.membership import (
     MEMBER,
@@ -57,7 +60,7 @@ def group(session, tmp_path_factory) -> Iterator[Group]:
     models = compile_graphs(path, session)
     name = f"faults-{os.getpid()}"
     members = Group(str(path), name, 2 * ("MAX_EP_FAULTS" in os.environ))
-    members.models = models
+    members.models, members.graphs = models, str(path)
     try:
         for protocol in MASKING:
             assert members.step(protocol, ALL) == []
@@ -65,6 +68,20 @@ def group(session, tmp_path_factory) -> Iterator[Group]:
     finally:
         members.close()
     assert names_of(name) == []
+
+
+def late_member(rank: int, graphs: str) -> list[int]:
+    """Runs a rank of the program with graphs that the parent compiled."""
+    models = Engine(graphs).models
+    InferenceSession.load = lambda _, graph, **how: models[graph.name]
+    return late_rank.run_rank(rank)
+
+
+def test_the_program_of_the_page(group):
+    """The late rank is masked, expelled and taken in again; no sum is wrong."""
+    n_degraded = launch(late_member, late_rank.N_RANKS, (group.graphs,))
+    for counts in n_degraded:
+        assert max(counts) > 0 and counts[0] == counts[-1] == 0
 
 
 @pytest.mark.parametrize("phase", PHASES)
