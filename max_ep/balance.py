@@ -21,6 +21,8 @@ from zipfile import ZipFile
 
 import numpy as np
 
+from .limits import checked_int, is_integer
+
 T = TypeVar("T")
 
 _SLACK = 0.05
@@ -224,8 +226,7 @@ def plan(
         ("n_hosts", n_hosts, 1),
         ("max_replicas", max_replicas, 0),
     ):
-        if not is_integer(n) or n < least:
-            raise ValueError(f"{name}={n!r} must be an integer >= {least}")
+        checked_int(name, n, least)
     n_logical, most = counts.shape[1], min(max_replicas or n_ranks, n_ranks)
     if n_ranks % n_hosts:
         raise ValueError(f"n_ranks={n_ranks} must be a multiple of n_hosts={n_hosts}")
@@ -267,11 +268,6 @@ def plan(
         parts = map(np.flatnonzero, holds)
         rows.append(np.concatenate([_in_place(*pair) for pair in zip(parts, was)]))
     return Placement(np.stack(rows), n_ranks)
-
-
-def is_integer(n: Any) -> bool:
-    """Returns whether ``n`` is an integer of Python or NumPy."""
-    return isinstance(n, (int, np.integer)) and not isinstance(n, bool)
 
 
 def _checked_rows(
@@ -448,8 +444,7 @@ def moves(
     if old.phy2log.shape != new.phy2log.shape or old.n_ranks != new.n_ranks:
         raise ValueError("both placements must have the same layers, experts and ranks")
     for name, n in (("expert_bytes", expert_bytes), ("slice_bytes", slice_bytes)):
-        if not is_integer(n) or n < 1:
-            raise ValueError(f"{name}={n!r} must be an integer >= 1")
+        checked_int(name, n, most=None)
     n_sent, slices = np.zeros(new.n_ranks, int), []
     for layer, row in enumerate(new.phy2log):
         for dst in np.flatnonzero(row != old.phy2log[layer]):

@@ -20,7 +20,7 @@ from max.nn.quant_config import QuantConfig
 from . import config_checks as checks
 from .extension import region_sizes
 from .formats import TokenFormat, format_of, on_target
-from .limits import GROUP_VARIABLE
+from .limits import GROUP_VARIABLE, is_integer
 
 
 @dataclass
@@ -307,9 +307,9 @@ class EPConfig:
 
     def device(self, device_id: int) -> DeviceRef:
         """Returns where the tensors of a local rank, ``[0, n_gpus_per_node)``, are."""
-        if not 0 <= device_id < self.n_gpus_per_node:
+        if not is_integer(device_id) or not 0 <= device_id < self.n_gpus_per_node:
             range_ = f"[0, n_gpus_per_node={self.n_gpus_per_node})"
-            raise ValueError(f"device_id={device_id} must be in {range_}")
+            raise ValueError(f"device_id={device_id!r} must be an integer in {range_}")
         if self.target == "cpu":
             return DeviceRef.CPU()
         return DeviceRef.GPU(device_id // self.ranks_per_gpu)

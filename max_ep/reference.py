@@ -232,7 +232,8 @@ def balance_ids(
     choice = np.arange(topk_ids.size).reshape(topk_ids.shape)
     physical = log2phy[expert, choice % np.maximum(logcnt[expert], 1)]
     # As `as_no_expert` in `failures.mojo` says, which takes it back for the error.
-    wrong = np.where(topk_ids < MAX_EXPERTS, topk_ids - 2**31, topk_ids)
+    marked = topk_ids - np.int64(2**31)
+    wrong = np.where(topk_ids < MAX_EXPERTS, marked, topk_ids)
     physical = np.where(topk_ids < n_logical, physical, wrong)
     return np.where(topk_ids < 0, topk_ids, physical).astype(np.int32)
 

@@ -252,7 +252,7 @@ plan(np.ones(4), 2, -1) | n_replicas=-1 must be an integer >= 0
 plan(np.ones(4), 2, 1.0) | n_replicas=1.0 must be an integer
 plan(np.ones(4), True, 0) | n_ranks=True must be an integer
 plan(np.ones(4), 2, "1") | n_replicas='1' must be an integer
-plan(np.ones(4), 10**30, 0) | n_replicas=0 must be at least
+plan(np.ones(4), 10**30, 0) | n_ranks=1000; an integer from 1 to 2147483647
 plan(np.ones(4), 2, 0, max_replicas=-1) | max_replicas=-1 must be an integer >= 0
 plan(np.ones(4), 2, 0, old=ONE_OF_8) | old has; (1, 8, 2); (1, 4, 2); leave old out
 plan(np.ones(4), 4, 0, n_hosts=3) | n_ranks=4 must be a multiple of n_hosts=3

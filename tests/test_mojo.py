@@ -103,6 +103,13 @@ def failure_text(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
         # code, phase, missing rank, expert or row, wanted, found, two numbers
         ("0 0 0 0 0 0 0 0", []),
         ("1 0 1 99 7 0 4 2", ["token 4, k 2: expert 99"]),
+        # Ids that no logical expert has, as a placement hands them on, and others.
+        ("1 0 1 -2147483643 7 0 4 2", ["k 2: expert 5.", "[-1, num_logical_experts)"]),
+        (
+            "1 0 1 -2147483648 7 0 4 2",
+            ["k 2: expert -2147483648. Ids must be in [-1, n"],
+        ),
+        ("1 0 1 -2 7 0 4 2", ["k 2: expert -2. Ids must be in [-1, n_experts)"]),
         ("2 2 1 5 7 0 4 9", ["row 5: token 4, k 9", "src_info"]),
         ("6 1 3 4 7 6 0 0", ["count for expert 4 of generation 7 from rank 3"]),
         ("8 2 3 -1 7 6 0 0", ["done word of generation 7 from rank 3"]),

@@ -210,6 +210,8 @@ def test_oracles_choice_is_that_of_transformers():
 "float16", [3, 8], 2 | float32 or bfloat16
 "float32", [3, 8], 9 | top_k=9 of 8 experts
 "float32", [3, 8], 0 | at least 1
+"float32", [3, 8], True | top_k=True; be an integer
+"float32", [3, 8], 2.0 | top_k=2.0; be an integer
 "float32", [3, 64], 33 | at most 32
 "float32", [3, "n_experts"], 2 | known to the graph
 "float32", [3, 4, 8], 2 | n_tokens, n_experts

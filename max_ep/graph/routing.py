@@ -10,7 +10,7 @@ from max.graph import BufferValue, DeviceRef, StaticDim, TensorType, TensorValue
 
 from ..extension import add_op
 from ..formats import PLAIN_DTYPES
-from ..limits import MAX_TOP_K
+from ..limits import MAX_TOP_K, is_integer
 
 MAX_GPU_EXPERTS = 1024
 """A lane of a warp has 32 of them in registers."""
@@ -33,9 +33,10 @@ class Replicas:
         layer = self.layer
         if not isinstance(layer, TensorValue):
             n_layers = int(self.logcnt.shape[0])
-            if not 0 <= layer < n_layers:
+            if not is_integer(layer) or not 0 <= layer < n_layers:
                 raise ValueError(
-                    f"layer={layer} must be in [0, num_moe_layers={n_layers})"
+                    f"layer={layer!r} must be an integer in [0, num_moe_layers="
+                    f"{n_layers})"
                 )
             layer = ops.constant([layer], DType.int32, DeviceRef.CPU())
         return [self.log2phy, self.logcnt], layer.reshape([1])
@@ -109,10 +110,10 @@ def softmax_top_k(
             "with a number of experts known to the graph"
         )
     n_tokens, n_experts = logits.shape[0], int(logits.shape[1])
-    if not 1 <= top_k <= min(n_experts, MAX_TOP_K):
+    if not is_integer(top_k) or not 1 <= top_k <= min(n_experts, MAX_TOP_K):
         raise ValueError(
-            f"top_k={top_k} of {n_experts} experts; it must be at least 1, and at most "
-            f"{MAX_TOP_K} and the number of experts"
+            f"top_k={top_k!r} of {n_experts} experts; it must be an integer, at least "
+            f"1, and at most {MAX_TOP_K} and the number of experts"
         )
     if n_experts > MAX_GPU_EXPERTS and not logits.device.is_cpu():
         raise ValueError(
