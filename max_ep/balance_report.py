@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import textwrap
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +23,7 @@ _OPTIONS["max_replicas"] = "--max-replicas"
 def run_balance(options: argparse.Namespace) -> None:
     counts, n_ranks = _counts_of(options.files)
     n_layers, n_experts = counts.shape
-    if options.current:
+    if options.current is not None:
         before = Placement.load(options.current)
         if (*before.phy2log.shape, before.n_ranks) != (*counts.shape, n_ranks):
             raise ValueError(
@@ -48,13 +49,19 @@ def run_balance(options: argparse.Namespace) -> None:
             top_k=options.top_k,
             n_hosts=options.hosts,
             max_replicas=options.max_replicas,
-            old=before if options.current else None,
+            old=None if options.current is None else before,
         )
     except ValueError as error:
         raise ValueError(in_options(str(error), _OPTIONS)) from None
     print(text(counts, before, after))
-    if options.out:
-        after.save(options.out)
+    if options.out is not None:
+        try:
+            after.save(options.out)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"--out {shlex.quote(options.out)} cannot be written: {reason}"
+            ) from error
         print(f"\n{options.out}")
     draw(partial(plot, counts, before, after), options.plot)
 

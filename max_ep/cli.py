@@ -4,28 +4,56 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
+from .install import OF_MODULES
 from .limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``max-ep`` with these words, or the process's; returns the exit status."""
+    # Either may be closed. A name in a file may have bytes that are no text.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print("max-ep: interrupted", file=sys.stderr)
         return 130  # as a shell reports it
-    except BrokenPipeError:
-        # The reader is gone, as with `| head`. Python flushes once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader is gone, as with `| head`
+        _close_stdout()
         return 141  # as of a program that SIGPIPE ended
+    except OSError as error:  # of the flush
+        print(f"max-ep: {_in_words(error)}", file=sys.stderr)
+        _close_stdout()
+        return 1
+
+
+def _in_words(error: Exception) -> str:
+    """Returns the text of an error, and what helps if that does not say it."""
+    if isinstance(error, ModuleNotFoundError):
+        needed = (error.name or "").partition(".")[0]
+        return f"{error}; {OF_MODULES.get(needed, 'see max-ep doctor')}"
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return f"{error.strerror}; is the disk of the output, or /dev/shm, full?"
+    return str(error)
+
+
+def _close_stdout() -> None:
+    """Sends nowhere what Python writes once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -128,14 +156,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     options, options.flags = parser.parse_known_args(arguments)
     if options.flags and options.command != "serve":
         parser.error(f"unrecognized arguments: {' '.join(options.flags)}")
-    # Imported late: no command waits for what only another one needs.
-    module = importlib.import_module(f".{options.home}", __package__)
     try:
+        # Imported late: no command waits for what only another one needs.
+        module = importlib.import_module(f".{options.home}", __package__)
         return getattr(module, f"run_{options.command}")(options) or 0
     except BrokenPipeError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"max-ep {options.command}: {error}", file=sys.stderr)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"max-ep {options.command}: {_in_words(error)}", file=sys.stderr)
         return 1
 
 

@@ -11,8 +11,11 @@ import sys
 import tempfile
 import textwrap
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from . import install
+from .cache import cache_dir
 from .memory.shmem import missing_parts
 
 _WANTED_MAX = "26.7."
@@ -25,15 +28,20 @@ def _version(package: str) -> str:
         return ""
 
 
+def _cache_problem(cache: Path) -> str:
+    """Says why no file can be made in the cache folder, or nothing."""
+    try:
+        parent = next(p for p in (cache, *cache.parents) if p.exists())
+        # `os.access` does not know of folders in which nobody may make files.
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        return f": {error.strerror}"
+    return ""
+
+
 def run_doctor(_: Any = None) -> int:
     """Prints a line per check; returns 0 if graphs can run on CPU, else 1."""
-    from max.driver import Accelerator, accelerator_count
-
-    from .cache import cache_dir
-    from .extension import mojo_dir, run_mojo
-    from .memory.gpu import out_of_reach
-
-    can_run, width = True, shutil.get_terminal_size().columns
+    can_run, width = True, max(60, shutil.get_terminal_size().columns)
 
     def say(what: str, is_good: bool, text: str, is_needed: bool = True) -> None:
         nonlocal can_run
@@ -46,62 +54,58 @@ def run_doctor(_: Any = None) -> int:
 
     fits = (3, 10) <= sys.version_info[:2] <= (3, 14)
     say("python", fits, f"{platform.python_version()} (3.10 to 3.14)")
-    version = _version("max")
-    text = f"{version or 'missing'} (needs {_WANTED_MAX}*: pip install 'max==26.7.*')"
-    say("max", version.startswith(_WANTED_MAX), text)
-    for what, ask, remedy in (
-        ("mojo", lambda: run_mojo("--version"), "; reinstall max, which brings it"),
-        ("mojo sources", mojo_dir, ""),
+    version, n_gpus = _version("max"), 0
+    text, is_good = version or "missing", version.startswith(_WANTED_MAX)
+    try:
+        from max.driver import accelerator_count
+
+        n_gpus = accelerator_count()
+    except Exception as error:
+        text, is_good = f"{text}, which cannot be imported: {error}", False
+    say("max", is_good, f"{text} (needs {_WANTED_MAX}*: {install.MAX})")
+
+    def mojo(name: str, *arguments: str) -> str:
+        from . import extension
+
+        return str(getattr(extension, name)(*arguments)).strip()
+
+    for what, name, arguments, remedy in (
+        ("mojo", "run_mojo", ["--version"], "; reinstall max, which brings it"),
+        ("mojo sources", "mojo_dir", [], ""),
     ):
         try:
-            say(what, True, str(ask()).strip())
+            say(what, True, mojo(name, *arguments))
         except Exception as error:
             say(what, False, f"{error}{remedy}")
-    cache = cache_dir()
-    parent = next(p for p in (cache, *cache.parents) if p.exists())
-    text, can_write = f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere)", True
-    try:  # os.access does not know of folders in which nobody may make files
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        text, can_write = f"{text}: {error.strerror}", False
-    say("compile cache", can_write, text)
+    try:
+        cache = cache_dir()
+        problem = _cache_problem(cache)
+        text = f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere){problem}"
+        say("compile cache", not problem, text)
+    except RuntimeError as error:  # there is no home
+        say("compile cache", False, f"{error}; set MAX_EP_CACHE_DIR")
     say("cpu", True, f"{len(os.sched_getaffinity(0))} cores for MAX's workers")
-    n_gpus = accelerator_count()
     say("gpu", True, f"{n_gpus}, one rank each with target='gpu'" if n_gpus else "none")
     if n_gpus > 1:
-        try:
-            pairs = out_of_reach([Accelerator(i) for i in range(n_gpus)])
-        except Exception as error:
-            pairs = [f"GPUs that cannot be asked ({error})"]
-        text = "each GPU reaches the others' memory"
-        if pairs:
-            text = (
-                f"ranks of one host need it; without: {'; '.join(pairs)}. Hide GPUs "
-                "with CUDA_VISIBLE_DEVICES, or use ranks_per_gpu"
-            )
-        say("peer access", not pairs, text, is_needed=False)
+        say("peer access", *_peer_access(n_gpus), is_needed=False)
     missing = missing_parts()
     text = "GPU ranks of several hosts can join"
     if missing:
         text = (
             f"only GPU ranks of several hosts need it: lacks {', '.join(missing)} "
-            "(pip install 'max_ep[shmem]')"
+            f"({install.SHMEM})"
         )
     say("shmem", not missing, text, is_needed=False)
-    of_serve = [
-        x for x in metadata.requires("max") or [] if re.search("extra == .serve.", x)
-    ]
-    names = [re.match(r"[\w.-]+", requirement)[0] for requirement in of_serve]
-    missing = [name for name in names if not _version(name)] if can_run else ["max"]
+    missing = _missing_of_serve() if can_run else ["max"]
     text = "`max serve` can run"
     if missing:
         text = (
             f"`max serve` cannot run; lacks {', '.join(missing[:3])}"
-            f"{', ...' * (len(missing) > 3)} (uv pip install 'max[serve]==26.7.*')"
+            f"{', ...' * (len(missing) > 3)} ({install.SERVE})"
         )
     say("serving", not missing, text, is_needed=False)
     version = _version("torch")
-    text = version or "PyTorch programs need it: pip install torch"
+    text = version or f"PyTorch programs need it: {install.TORCH}"
     say("torch", bool(version), text, is_needed=False)
     print()
     if can_run:
@@ -110,3 +114,29 @@ def run_doctor(_: Any = None) -> int:
     else:
         print("Graphs cannot run; fix what is marked FAIL.")
     return 0 if can_run else 1
+
+
+def _peer_access(n_gpus: int) -> tuple[bool, str]:
+    """Returns whether each GPU reaches the others' memory, and what to say."""
+    from max.driver import Accelerator
+
+    from .memory.gpu import out_of_reach
+
+    try:
+        pairs = out_of_reach([Accelerator(i) for i in range(n_gpus)])
+    except Exception as error:
+        pairs = [f"GPUs that cannot be asked ({error})"]
+    if not pairs:
+        return True, "each GPU reaches the others' memory"
+    return False, (
+        f"ranks of one host need it; without: {'; '.join(pairs)}. Hide GPUs "
+        "with CUDA_VISIBLE_DEVICES, or use ranks_per_gpu"
+    )
+
+
+def _missing_of_serve() -> list[str]:
+    """Names the packages of MAX's extra for serving that are not installed."""
+    wanted = metadata.requires("max") or []
+    of_serve = [x for x in wanted if re.search("extra == .serve.", x)]
+    names = [re.match(r"[\w.-]+", requirement)[0] for requirement in of_serve]
+    return [name for name in names if not _version(name)]

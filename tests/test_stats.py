@@ -267,4 +267,4 @@ def test_command_says_what_is_wrong(tmp_path, monkeypatch, run_cli):
         assert f"max-ep stats: --plot {path}: " in said
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = run_cli("stats", good, "--plot", "x.png", status=1)
-    assert "pip install matplotlib" in said
+    assert "pip install 'matplotlib>=3.8'" in said

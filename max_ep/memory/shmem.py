@@ -8,7 +8,7 @@ process must make these calls at the same time. MAX does not specify the threads
 ops run on, so each local rank has its own thread here.
 
 Processes find each other through MPI (``mpirun`` starts them), and rank = ``mpi_rank *
-n_gpus_per_node + local rank``. Needs the extra ``max_ep[shmem]``; see decision 0010.
+n_gpus_per_node + local rank``. See decision 0010.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cache, partial
 from pathlib import Path
 
+from .. import install
 from .gpu_shared import use_context
 from .symmetric_memory import no_memory
 
@@ -89,7 +90,7 @@ def check_installed() -> None:
     if missing := missing_parts():
         raise RuntimeError(
             "max_ep: n_nodes > 1 with target='gpu' goes through SHMEM, which lacks "
-            f"{' and '.join(missing)}; pip install 'max_ep[shmem]'"
+            f"{' and '.join(missing)}; {install.SHMEM}"
         )
 
 

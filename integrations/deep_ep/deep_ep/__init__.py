@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepEP's legacy interface over the kernels of max_ep: see ``max_ep.torch``."""
 
-import torch
+from max_ep.torch import Buffer, Config, EventHandle, EventOverlap  # isort: skip
 
-from max_ep.torch import Buffer, Config, EventHandle, EventOverlap
+import torch
 
 from . import utils
 

