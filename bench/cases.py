@@ -298,11 +298,12 @@ def exact_weights(shape: Shape, n_ranks: int, ids: np.ndarray) -> np.ndarray:
     n_local = reference.n_local_experts(shape.n_experts, n_ranks)
     rank_of = ids // n_local
     top_k = ids.shape[1]
-    # Of each choice: how many on the same rank came before it, and come at all.
+    # For each choice: how many of its token's choices on the same rank come before it,
+    # and how many there are.
     same = rank_of[:, :, np.newaxis] == rank_of[:, np.newaxis, :]
     earlier = np.tril(np.ones((top_k, top_k), bool), -1)
     place, n_same = (same & earlier).sum(axis=2), same.sum(axis=2)
-    # Of each choice's rank: how many ranks were met before, and are met at all.
+    # For each choice's rank: how many ranks come before it, and how many there are.
     is_first = place == 0
     first_of = (same & is_first[:, np.newaxis, :]).argmax(axis=2)
     met_before = np.cumsum(is_first, axis=1) - is_first

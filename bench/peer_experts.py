@@ -146,7 +146,7 @@ class Peer(GraphPeer):
         return [[v] for v in (from_bits(data.x), *self.weights, *sum(data.choices, []))]
 
     def group_inputs(self, form: str) -> list[Buffer]:
-        """Those of the form that dispatches."""
+        """Returns none for forms that do not dispatch."""
         return super().group_inputs(form) if form == "dispatched" else []
 
     # ----------------------------------------------------------------------- checks

@@ -126,7 +126,7 @@ def prefill(pool: ProcessPoolExecutor, server: Server, n_prompt: int) -> dict:
     twice = [seed for seed in [next(_seeds) for _ in range(_PREFILLS)] for _ in "12"]
     ((*requests,),), log = run_clients(pool, server, (n_prompt, 1), [twice])
     waits = [1e3 * (came - asked) for asked, came in requests]
-    # Of two batches a prompt, those that encode all of it take longer.
+    # A prompt is served twice; the batch that encodes all of it takes longer.
     longest = sorted(batches_of(log, "CE", 1))[_PREFILLS:]
     return {"cold_ms": waits[::2], "cached_ms": waits[1::2], "execution_ms": longest}
 

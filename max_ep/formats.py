@@ -79,7 +79,7 @@ class TokenFormat:
     scale_block: int = 0
     """Elements that share a scale; 0: there are no scales."""
     scale_dtype: DType = DType.float32
-    """Of the scales."""
+    """Dtype of the scales."""
     make_quant_config: Callable[[], QuantConfig | None] = lambda: None
     """Makes the ``dispatch_quant_config`` that it needs; it returns None if it takes
     none."""

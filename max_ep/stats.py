@@ -156,7 +156,7 @@ def _histogram(rows: np.ndarray) -> list[str]:
         few = rows[first : first + n_each]
         last = first + len(few) - 1
         name = f"{first}" if last == first else f"{first}-{last}"
-        # Of several experts the fullest: a mean would hide it.
+        # Several experts share a bar, which shows the fullest: a mean would hide it.
         bar = "#" * round(BAR * few.max() / most)
         lines.append(f"{name:>8}{few.max():>10} {bar}")
     return lines

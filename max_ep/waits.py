@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom a rank waits for, read from its memory while a launch hangs.
+"""Reads from a rank's memory whom it waits for, while a launch hangs.
 
 No rank takes part: flags in the regions show what has arrived, and the counters of a
 CPU rank say which phase runs.
@@ -69,7 +69,7 @@ class RankWait:
     process: str = ""
     """What is wrong with its process."""
     pid: int = 0
-    """Of its process; 0: nobody knows."""
+    """Pid of its process; 0: nobody knows."""
 
     def text(self) -> str:
         """Says what the rank does, as a part of a sentence."""

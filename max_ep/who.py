@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits for whom in the groups of this machine: ``max-ep who``.
+"""``max-ep who``: shows who waits for whom in the groups of this machine.
 
 A thread of each process answers for all ranks whose memory it maps. So CPU processes
 that are stopped or were killed are seen, too, as long as one of their group answers.
@@ -112,7 +112,7 @@ def groups_of(target: str | None = None) -> list[Waits]:
         for waits in answers:
             ranks = groups.setdefault(waits.group, {})
             for wait in waits.ranks:
-                # Of a process with a successor, which not all have mapped.
+                # A process may have a successor, which not all have mapped.
                 if wait.rank not in ranks or ranks[wait.rank].process:
                     ranks[wait.rank] = wait
     found = [Waits(name, [by[r] for r in sorted(by)]) for name, by in groups.items()]

@@ -203,9 +203,9 @@ BY_RANK_CASES = {
     for name, case in (CASES | LAYOUT_CASES).items()
     if case.scales is None
 }
-"""Those cases without input scales, by rank."""
+"""The cases without input scales, by rank."""
 
-# Those in which combine differs, and what partial sums are; None: as results.
+# Cases in which combine differs, and the dtype of partial sums; None: that of results.
 _PARTIALS = {
     "last_rank_empty": F32,
     "uneven_7_on_3": None,

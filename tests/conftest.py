@@ -13,7 +13,7 @@ import pytest
 from children import compiled_mojo
 
 ALL_CORES = os.sched_getaffinity(0)
-"""Those of the whole test run."""
+"""Cores of the whole test run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

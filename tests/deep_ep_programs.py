@@ -199,7 +199,7 @@ def later() -> dict[str, Any]:
 
 
 class FusedDispatch(torch.autograd.Function):
-    """Of Megatron-core's `fused_a2a.py`, as the next one."""
+    """A class of Megatron-core's `fused_a2a.py`, as the next one."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, ids: Any, weights: Any, program: Any):

@@ -236,7 +236,7 @@ class Group:
     """The driver's view of the processes."""
 
     def __init__(self, graphs: str, group: str, n_spares: int = 0) -> None:
-        """Of new processes, `n_spares` stand ready to take the place of others."""
+        """Starts the ranks, and `n_spares` processes that may replace others."""
         self._given = graphs, group
         self._context = multiprocessing.get_context("spawn")
         self._spares = [self._spawn() for _ in range(N_RANKS + n_spares)]

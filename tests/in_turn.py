@@ -49,7 +49,7 @@ class Group:
     """All ranks of a group, which is in the state before generation 1."""
 
     buffers: list[Buffer] | None = None
-    """Those of another initializer, if it is to use them."""
+    """Buffers of another initializer, if it is to use them."""
 
     def __init__(self, engine: Engine, case: Case) -> None:
         self.engine, self.case = engine, case

@@ -16,7 +16,7 @@ from max_ep.extension import mojo_dir, run_mojo, sources_hash
 NVIDIA, AMD = "sm_90a", "gfx942"
 
 N_PAIRS, N_RANKS = 256, 8
-"""Those of the programs that compile the kernels."""
+"""Sizes in the programs that compile the kernels."""
 
 PROGRAMS = Path(__file__).resolve().parent / "mojo"
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphs.serve.server import Server
 
-# Of the bfloat16 model in transformers, tokens are up to 0.128 worse, in logits, than
+# Tokens of the bfloat16 model in transformers are up to 0.128 worse, in logits, than
 # the float32 model's first choice (H200), the first of 4000 answers up to 0.115; what
 # was served wrongly once, 0.09 to 0.8, and always the first token. So a first token has
 # less tolerance, unless it is as likely in the bfloat16 model.
@@ -44,9 +44,9 @@ class Tally:
     worst_gap: float = 0.0
     """Most that the reference likes its first choice better, in logits."""
     n_ties_bfloat16: int | None = None
-    """Of transformers in bfloat16 after the same tokens, if counted: as ``n_ties``."""
+    """``n_ties`` of transformers in bfloat16 after the same tokens, if counted."""
     n_by_noise: int = 0
-    """Of ``n_ties``, those beyond the tolerance, but not with some noise."""
+    """The part of ``n_ties`` that is beyond the tolerance, but not with some noise."""
 
 
 def prompts(n: int, seed: int = 0) -> list[str]:
@@ -100,7 +100,7 @@ class Reference:
         n_models = 1 + (in_bfloat16 and counts_ties)
         self._device = "cpu"
         if torch.cuda.is_available():
-            # Of two bytes a weight; four, and two again, and room to work.
+            # Files have two bytes a weight; the models take four and two, and room.
             n_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
             n_needed = (1 + n_models) * n_bytes + 2 * 2**30
             if torch.cuda.mem_get_info()[0] > n_needed:

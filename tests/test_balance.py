@@ -57,7 +57,7 @@ def test_fresh_draws_are_balanced(n_tokens):
 
 
 def test_an_expert_that_is_always_first():
-    """Of four replicas, only one would be chosen: `(8 * n + 0) % 4` is 0."""
+    """Only one of four replicas would be chosen: `(8 * n + 0) % 4` is 0."""
     ids = np.random.default_rng(0).integers(1, N_EXPERTS, (2000, TOP_K))
     ids[:, 0] = 0
     by_count = {}

@@ -111,7 +111,7 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
 
 @pytest.mark.parametrize("dtype", [*cases.DTYPES, "fp8 packed"])
 def test_delivered_rows_are_compared(dtype):
-    """Those of the oracle pass; others' rows, tables, or a changed byte do not."""
+    """Rows of the oracle pass; others' rows, tables, or a changed byte do not."""
     dtype, *packed = dtype.split()
     shape = cases.Shape("small", 512, 4, 2, "")
     x = cases.tokens(shape, 1, 6)
@@ -222,7 +222,7 @@ def torch_layers(monkeypatch) -> tuple[peer_graphs.GraphPeer, Case]:
 
 @pytest.mark.parametrize("form", cases.EXPERTS["experts"])
 def test_layers_of_experts_are_compared(torch_layers, form):
-    """Those made of torch's products pass; one element of the wrong sign does not."""
+    """Layers of torch's products pass; one element of the wrong sign does not."""
     peer, case = torch_layers
     case = replace(case, form=form)
     data = peer.make_data(case, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of several processes one compiles, the others wait; the kernel frees the lock.
+"""One of several processes compiles, the others wait; the kernel frees the lock.
 
 Threads stand for processes: each opens the lock's file by itself.
 """

@@ -53,7 +53,7 @@ def choices_graph(kind: str, **where: Module) -> Graph:
 
 
 N_EXPERTS, MOE_DIM, TOP_K = 5, 8, 2
-"""Of the layer."""
+"""Sizes of the layer."""
 
 
 def add_graphs(module: Module) -> None:

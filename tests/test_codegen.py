@@ -30,7 +30,7 @@ def ptx(line: str) -> Kernel:
 
 
 def test_the_reader_sees_what_should_not_be_there():
-    """Else tests that look for it would pass."""
+    """A blind reader would let the tests that look for it pass."""
     for line, found in (
         ("ld.volatile.b64 %rd1, [%rd2]", "load volatile system"),
         ("fence.acq_rel.sys", "fence acq_rel system"),
@@ -52,7 +52,7 @@ def test_the_reader_sees_what_should_not_be_there():
     ],
 )
 def test_the_reader_refuses_what_it_cannot_read(line):
-    """Else an access would be overlooked, and what is awaited before it."""
+    """A skipped line would hide an access, and what is awaited before it."""
     with pytest.raises(AssertionError, match=line.split()[0].partition(".")[0]):
         ptx(line)
 
@@ -126,7 +126,7 @@ def test_every_wait_looks_at_the_clock(it):
 
 @kernels("by_rank|overlapped")
 def test_nothing_is_read_before_the_launch_before_has_ended(it):
-    """Till then only parameters are there. Each thread lets the next one begin."""
+    """Before that only parameters are there. Each thread lets the next one begin."""
     ends = it.kernel.find(lambda op: bool(re.match(r"(ret|exit)\b", op.text)))
     awaited = it.kernel.find_kind("launch_wait")
     lets_next = it.kernel.find_kind("launch_next")
@@ -169,15 +169,15 @@ def test_what_a_launch_refuses(it):
     if not it.sends and it.is_dispatch and not it.is_by_rank and it.has("shared"):
         wanted.add("NOT_SENT")
     if it.has("masks"):
-        # Who is late is masked, but for a first block that decides nothing.
+        # A late rank is masked, but for a first block that decides nothing.
         wanted -= {"NOT_READ", "NO_MESSAGE"}
     assert {names[code] for code in recorded} == wanted
 
 
 @kernels("by_expert combine")
 def test_rows_that_may_change_are_sent(it):
-    """Then own rows go the way of the others, and the wait does not read where they
-    were given."""
+    """Own rows that may change go the way of the others: the wait does not read them
+    where they were given."""
     of_all, of_peers = N_PAIRS, N_PAIRS - N_PAIRS // N_RANKS
     n_pairs = re.compile(rf"mul\.\S+\s+\S+ \S+ {of_peers}")
     assert of_all == 1 << 8  # a product with it is a shift

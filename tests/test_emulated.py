@@ -186,7 +186,7 @@ def test_all_blocks_share_work():
     steps = [([257, 1, 0], 1), ([1, 0, 2], 1), ([257, 0, 1], 1)]
     run_steps(world, steps, n_wrong=0.97)
     check_header(world, range(3), 3)
-    # Of sums, sums to send and tokens to send: the half of step 4, then that of step 3.
+    # Sums, sums to send, tokens to send: each the half of step 4, then of step 3.
     at = world.counters[0] + 4 * (world.sizes.masked - 6 * 32)
     halves = [world.memory.load(at + 4 * 32 * i, 4) for i in range(6)]
     assert halves[::2] == [0] * 3
@@ -275,7 +275,7 @@ def test_rows_that_do_not_fit_are_dropped():
 
 @pytest.mark.parametrize("name", ["sums", "rows", "expert", "expert_shared"])
 def test_rows_that_do_not_fit_are_refused(name):
-    """Then there are none."""
+    """A refused dispatch writes no rows."""
     world = World(name)
     tokens, ids, weights = draw(world.sizes, [5, 4, 5], 3, n_wrong=0)
     outputs = world.dispatch(tokens, ids, weights, n_rows_max=3)

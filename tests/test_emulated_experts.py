@@ -49,7 +49,7 @@ class Product:
         return [*found, len(self.experts), self.n_rows, N_EXPERTS, N, k, 0]
 
     def maps(self, n_rows: int, k: int) -> list[TensorMap | None]:
-        """Those of `copies.mojo`, of rows and of weights."""
+        """Makes the maps of `copies.mojo`, of rows and of weights."""
         rows = TensorMap(self.at_x, (n_rows, k), (k, 1), (32, 64))
         n_rows, up = N_EXPERTS * N, N // 2
         shape, strides = (n_rows // 32, 4, 8, k), (32 * k, k, 4 * k, 1)
@@ -158,7 +158,7 @@ def test_few_rows():
 
 
 def test_heads():
-    """Of so many tokens that the last block has lanes too many."""
+    """Has so many tokens that the last block has lanes too many."""
     given, want, want_cache = draw([5, 1, 1])
     memory, n_tokens, layer = Memory(1 << 20), len(want), 1
     q = memory.allocate(2 * want.size)

@@ -23,7 +23,7 @@ SHAPES = {"wide": (1536, 2048), "odd": (768, 128), "narrow": (48, 64)}
 OPS = {"": grouped_matmul, "_gate_up": grouped_gate_up}
 FP8_SHAPES = {"wide": (1536, 2048), "odd": (768, 128)}
 FP8_OPS = {"_fp8": grouped_matmul, "_gate_up_fp8": grouped_gate_up}
-# Of attention's output and of a router; the last one's k is no multiple of 256.
+# Sizes of attention's output and of a router; the last one's k is no multiple of 256.
 LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd_k": (256, 2112)}
 
 
@@ -189,7 +189,7 @@ def test_gathered_rows_have_the_same_product(multiply, shape, n_tokens, rows):
     [[1, 0, 0, 0, 0], [8, 9, 0, 1, 7], [63, 130, 64, 65, 3], [700, 0, 1, 257, 5]],
 )
 def test_each_group_has_its_product_in_fp8(multiply, shape, rows):
-    """Of elements and scales; sums are rounded as the tensor cores do."""
+    """Compares with elements times scales; sums are rounded as the tensor cores do."""
     n, k = FP8_SHAPES[shape]
     torch.manual_seed(0)
     n_rows = sum(rows) + 3

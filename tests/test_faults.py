@@ -216,9 +216,9 @@ def note(masked: list[int], generations: list[int] | None = None) -> Note:
         ({0: [2], 1: [], 2: [0]}, [], [0, 1], []),
         # Was stopped, and masks all: the others stay.
         ({0: [1, 2], 1: [0], 2: [0]}, [], [1, 2], []),
-        # Who masks one that stays does not stay.
+        # A rank that masks one that stays does not stay.
         ({0: [], 1: [0, 2], 2: [1]}, [], [0, 2], []),
-        # Who is expelled expels nobody.
+        # A rank that is expelled expels nobody.
         ({0: [1], 1: [2], 2: []}, [], [0, 2], []),
         ({0: [2], 1: [2]}, [2], [0, 1, 2], [2]),
     ],
@@ -274,7 +274,7 @@ def test_a_note_is_read_whole():
 
 
 def test_notes_of_a_later_group_are_left_alone():
-    """Of an earlier group of the same name a process may still run."""
+    """A process of an earlier group of the same name may still run."""
     name = f"again-{os.getpid()}"
     given = name, 0, 1, Owner.myself(""), 2.0
     Membership.create(name)

@@ -76,7 +76,7 @@ def by_expert(of_rank: SimpleNamespace, n_of: np.ndarray) -> list[np.ndarray]:
 
 
 def check_theirs(results: Results, case: Case, kind: str) -> None:
-    """Of runs that are exact: elsewhere MAX may round otherwise, to FP8 too."""
+    """Checks runs that are exact: elsewhere MAX may round otherwise, to FP8 too."""
     for (form, routing), ranks in results.items():
         for rank, want in enumerate(
             wanted(case, kind, routing) if RUNS[routing] else ()

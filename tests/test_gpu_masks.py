@@ -87,7 +87,7 @@ def cases_of(n_ranks: int, n_tokens: int) -> dict[str, Case]:
 @pytest.mark.parametrize("n_tokens", [7, 300])
 @pytest.mark.parametrize("suffix", [*BY_RANK, "_mxfp8_sums"])
 def test_ranks_of_one_gpu_go_on(gpu_session, monkeypatch, suffix, n_tokens):
-    """Of three, the last never launches: the others mask it, at once for nothing can
+    """The last of three never launches: the others mask it, at once for nothing can
     come while they wait."""
     monkeypatch.setattr(OpOrder, "_others", lambda _, device_id: [device_id])
     case = cases_of(3, n_tokens)[f"masks{suffix}"]

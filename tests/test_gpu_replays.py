@@ -92,8 +92,8 @@ class Delayed:
         return call
 
 
-# Of `sends` nothing is between async and wait, not even a delay. Ranks in turn have no
-# fused form.
+# With `sends` nothing is between async and wait, not even a delay. Ranks in turn have
+# no fused form.
 REPLAYS = [
     pytest.param(case, case.on_gpus(), form, id=f"{name}-{form}", marks=gpu)
     for name, case in REPLAYED.items()

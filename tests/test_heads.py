@@ -15,7 +15,7 @@ from max_ep.extension import add_op
 
 N_Q, N_KV, SIZE, LAYERS, PAGE = 4, 2, 64, 3, 4
 LENGTHS, NEW = [0, 7, 3], [5, 1, 2]
-"""Of each sequence, tokens in the cache and behind them."""
+"""For each sequence, tokens in the cache and behind them."""
 N_PAGES, N_POSITIONS, N_HEADS = 9, 16, N_Q + 2 * N_KV
 
 

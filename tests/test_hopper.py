@@ -213,7 +213,7 @@ def test_experts_are_swiglu_in_two_matmuls(monkeypatch, architecture, options, o
 def test_experts_gather_their_tokens_on_one_gpu(
     monkeypatch, moe_dim, is_hopper, change, wanted
 ):
-    """Then there is no symmetric memory, and rows are stored behind each product."""
+    """They need no symmetric memory, and rows are stored behind each product."""
     monkeypatch.setattr(settings, "is_hopper", lambda: is_hopper)
     config = Case("one_gpu", 1, 16, 4, 64, 10).config(**(dict(target="gpu") | change))
     assert gathers(config, moe_dim) == wanted

@@ -100,7 +100,7 @@ def test_mojo_docstrings():
 
 
 def test_lists_have_every_parameter_and_argument():
-    """Of what Mojo users call; `mojo doc` looks for each in its own function only."""
+    """Covers what Mojo users call; `mojo doc` looks in each own function only."""
     texts = [(mojo_dir() / f"max_ep/{x}.mojo").read_text() for x in ("api", "kernels")]
     _, docstrings, codes = zip(*(text.split('"""', 2) for text in texts), strict=True)
     found = re.findall(
@@ -170,6 +170,14 @@ def test_serving_and_matmuls_stand_apart():
     for path in matmuls:
         imported = re.findall(r"^from (\S+)", path.read_text(), re.MULTILINE)
         assert not [name for name in imported if "max_ep" in name], name_of(path)
+
+
+@pytest.mark.parametrize("path", [*MOJO_FILES, *PYTHON_FILES], ids=name_of)
+def test_comments_are_sentences_of_their_own(path):
+    """A comment or docstring that begins with one of these words continues a thought
+    that a reader does not have."""
+    begin = r"(?:#|\"\"\") ?(?:Of|Who|Whose|Whom|Those|Then|Till|Else)\b.*"
+    assert not re.findall(begin, path.read_text())
 
 
 NAMED_FILES = [*MOJO_FILES, *PYTHON_FILES, *PAGES, *sorted(DOCS.rglob("*.json"))]

@@ -32,7 +32,7 @@ than cores."""
 
 
 Outcomes = list[dict[str, Outcome]]
-"""Of each process, by name."""
+"""Outcomes of each process, by name."""
 
 
 def launched(function: Callable, *arguments: object, timeout_s: float = 60) -> list:

@@ -59,7 +59,7 @@ FORM_CASES = {
 }
 # Compiling a case for CPU ranks takes ten seconds.
 SWEPT = {n: SMALL_CASES[n] for n in (SMALL_CASES if ALL_CASES else SMALL_CASES_OF_CI)}
-# Of bfloat16 and of sums, `test_processes` has as large ones.
+# `test_processes` has as large ones in bfloat16 and with sums.
 LARGE = {n: c for n, c in LARGE_CASES.items() if ALL_CASES or n == "large_fp8"}
 
 # ------------------------------------------------------- cases times routings

@@ -30,7 +30,7 @@ from max_ep.stats import Statistics
 
 KERNELS = ["combine", "combine_sums", "dispatch"]
 
-# Those of two ranks, whose ops are compiled anyway.
+# Ops of two ranks are compiled anyway.
 N_RANKS = 2
 EARLY = SMALL_CASES["two_ranks"]
 CASES = {
@@ -186,7 +186,7 @@ def test_a_watch_needs_the_async_ops_before_it():
             manager.ep_watch("dispatch", 0)
         with pytest.raises(ValueError, match="'dispatch' and 'combine'"):
             manager.ep_watch("gossip", 0)
-        # Of ranks that run one after another, as the wait is: it would last for ever.
+        # Ranks that run one after another, as the wait does, would wait for ever.
         given = ranks[0]
         manager.ep_dispatch_async(given.tokens, given.ids, 0, None, given.weights)
         with pytest.raises(ValueError, match=r"ep_dispatch_async on devices \[1\]"):

@@ -403,7 +403,7 @@ def test_another_configuration_is_refused(group):
     assert all(isinstance(error, ValueError) for error in errors), errors
     errors = list(map(str, errors))
     assert all("another configuration: hidden_size=" in x for x in errors), errors
-    # Who looks first sees both; the others may hear of it.
+    # The first to look sees both; the others may hear of it.
     assert any("hidden_size=8" in x and "hidden_size=16" in x for x in errors), errors
     assert not any("top_k" in x for x in errors), "what is the same is not shown"
     assert names_of(group) == []

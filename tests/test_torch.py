@@ -56,7 +56,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def test_scenarios(
     n_ranks: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four ranks also a peer that has other arguments; on GPUs they have torch's
+    """Four ranks also have a peer with other arguments; on GPUs they have torch's
     expandable segments."""
     if n_ranks == 4:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -124,7 +124,7 @@ def test_build_ahead(
     (command,) = re.findall(r"^max-ep (build --torch .*)$", page, re.M)
     path = Path(run_cli(*command.split()).strip())
     assert path.is_file() and "sm_90a" in path.name
-    # Those of the normal calls of `test_scenarios` with 2 ranks.
+    # The sizes of the normal calls of `test_scenarios` with 2 ranks.
     sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 2048"
     words = f"build --torch cpu {sizes} --dispatch normal".split()
     paths = [Path(line) for line in run_cli(*words).split()]

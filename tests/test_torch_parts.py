@@ -153,7 +153,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Those of a GPU that is not there."""
+    """Streams of a GPU that is not there."""
 
     @contextlib.contextmanager
     def use(stream: Stream) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits for whom: from words of memory that are written here, without ranks.
+"""Tests who waits for whom, with words of memory that are written here, without ranks.
 
 `test_processes.py` looks at processes that hang.
 """

@@ -148,7 +148,7 @@ def modes(buffer: Buffer) -> None:
     other.destroy()
 
 
-# Of normal calls `d` and low-latency calls `l`: refused before others are waited for.
+# Normal calls `d` and low-latency calls `l`, refused before others are waited for.
 REFUSED = """
 d(x, **layout, expert_alignment=0) | expert_alignment=0 must be
 d(x, **layout, expert_alignment=1.5) | expert_alignment=1.5 must be

@@ -99,7 +99,7 @@ def member(rank: int, store: str, timeout_s: float) -> list[float]:
     buffer.low_latency_query_mask_buffer(status)
     assert not status.any()
     times.append(step(True))
-    # Who is alive may be masked, too, if all do so.
+    # A rank that is alive may be masked, too, if all do so.
     if rank == 4:
         return times
     buffer.low_latency_update_mask_buffer(4, True)

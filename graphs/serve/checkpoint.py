@@ -35,7 +35,7 @@ _TEXT = Path(__file__).resolve().parents[2] / "README.md"
 _DTYPES = ["float32", "bfloat16", "float8"]
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _THINKING = ["<think>", "</think>"]
-"""Of MiniMax-M2, whose thoughts MAX separates from its answers."""
+"""Tokens of MiniMax-M2: MAX separates its thoughts from its answers by them."""
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"

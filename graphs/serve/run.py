@@ -25,7 +25,7 @@ LIMITS = [
     *("--max-batch-size", "16"),
     *("--max-batch-input-tokens", "256"),
 ]
-"""Of requests and batches; a server with others compiles the model anew."""
+"""Limits of requests and batches; with others the model is compiled anew."""
 
 _QUESTION = "What does an expert do with a token?"
 _N_TOKENS = 16

@@ -77,8 +77,8 @@ class AllGatherTokenDispatcher:
 
     @property
     def routing_map(self) -> list[TensorValue]:
-        """Of the last :meth:`token_dispatch`: ``[global_tokens, top_k]`` int32 for
-        each local rank."""
+        """The map that the last :meth:`token_dispatch` gathered:
+        ``[global_tokens, top_k]`` int32 for each local rank."""
         return self._of_dispatch("routing_map", self._routing_map)
 
     @property

@@ -28,7 +28,7 @@ from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 
-_SEND = 0  # Of [send, recv, counts].
+_SEND = 0  # index in [send, recv, counts]
 _Memory = LocalMemory | SharedMemory | GpuMemory | GpuSharedMemory | ShmemMemory
 
 
@@ -241,7 +241,8 @@ class EPCommInitializer(MaskedRanks):
                 inputs.append(np.array(setup, np.int64))
             device_ptrs, *_ = self._model.execute(*inputs)
         self._synchronize()
-        # Of the first device's last rank; all regions have one layout.
+        # The addresses are those of the first device's last rank; offsets are the same
+        # in all regions.
         return device_ptrs.to_numpy() - np.uint64(self._regions[per_device - 1])
 
     def _rank_devices(self) -> list[Device]:

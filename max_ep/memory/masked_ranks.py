@@ -30,7 +30,7 @@ class MaskedRanks:
     _pointers: np.ndarray | None = None
     _pointer_inputs: list[Buffer]
     _offsets: np.ndarray
-    """Of the buffers in a region, ``[NUM_GROUPS, 3]``."""
+    """Offsets of the buffers in a region, ``[NUM_GROUPS, 3]``."""
     _members: Any = None
     """The processes' :class:`Membership`, if they agree on who is in the group."""
 
@@ -139,7 +139,7 @@ class MaskedRanks:
                 "new process calls ep_init(), or an expelled one rejoin(), and all "
                 "others reconcile()"
             )
-        # Whom the rank itself masks does not count: nobody has answered it.
+        # The masks of this rank do not count: nobody has answered it.
         others = np.delete(self._masks("readmit"), rank, axis=0).any(axis=0)
         self.reset()
         self.mask(*(set(np.flatnonzero(others).tolist()) - {rank}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is in a group: processes agree, outside of any launch, on who goes on.
+"""Membership of a group: processes agree, outside of any launch, on who goes on.
 
 The group has a folder in shared memory, with a note of each process. Between two steps
 a process writes there whom it masks, and waits until the others have done so. Who need
@@ -65,7 +65,7 @@ class Note:
 
 @dataclass
 class Decision:
-    """Who is in the group from now on."""
+    """The members of the group from now on."""
 
     epoch: int = 0
     members: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Membership:
         self._folder, self._timeout_s = members_folder(group), timeout_s
         self._note = Note(asdict(owner))
         self._folder_id: int | None = None
-        """Of the folder that has this process's notes."""
+        """Identifies the folder that has this process's notes."""
         self._latest = self.decision = Decision(members=list(range(n_nodes)))
 
     @staticmethod

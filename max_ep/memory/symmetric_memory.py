@@ -84,7 +84,7 @@ class PeerMemory(ABC):
         self.group, self.owner, self._node_id = group, self._meeting.owner, node_id
         self._n_nodes = n_nodes
         self.owners: dict[int, Owner] = {node_id: self.owner}
-        """Whose memory is mapped, by node."""
+        """Owners of the memory that is mapped, by node."""
         self._given: dict[int, tuple[Owner, int]] = {}
         """Descriptors of other nodes' blocks that are not mapped yet."""
         self._descriptor = -1

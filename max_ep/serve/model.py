@@ -63,7 +63,7 @@ class ExpertParallelModel:
     max_modules: ClassVar[tuple[ModuleType, ...]] = ()
     """Modules of MAX in which names are replaced; see :func:`using_max_ep`."""
     max_names: ClassVar[dict[str, Any]] = {}
-    """Of one model alone, names in these modules and what replaces them."""
+    """Names in these modules, and what replaces them for this model alone."""
 
     ep_comm_initializer: EPCommInitializer | None = None
     _checked_s = 0.0

@@ -202,7 +202,7 @@ def rank_bytes(config: EPConfig, shape: MoeShape) -> tuple[int, int]:
     if not gathers(config, shape.moe_dim):
         return config.estimate_memory_usage(), activation_bytes(config, shape)
     per_row = (shape.hidden_size + shape.moe_dim) * config.combine_dtype.size_in_bytes
-    # Of each row its token, and of each choice its row.
+    # An int32 for each row, its token, and one for each choice, its row.
     per_row += 2 * DType.int32.size_in_bytes
     return 0, config.max_tokens_per_rank * config.top_k * per_row
 

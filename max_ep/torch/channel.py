@@ -62,7 +62,7 @@ class Region:
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
         self.use: object = None  # identifies the last dispatch
-        # Of a call that has only sent, and whether that was a dispatch.
+        # The hook of a call that has only sent, and whether that was a dispatch.
         self.hook: Callable[[], None] | None = None
         self.hook_is_of_dispatch = False
 
@@ -168,7 +168,8 @@ class Channel:
         self.rows_shape = self.rows_layout[0]
         sizes = (settings.ranks, settings.tokens)
         self.n_table_words = n_table_words(self.n_local, *sizes)
-        # Whose rows the region can send back, and whether a graph captured that.
+        # The handle whose rows are still in the region, and whether a CUDA graph
+        # captured that dispatch.
         self.latest: tuple[Any, bool] = (None, False)
         self.was_captured = False
         library = load(settings)

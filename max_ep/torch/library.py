@@ -201,7 +201,8 @@ def weights_back(n_weights: int, **group: Any) -> Settings:
 
 def _check_build(options: Any) -> None:
     """Raises for what no call takes: a compiler would say it in its own words."""
-    # Of others the compiler prints pages. Before sm_90 launches cannot overlap.
+    # The compiler prints pages about an unknown name. Before sm_90 launches cannot
+    # overlap.
     listed = re.findall(
         r"^ *(sm_(\d+)\w*)", run_mojo("build", "--print-supported-accelerators"), re.M
     )

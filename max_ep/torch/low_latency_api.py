@@ -65,7 +65,7 @@ class LowLatency:
     group_size: int
     _low_latency_channels: dict[tuple[Any, ...], Channel]
     _latest: tuple[Any, ...] | None = None
-    """Of the latest dispatch, if ranks mask: hidden size, top_k and further sizes."""
+    """Hidden size, top_k and further sizes of the latest dispatch, if ranks mask."""
 
     def low_latency_dispatch(
         self,

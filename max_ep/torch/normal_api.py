@@ -291,7 +291,7 @@ class Normal:
         weights = None
         if topk_weights is not None:
             shape = (handle.n_rows, None)
-            # Of any strides: gradients often are expanded.
+            # Any strides will do: gradients often are expanded.
             comm.check_tensor("topk_weights", topk_weights, torch.float32, shape, True)
             top_k = topk_weights.shape[1]
             weights = topk_weights.new_empty((handle.n_sent, top_k))

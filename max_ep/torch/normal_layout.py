@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends which tokens to whom in DeepEP's normal calls: checked, and agreed on."""
+"""Layout of DeepEP's normal calls: who sends which tokens to whom, as all agree."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def scales_of_row(
     """Returns how many scales a row has; refuses what cannot be those of ``x``."""
     if scales is None:
         return 0
-    # Of any strides: matmuls want columns.
+    # Any strides will do: matmuls want columns.
     comm.check_tensor("scales of x", scales, None, (len(x), None), True)
     if scales.dtype not in _SCALES:
         refuse("scales of x", f"are {scales.dtype}, not float32 or int32")

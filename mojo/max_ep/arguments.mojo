@@ -47,7 +47,7 @@ def mut_[dtype: DType](tensor: TileTensor[dtype, ...]) -> MutPointer[Scalar[dtyp
 def mapped_buffers[
     group: Group, T: AnyType
 ](buffers: PeerBuffers) -> Array[MutPointer[T], group.n_mapped]:
-    # Without any, the last possible: the bounds of the table hold.
+    # Without a mapped rank, the last possible one: the bounds of the table hold.
     comptime last = group.n_ranks - group.n_mapped
     var first_rank = 0
     while first_rank < last and buffers.addresses[unsafe_offset=first_rank] == 0:
@@ -104,9 +104,10 @@ def check_dispatch[
     group: Group, Format: TokenFormat, target: StaticString, has_input_scales: Bool
 ]():
     check_group[group, target, Format.hidden_multiple]()
-    comptime assert (
-        not group.is_by_rank() or not has_input_scales
-    ), "max_ep: only by expert a token is encoded for each expert, with scales"
+    comptime assert not group.is_by_rank() or not has_input_scales, (
+        "max_ep: input_scales needs dispatch by expert: by rank, a token is encoded"
+        " once for all its experts"
+    )
     comptime assert not (
         group.fused_shared_expert and has_input_scales
     ), "max_ep: fused_shared_expert takes no input scales"
@@ -260,7 +261,7 @@ struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     var topk_ids: ImmPointer[Int32]
     """`[n_tokens][top_k]`; in an all-gather `[n_tokens][router_top_k]`."""
     var router_weights: ImmPointer[Float32]
-    """Of the shape of `topk_ids`; read if combine returns sums."""
+    """Weights in the shape of `topk_ids`; read if combine returns sums."""
     var n_tokens: Int
 
 

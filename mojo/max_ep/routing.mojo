@@ -127,7 +127,7 @@ struct ChooseExperts[
                     key = keys[i]
                     expert = i * WARP_SIZE + lane
             var best = _largest_of_lanes(key)
-            # Of equal ones the first: the largest of what falls as ids rise.
+            # Among equal ones take the first: the largest of what falls as ids rise.
             var rank = UInt32(Self.n_experts - expert) if key == best else UInt32(0)
             var chosen = Self.n_experts - Int(_largest_of_lanes(rank))
             if choice == 0:

@@ -66,7 +66,8 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
     var recv = region.unsafe_offset(group.dispatch_recv_offset())
     if group.is_by_rank():
         flag_at(counts, group.dispatch_n_tokens_offset(rank))[] = 0
-        # An entry is of the generation that it says, however old it is.
+        # Clear entries: an old one would count for the new generation with the same
+        # number.
         _fill(recv, group.entry_offset(rank, 0), group.entry_offset(rank + 1, 0), 0)
         comptime if is_gpu():
             var begin = group.chunk_flag_offset(rank, 0, 0)
@@ -88,7 +89,7 @@ def _clear_places_of(region: BytePointer, group: Group, rank: Int):
         var expert_id = group.expert_id(rank, expert)
         flag_at(counts, group.combine_count_offset(expert_id))[] = 0
     recv = region.unsafe_offset(group.combine_recv_offset())
-    # Of rows only ranks that mask have places of their own.
+    # Only with masking does each owner write rows to a place of its own.
     var begin = 0
     var end = group.combine_recv_bytes()
     if group.has_sums:
@@ -109,7 +110,7 @@ def _set_done(
 ):
     """Lets a region say that a rank has read everything of some generations."""
     var counts = region.unsafe_offset(group.dispatch_counts_offset())
-    # Of GPU ranks it has both.
+    # On GPUs one word holds both generations.
     flag_at(counts, group.dispatch_done_offset(rank))[] = flag_word(
         dispatched, Int(combined)
     )

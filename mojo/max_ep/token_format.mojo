@@ -237,8 +237,8 @@ trait TokenFormat:
 struct SharedRows(KernelArgument, TrivialRegisterPassable):
     """Expert rows of this rank that combine reads in place, since they are not sent.
 
-    Those of a fused shared expert, and on GPUs or with sums those that this rank's
-    experts made of its own tokens.
+    They are rows of the shared expert; also, on GPUs or with sums, the results of this
+    rank's experts for its own tokens.
     """
 
     var rows: BytePointer

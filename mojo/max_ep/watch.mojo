@@ -71,7 +71,7 @@ def watch_cpu[
     var generation = _awaited_generation[is_combine](counters)
     var start_ns = now_ns()
     var deadline = Deadline.after(counters.timeout_ms())
-    # Of each peer: the first count that was not there yet.
+    # For each peer, the first count that was not there yet.
     var first = Array[Int, n_ranks](fill=0)
     var n_missing = n_ranks
     for peer_rank in range(n_ranks):

@@ -372,7 +372,7 @@ struct CombineArguments(TrivialRegisterPassable):
     var rows: Int
     """`[n_local_experts][capacity][COMBINE_HIDDEN]`."""
     var src_info: Int
-    """Of the dispatch."""
+    """`src_info` of the dispatch."""
     var combined: Int
     """`[n_tokens][COMBINE_HIDDEN]`."""
     var n_tokens: Int

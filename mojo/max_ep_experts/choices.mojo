@@ -259,7 +259,7 @@ struct WeightedRows[dtype: DType, top_k: Int](KernelArgument):
 
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(_N_THREADS)),
-    # Else the assembler loads two rows at a time, with half of the registers.
+    # Without it the assembler loads two rows at a time, with half of the registers.
     `nvvm.minctasm`=SIMDLength(8),
 )
 def add_kernel[dtype: DType, top_k: Int](rows: WeightedRows[dtype, top_k]):

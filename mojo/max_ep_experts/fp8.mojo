@@ -143,7 +143,7 @@ struct ScaledProduct[swiglu_: Bool](TileProduct):
         var sums = Sums[Int(BN)](fill=0)
         var next = self.of_rows(0, upper, lower)
         for step in range(self.n_steps()):
-            # Those of rows come from L2, so they are loaded a step before.
+            # Scales of rows come from L2, so they are loaded a step before.
             var of_rows = next
             next = self.of_rows(min(step + 1, self.n_steps() - 1), upper, lower)
             var of_columns = SIMD[DType.float32, 2](

@@ -18,7 +18,7 @@ IDLE_ROUNDS = 600
 """Rounds in which all that run only poll, after which a launch hangs."""
 NS_OF_IDLE_ROUND = 1_000_000
 SLOW_SHARE = 0.2
-"""Of warps that run far more seldom than the others, so that races show."""
+"""Share of warps that run far more seldom than the others, so that races show."""
 SLOW_TURNS = 0.05
 LATE_SHARE = 0.3
 """How often half of its lanes are late."""

@@ -67,7 +67,7 @@ class Hopper:
     cluster: list[Hopper] = field(default_factory=list)
     phases: dict[int, Phases] = field(default_factory=dict)
     reads: dict[int, list] = field(default_factory=dict)
-    """Of each warpgroup, groups of what its `wgmma` have read; the last is open."""
+    """For each warpgroup, groups of what its `wgmma` have read; the last is open."""
 
     def initialize(self, at: int, count: int) -> None:
         self.phases[at] = Phases(count, count)

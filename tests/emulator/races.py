@@ -29,14 +29,14 @@ NOBODY: dict[int, int] = {}
 
 
 class Word:
-    """Who has accessed a word, and when, since an ordinary store has written it."""
+    """Accesses to a word (by whom, when) since an ordinary store has written it."""
 
     __slots__ = "writer written reads loads stores observers launch releases".split()
     is_watched = True
 
     def __init__(self) -> None:
         self.releases: tuple[tuple[Thread, str, array], ...] = ()
-        """Who has released what is there, with which scope, and the clocks."""
+        """Releases of what is there: the thread, its scope, and its clocks."""
         self.write(-1, 0)
 
     def write(self, writer: int, written: int) -> None:

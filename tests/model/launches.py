@@ -33,7 +33,7 @@ HEADER = (
     "dispatch_sent dispatch_received combine_sent combine_received combine_of"
     " dispatch_drained combine_drained n_tokens most_received"
 ).split()
-"""Of the counters; `n_tokens` by the parity of the generation."""
+"""Words of the counters' header; `n_tokens` by the parity of the generation."""
 
 LOCAL_WORDS = {
     *HEADER,

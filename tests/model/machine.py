@@ -327,7 +327,7 @@ class Steps:
             self._trace.append(f"  rank {rank} begins launch {r.launch}: {op}")
         r.agents = self._builds[name]
         r.pcs = [0] * len(r.agents)
-        # Who begins with a join knows what those know that it waits for.
+        # An agent that begins with a join knows what those know that it waits for.
         r.views = [
             0 if steps and steps[0].kind == "join" else r.base for steps in r.agents
         ]
@@ -338,7 +338,7 @@ class Steps:
         known = -1
         for r in state.ranks:
             if r.launch < len(self.program.program):
-                # Of what launches before have done, all agents are taken to learn.
+                # All agents are taken to learn what launches before have done.
                 for view in r.views or [r.base]:
                     known &= view | r.base
         asked = 0

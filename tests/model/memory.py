@@ -54,7 +54,7 @@ class Step:
     skip: int = 0
     """Steps left out: after a `poll` that found nothing, or by all that `arrive`
     but the last of `value`."""
-    agents: tuple[int, ...] = ()  # Whom a `join` waits for
+    agents: tuple[int, ...] = ()  # the agents that a `join` waits for
 
     def __str__(self) -> str:
         said = f"{self.call} {show(self.place)}"

@@ -183,7 +183,7 @@ HARMLESS = {
     "relaxed instead of more: publish(dispatch_n_tokens) in CPU: _publish_counts",
     "generation 1 for ever: publish(dispatch_n_tokens) in CPU: _publish_counts",
     "relaxed instead of more: load_acquire(dispatch_n_tokens) in CPU: _read_numbers",
-    # Of a dispatch message CPU ranks read the choice, not the generation.
+    # CPU ranks read the choice of a dispatch message, not its generation.
     "generation 1 for ever: store(dispatch_message_flag) in CPU: write_source_info",
     # CPU ranks find it after the counts, and do not read it.
     "generation 1 for ever: store(metadata) in CPU: _write_entry",

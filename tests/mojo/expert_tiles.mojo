@@ -89,7 +89,7 @@ def check_schedules(
 
 
 def check_random_groups() raises:
-    """Of groups of any size, some of them empty."""
+    """Checks groups of any size, some of them empty."""
     for i in range(240):
         var n_groups = Int(random_ui64(1, 40))
         var highest = [UInt64(2), 70, 300, 700][i % 4]

@@ -194,7 +194,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
     ) -> UInt32:
         """Waits for loaded shares of all partial sums at once; returns whose have come.
 
-        Of ranks that mask: one wait is less code than one for each owner.
+        With masking, one wait for all owners compiles to less code than one for each.
         """
         comptime n_vectors = Self.n_partial_vectors
         comptime n_all = Self.group.n_ranks * n_vectors

@@ -32,7 +32,7 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
     var prefetched: TokenRecord
     """A record of a token that was loaded before the launch began."""
     var is_prefetched: Bool
-    """Whether they are those of this warp's first token, if tokens are few."""
+    """Whether `prefetched` holds the record of this warp's first token."""
 
     @always_inline
     def add_tokens[are_few: Bool](self):

@@ -127,8 +127,8 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             began = ms_of(now_ns())
         var n_polls = 0
         while not self.is_masked(missing_rank):
-            # Before flag and heartbeat: a rank that is stopped between these lines
-            # must not take its own pause for that of another.
+            # Read the clock first. If this process is suspended between the lines, the
+            # peer must not look late for it.
             var now: UInt32 = 0
             comptime if masks:
                 now = ms_of(now_ns())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which choices have no row because their rank has dropped it: `Group.drops_rows`.
+"""Finds the choices whose row was dropped by the rank that holds the expert
+(`max_output_rows`, `Group.drops_rows`).
 
 An owner keeps the first rows of a pair, so a count says which. With each combine it
 publishes these counts to each source, where those of CPU ranks stand. A source knows

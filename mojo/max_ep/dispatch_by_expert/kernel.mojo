@@ -44,7 +44,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
     """What is sent, aligned to 16 bytes."""
     var dispatched: DispatchedRows[Self.group, Self.Format]
     var buffers: Buffers[Self.group]
-    """Of dispatch. The send buffers are found from the recv buffers."""
+    """Buffers of dispatch. The send buffers are found from the recv buffers."""
     var put_bufs: Array[BytePointer, Self.group.n_mapped]
     """Put buffers of this node's ranks; used if it sends with SHMEM."""
 

@@ -61,9 +61,9 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
     var pair_rows: SharedInts
     """The rows before each pair, packed, and before the end."""
     var sums: SharedInts
-    """Of each scanner: the rows of its pairs."""
+    """For each scanner, the rows of its pairs."""
     var largest_of: SharedInts
-    """Of each scanner: the rows of its largest pair."""
+    """For each scanner, the rows of its largest pair."""
 
     @always_inline
     def __init__(out self, block: Block[Self.group], tables: RowTables[Self.group]):
@@ -135,7 +135,7 @@ struct SharedCounts[group: Group](TrivialRegisterPassable):
                         if i == missing:
                             words[i] = word
                             is_missing[i] = False
-                    # Then at once the next one.
+                    # The next poll follows at once.
                     n_polls -= 1
             else:
                 # Where no rank masks, it does not matter which rank is late.

@@ -54,7 +54,7 @@ struct LaneIndex[group: Group]:
 
     var choices: Choices[Self.group]
     var ids: Array[Int32, _N_LANE_IDS]
-    """Of lane `l`: ids of the choices `l`, `WARP_SIZE + l`, and so on."""
+    """Lane `l` has the ids of the choices `l`, `WARP_SIZE + l`, and so on."""
     var next: Item
 
     @always_inline

@@ -74,7 +74,8 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
     @always_inline
     def run[sends: Bool, receives: Bool](self):
         comptime assert Self.n_warps >= N_WARPS_MIN, "a role has no warp"
-        # Then this rank reads its own tokens where they are given.
+        # With both halves in one launch, this rank reads its own tokens where they are
+        # given.
         comptime reads_in_place = (
             sends and receives and Self.Format.is_identity[Self.input_type]()
         )

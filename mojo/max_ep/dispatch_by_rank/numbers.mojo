@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of tokens of all sources, and what ranks that mask take for a word that does not
-come.
+"""How many tokens each source sends. With `on_timeout="mask"`, a source that stays
+silent counts as having none.
 """
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, syncwarp, WARP_SIZE

@@ -61,8 +61,8 @@ def publish_entry[
     lane: Int,
     n_lanes: Int,
 ):
-    """Publishes the entry of a choice to every rank, of one without an expert, too; with
-    one lane of some."""
+    """Publishes a choice's entry to every rank, even if the choice has no expert.
+    `n_lanes` lanes share the ranks."""
     var generation = block.sending()
     var is_expert = choice.is_expert[group]()
     var has_place = is_expert and position < group.max_tokens_per_rank

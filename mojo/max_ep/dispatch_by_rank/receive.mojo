@@ -240,8 +240,8 @@ struct Receiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
 
     @always_inline
     def _go_on_without(self) -> Bool:
-        """Ends the launch after a wait that was not met. If ranks mask, it goes on: nobody
-        reads what experts make of the rows of a lost source."""
+        """Decides what follows a time-out: the launch fails, or, with masking, goes on
+        without that source, whose results nobody reads."""
         comptime if Self.group.masks:
             return True
         self.block.counters.set_broken()

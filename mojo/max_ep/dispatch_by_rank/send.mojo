@@ -39,10 +39,10 @@ from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND
 
 @fieldwise_init
 struct Targets(TrivialRegisterPassable):
-    """Who gets a token."""
+    """The ranks that get a token."""
 
     var dst_rank: Int32
-    """Of choice `lane`: its rank, or -1."""
+    """The rank that holds choice `lane`'s expert, or -1."""
     var is_target: Bool
     """Whether this lane is the first of those with its rank, a peer."""
     var lanes: UInt32

@@ -13,7 +13,7 @@ struct BlockScale(TrivialRegisterPassable):
     var bits: UInt32
     """On the wire."""
     var factor: Float32
-    """Of the elements, before they are rounded."""
+    """Multiplies the elements, before they are rounded."""
 
 
 trait BlockNumbers:
@@ -29,7 +29,7 @@ trait BlockNumbers:
     comptime block: Int
     """Elements that share a scale; see `checked_block`."""
     comptime value_type: DType
-    """Of 8 bits; or float4_e2m1fn, with the first of two in the lower half of a byte."""
+    """A type of 8 bits; or float4_e2m1fn, the first of two in a byte's lower half."""
     comptime value_bits: Int = 4 if Self.value_type == DType.float4_e2m1fn else 8
     comptime scale_type: DType
     """An unsigned integer of the scale's size: uint32 or uint8."""
