@@ -6,14 +6,40 @@ rank. An entry for each choice goes to every rank. Rows and tables are those of 
 by expert, bit for bit. How a token announces itself depends on how many its source
 sends: docs/protocol.md.
 
-`roles.mojo` lists the roles of warps. Index warps publish entries and counts
-(`index_small.mojo`, `index_large.mojo`, `publish.mojo`), then read counts
-(`counts.mojo`). The others send tokens (`send.mojo`) and receive them
-(`receive.mojo`).
+Warps of a block (`roles.mojo`), 16 with 512 threads:
 
-After the send phase entries, counts and tokens are on their way to every rank. After
-the receive phase the rows are complete. The next launch publishes that they have been
-read (`publish_earlier_reads`), or this one at its end if ranks share a GPU.
+    0        NUMBERS_WARP    publishes how many tokens this rank sends; reads the peers'
+    1 to 6   send tokens (three warps if tokens are many), then receive
+    6        ELECTING_WARP   first counts the blocks that have begun
+    7        DONE_WARP       first publishes what the launch before has read
+    8 to 15  index warps     publish counts and entries; the last of them, the scanners,
+                             add up the counts of all ranks
+
+`run` does this, and in this order:
+
+1. Wait for the end of the launch before. Only arguments are read until then.
+2. Load the header, and whatever depends on arguments alone (`prefetch`), all at once:
+   loads that wait for each other cost a memory latency each.
+3. Copy ids to shared memory and count experts (`Choices.share`), while the header
+   arrives. Find the ranks of a warp's first token.
+4. Meet at the one barrier of the block (`Block.begin`). One warp decides for the block
+   whether the launch may go on; a refused launch writes empty tables.
+5. Advance the generations once all blocks of the grid have read the header. No block
+   waits for that: the last one does it.
+6. Publish that this rank has read what came before: peers wait for that before they
+   write.
+7. Index and send at the same time, in different warps. An index warp publishes counts
+   before entries, because receivers need all counts before they place a row, and words
+   behind tokens on the link arrive late. Senders need no index: an entry says later
+   where a row goes.
+8. Receive. Scanners turn the counts of all ranks into row positions, while the other
+   warps wait for the numbers of tokens and load the first tokens. Each block computes
+   all positions for itself, so blocks do not wait for each other. Then warps place rows
+   as tokens arrive.
+9. Publish at the end what was read, if ranks share the GPU: the next launch of this
+   rank, which would publish it, may be queued behind those of others.
+
+A wait gives up at the deadline of the launch and records whom it has waited for.
 """
 from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
