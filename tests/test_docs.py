@@ -334,6 +334,17 @@ def test_tests_that_pages_name_exist():
     assert not [name for name in names if f"def {name}(" not in tests]
 
 
+def test_every_test_file_owns_a_claim():
+    text = (DOCS / "claims.md").read_text()
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert files == set(re.findall(r"`(test_\w+\.py)`", text))
+    owners = re.findall(r"`(test_\w+\.py)`: ((?:`test_\w+`(?:, )?)+)", text)
+    assert len(owners) > 50
+    for file, names in owners:
+        source = (ROOT / "tests" / file).read_text()
+        assert all(f"def {name}(" in source for name in re.findall(r"\w+", names)), file
+
+
 def quoted_errors() -> list[str]:
     """The first cells of the tables of errors."""
     text = (DOCS / "troubleshooting.md").read_text()
