@@ -32,7 +32,7 @@ def check_types(config: EPConfig) -> None:
                 raise ValueError(f"{name}={value!r} must be True or False")
             setattr(config, name, bool(value))
         elif field.type == "int":
-            # Of what memory is made of, `check_memory` knows the most.
+            # `check_memory` knows the most for the sizes that memory is made of.
             most = None if name in _USUAL else limits.MAX_COUNT
             n = checked_int(name, value, _LEAST.get(name, 0), most)
             setattr(config, name, n)
