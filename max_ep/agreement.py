@@ -26,6 +26,7 @@ _NOT_READ = "MAX has it; max_ep does not read it."
 MAY_DIFFER = {
     "node_id": "It is the number of the process.",
     "timeout_s": "Each process waits as long as it says.",
+    "start_timeout_s": "The same.",
     "n_sms": "A launch occupies multiprocessors of its own GPU only.",
     "fuse_ffn_combine_send": _NOT_READ,
     "moe_dim": _NOT_READ,

@@ -20,7 +20,7 @@ from max.nn.quant_config import QuantConfig
 from . import config_checks as checks
 from .extension import region_sizes
 from .formats import TokenFormat, format_of, on_target
-from .limits import GROUP_VARIABLE, is_integer
+from .limits import GROUP_VARIABLE, START_TIMEOUT_S, is_integer
 
 
 @dataclass
@@ -115,6 +115,9 @@ class EPConfig:
     timeout_s: float = 30.0
     """How long a launch waits for its peers before it fails. Where all ranks of the
     group run one after another, nothing waits (``timeout_ms`` is 0)."""
+    start_timeout_s: float = START_TIMEOUT_S
+    """How long ``ep_init`` waits for the other processes of the group, which may import
+    or compile meanwhile; may differ between processes."""
     on_timeout: str = "raise"
     """What a wait does that is not met in time. ``"raise"``: it fails. ``"mask"``: the
     missing rank is masked, and the others go on (docs/fault_tolerance.md)."""

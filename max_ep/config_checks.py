@@ -101,6 +101,8 @@ def check_sizes(config: EPConfig) -> None:
             f"{config.n_nodes}), or -1"
         )
     config.timeout_s = limits.checked_timeout_s(config.timeout_s)
+    start_s = limits.checked_timeout_s(config.start_timeout_s, "start_timeout_s")
+    config.start_timeout_s = start_s
     if config.top_k > limits.MAX_TOP_K:
         raise ValueError(
             f"top_k={config.top_k} is above {limits.MAX_TOP_K}, the most of a token"

@@ -15,7 +15,6 @@ from typing import Any
 
 from .cache import compile_once
 from .limits import GROUP_VARIABLE, NODE_VARIABLE
-from .memory.membership import remove_members
 
 _GRACE_S = 5.0
 
@@ -124,7 +123,6 @@ def launch(
             if process.is_alive():
                 process.kill()
                 process.join()
-        remove_members(group)
     if failures:
         raise LaunchError(dict(sorted(failures.items())))
     return [results[node_id] for node_id in range(n_nodes)]

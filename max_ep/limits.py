@@ -52,6 +52,9 @@ the 48 KiB of shared memory that every block has."""
 MAX_MASKING_GPUS = 32
 """Most ranks on GPUs with ``on_timeout="mask"``: a lane of a warp reads one word."""
 
+START_TIMEOUT_S = 600.0
+"""How long a process waits for the others of its group to start, if not told."""
+
 MAX_TIMEOUT_S = 24 * 3600
 """Longest ``timeout_s``: a day."""
 

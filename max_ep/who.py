@@ -3,6 +3,7 @@
 
 A thread of each process answers for all ranks whose memory it maps. So CPU processes
 that are stopped or were killed are seen, too, as long as one of their group answers.
+Processes of this user are asked, and answered; root asks those of all users.
 ``docs/troubleshooting.md`` shows the output.
 """
 
@@ -11,17 +12,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
 import socket
 import sys
-import threading
 import time
 import weakref
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .memory.meeting import parent_of, process_state
+from .memory.messages import said, taken
+from .memory.sockets import Answering, call, found, listen, process_at
 from .waits import Facts, RankWait, Waits, Words, cpu_wait
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
     return Waits(memory.group, ranks)
 
 
-_SOCKET = "\0max_ep/who-"
-"""And the number of a process: where it answers."""
-
+_NAME = "who"
+"""Names of the sockets where processes answer begin so."""
+_ANSWER_S, _ANSWER_BYTES = 5.0, 16 << 20
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -61,69 +62,94 @@ def answer_for(initializer: Any) -> None:
 
 @functools.cache
 def _begin_to_answer() -> None:
-    threading.Thread(target=_answer, daemon=True, name="max_ep who").start()
+    with contextlib.suppress(RuntimeError):  # without a socket nobody can ask
+        listener = listen(_NAME, kind=socket.SOCK_STREAM)
+        Answering(listener, _reply, answers_root=True)
 
 
-def _answer() -> None:
-    """Writes a line of JSON for each group of this process to whoever connects."""
-    with socket.socket(socket.AF_UNIX) as listener:
+def _reply(asking: socket.socket) -> None:
+    """Writes a line of JSON for each group of this process."""
+    for initializer in list(_asked):
+        # Closed meanwhile, or before.
+        with contextlib.suppress(RuntimeError, ValueError):
+            asking.sendall(said(initializer.who_waits()) + b"\n")
+
+
+def answers() -> Iterator[tuple[int, list[Waits] | str]]:
+    """Asks the processes that this user may ask: yields the number of each, and its
+    ranks, or why it says nothing."""
+    with contextlib.ExitStack() as stack:
+        lines = []
+        for name in found(_NAME):
+            if line := call(name, socket.SOCK_STREAM):
+                stack.enter_context(line)
+                process = process_at(line)
+                if process.is_mine or os.geteuid() == 0:
+                    lines.append((process.pid, line))
+        deadline_s = time.monotonic() + _ANSWER_S
+        for pid, line in lines:
+            if state := process_state(pid):
+                yield pid, state
+                continue
+            text = _read(line, deadline_s)
+            if text is None:
+                yield pid, "does not answer"
+                continue
+            found_waits = (taken(Waits, row) for row in text.splitlines())
+            yield pid, [_checked(waits, pid) for waits in found_waits if waits]
+
+
+def _read(line: socket.socket, deadline_s: float) -> bytes | None:
+    """Returns all that comes; None: it does not end in time, or is too much."""
+    text = b""
+    while len(text) < _ANSWER_BYTES:
         try:
-            listener.bind(_SOCKET + str(os.getpid()))
-        except OSError:  # a container with the same network has this pid, too
-            return
-        listener.listen()
-        while True:
-            asking, _ = listener.accept()
-            with asking, contextlib.suppress(OSError):
-                for initializer in list(_asked):
-                    # Closed meanwhile, or before.
-                    with contextlib.suppress(RuntimeError, ValueError):
-                        said = asdict(initializer.who_waits())
-                        asking.sendall(json.dumps(said).encode() + b"\n")
+            line.settimeout(max(0.01, deadline_s - time.monotonic()))
+            if not (more := line.recv(1 << 20)):
+                return text
+        except OSError:
+            return None
+        text += more
+    return None
 
 
-def answers_of(pid: int) -> list[Waits]:
-    """Asks a process for its ranks. Raises ``OSError`` if it does not answer."""
-    if state := process_state(pid):
-        raise TimeoutError(state)
-    with socket.socket(socket.AF_UNIX) as asked:
-        asked.settimeout(5)
-        asked.connect(_SOCKET + str(pid))
-        lines = asked.makefile().read().splitlines()
-    answers = [json.loads(line) for line in lines]
-    for wait in (wait for answer in answers for wait in answer["ranks"]):
-        wait["pid"] = wait["pid"] or pid
-    return [Waits(a["group"], [RankWait(**r) for r in a["ranks"]]) for a in answers]
+def _checked(waits: Waits, pid: int) -> Waits:
+    """Names the process, and leaves what a terminal shows as it is."""
+    waits.group = _printable(waits.group)
+    for wait in waits.ranks:
+        wait.phase, wait.process = _printable(wait.phase), _printable(wait.process)
+        wait.pid = wait.pid or pid
+    return waits
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def groups_of(target: str | None = None) -> list[Waits]:
     """Asks all processes of this machine, and puts the ranks of a group together; of a
     process, of the one that started it, or by the beginning of a group's name."""
     groups: dict[str, dict[int, RankWait]] = {}
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
-        try:
-            answers = answers_of(pid)
-        except ConnectionRefusedError:
-            continue  # it is no process of a group
-        except TimeoutError as error:
+    for pid, answer in answers():
+        if isinstance(answer, str):
             if str(pid) == target:
-                print(f"max-ep who: process {pid} {error}", file=sys.stderr)
+                print(f"max-ep who: process {pid} {answer}", file=sys.stderr)
             continue
-        for waits in answers:
+        for waits in answer:
             ranks = groups.setdefault(waits.group, {})
             for wait in waits.ranks:
                 # A process may have a successor, which not all have mapped.
                 if wait.rank not in ranks or ranks[wait.rank].process:
                     ranks[wait.rank] = wait
-    found = [Waits(name, [by[r] for r in sorted(by)]) for name, by in groups.items()]
+    all_ = [Waits(name, [by[r] for r in sorted(by)]) for name, by in groups.items()]
     if target is None:
-        return found
+        return all_
 
     def is_meant(waits: Waits) -> bool:
         pids = [pid for wait in waits.ranks for pid in (wait.pid, parent_of(wait.pid))]
         return waits.group.startswith(target) or target in map(str, pids)
 
-    return [*filter(is_meant, found)]
+    return [*filter(is_meant, all_)]
 
 
 def run_who(options: argparse.Namespace) -> None:

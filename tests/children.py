@@ -71,8 +71,9 @@ def compiled_mojo(source: str, folder: Path) -> Callable[..., str]:
 
 
 def names_of(group: str) -> list[str]:
-    """Lists files and sockets of a group, which others can find."""
+    """Lists files and sockets of a group, which others can find; their random ends are
+    left out."""
     with open("/proc/net/unix") as sockets:
-        found = {line.split()[-1] for line in sockets}
-    pattern = re.compile(rf"(@max_ep/\d+/|max_ep-){re.escape(group)}")
-    return sorted(filter(pattern.match, found.union(os.listdir("/dev/shm"))))
+        names = [line.split()[-1].rpartition("/")[0] for line in sockets]
+    pattern = re.compile(rf"@max_ep/{re.escape(group[:24])}|max_ep-{re.escape(group)}")
+    return sorted(filter(pattern.match, {*names, *os.listdir("/dev/shm")}))

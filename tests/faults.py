@@ -251,7 +251,11 @@ class Group:
         for rank in ALL:
             self.start(rank, spawns=False)
         for name in MASKING:
-            answers = self.ask(ALL, name, "join", None)
+            for rank in ALL:
+                self.pipes[rank].send((name, "join", None))
+                # All wait for the last longer than they wait in a launch.
+                time.sleep(1.2 * TIMEOUT_S if rank == N_RANKS - 2 else 0)
+            answers = [self.answer(rank) for rank in ALL]
             assert answers == N_RANKS * [HERE], answers
             self.out[name] = set()
 

@@ -66,6 +66,7 @@ DIFFERENCES = dict(
     combine_quant_config=[(WIDE_SUMS, QUANT), (QUANTIZED_SUMS, MXFP8)],
     partial_dtype=[(AS_SUMS, F32)],
     timeout_s=[({}, 5)],
+    start_timeout_s=[({}, 5)],
     on_timeout=[({}, "mask")],
     fp8_power_of_two_scales=[(WIDE_FP8, True)],
     ranks_per_gpu=[(dict(n_gpus_per_node=2), 2)],

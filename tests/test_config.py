@@ -61,6 +61,8 @@ node_id=-2 | node_id=-2; >= -1
 timeout_s=0 | timeout_s=0; above 0
 timeout_s=float("nan") | timeout_s=nan; above 0
 timeout_s=True | timeout_s=True; must be seconds
+start_timeout_s=0 | start_timeout_s=0; above 0
+start_timeout_s="5" | start_timeout_s='5'; must be seconds
 timeout_s="5" | timeout_s='5'; must be seconds
 timeout_s=None | timeout_s=None; must be seconds
 timeout_s=-1 | timeout_s=-1; above 0

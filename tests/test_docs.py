@@ -16,7 +16,6 @@ from bench import report, runs
 from max_ep import limits
 from max_ep.config import EPConfig
 from max_ep.formats import TokenFormat
-from max_ep.memory import membership
 from max_ep.torch import normal_layout
 
 DOCS = ROOT / "docs"
@@ -168,7 +167,7 @@ def test_numbers_without_a_name_are_the_constants():
             f"most tokens of a rank | {limits.MAX_OF_ENTRY} |",
         ],
         "troubleshooting.md": [f"`timeout_s`, {default_s:.0f} s by default"],
-        "fault_tolerance.md": [f"within {membership._JOIN_S:.0f} s"],
+        "fault_tolerance.md": [f"within {limits.START_TIMEOUT_S:.0f} s"],
         "pytorch.md": [
             f"at most {limits.MAX_GPU_PAIRS} on GPUs",
             f"{limits.MAX_OF_ENTRY}, normal {normal_layout._MOST_TOKENS}",

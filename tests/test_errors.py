@@ -95,10 +95,9 @@ def test_processes_agree_on_all_that_matters():
 
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
 def test_a_peer_that_does_not_come_is_named(session, on_timeout):
-    """After the configuration's time-out. Nothing is left, also no members' folder."""
-    config = TWO.config(
-        n_gpus_per_node=1, n_nodes=2, node_id=0, timeout_s=0.2, on_timeout=on_timeout
-    )
+    """After the configuration's time-out for the start. Nothing is left."""
+    two = dict(n_gpus_per_node=1, n_nodes=2, node_id=0)
+    config = TWO.config(**two, start_timeout_s=0.2, on_timeout=on_timeout)
     with raises(TimeoutError, "max_ep: node 0 waited 0.2 s for nodes [1]; Start all 2"):
         EPCommInitializer(config, group="alone").ep_init(session)
     assert names_of("alone") == []

@@ -6,6 +6,7 @@ Every result is compared with the oracle, bit for bit, and so are the flags of t
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import names_of
+from errors import raises
 from faults import (
     ALL,
     JOIN,
@@ -42,10 +44,12 @@ from max_ep.memory.membership import (
     Membership,
     Note,
     decide,
-    members_folder,
-    remove_members,
+    notes_of,
 )
+from max_ep.memory.messages import said
+from max_ep.memory.notes import _LOG_BYTES, Notes
 from max_ep.memory.setup_graph import SETUP_GRAPH
+from max_ep.memory.sockets import Answering, group_name, listen
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 
@@ -204,7 +208,9 @@ def test_faults_of_a_seed(group):
 
 
 def note(masked: list[int], generations: list[int] | None = None) -> Note:
-    return Note({}, masked=masked, generations=generations or [3, 3, 3, 3])
+    return Note(
+        Owner.myself(""), masked=masked, generations=generations or [3, 3, 3, 3]
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,82 +240,156 @@ def test_who_ran_something_else_is_expelled():
     assert decide(1, [0, 1, 2], notes, []).members == [0, 2]
 
 
-def test_the_first_decision_of_an_epoch_counts():
-    """Also for one that comes late, and finds only what has not been removed."""
-    given = f"log-{os.getpid()}", 0, 1, Owner.myself(""), 2.0
-    Membership.create(given[0])
-    first, other = Membership(*given), Membership(*given)
+@pytest.fixture
+def notes(request) -> Iterator[Callable[..., Membership]]:
+    """Makes members of a group, by node; all have its notes."""
+    name, made = f"notes-{os.getpid()}", []
+    descriptor = Notes.make(3)
+
+    def make(node: int, n_nodes: int = 1, timeout_s: float = 2.0) -> Membership:
+        known = name, node, n_nodes, Owner.myself(""), timeout_s
+        made.append(Membership(*known, os.dup(descriptor)))
+        return made[-1]
+
+    yield make
+    for member in made:
+        member.close()
+    os.close(descriptor)
+    assert names_of(name) == []
+
+
+def test_the_first_decision_of_an_epoch_counts(notes):
+    """Also for one that comes late, and finds only what has not been forgotten."""
+    first, slow = notes(0), notes(0)
+    text = "x" * 100_000
     first.publish(state=MEMBER)
     for epoch in range(1, 300):
         first._decide(replace(first.decision, epoch=epoch, joined=[epoch]))
+        first._notes.append(text.encode())  # of a process that was killed
         first._decide(replace(first.decision, epoch=epoch, joined=[]))
         assert first.latest().joined == [epoch]
-    first._decide(
-        replace(first.decision, epoch=7, joined=[7])
-    )  # of one that was stopped
-    assert len(os.listdir(members_folder(given[0]))) < 8
-    for late in (other, Membership(*given)):
+    # One that was stopped.
+    first._decide(replace(first.decision, epoch=7, joined=[7]))
+    n_bytes = os.fstat(first._notes.descriptor)
+    assert n_bytes.st_size > 299 * len(text)
+    assert n_bytes.st_blocks * 512 < 3 * _LOG_BYTES
+    for late in (slow, notes(0)):
         assert (late.latest().epoch, late.latest().joined) == (299, [299])
-    first.close()
-    assert names_of(given[0]) == []
 
 
-def test_a_note_is_read_whole():
-    """While its process writes others; a file that is being written is no note."""
-    name = f"notes-{os.getpid()}"
-    Membership.create(name)
-    writer, reader = (Membership(name, 0, 1, Owner.myself(""), 2.0) for _ in range(2))
+def test_what_a_killed_process_has_begun_is_no_decision(notes):
+    """Nor what is none for another reason; the line of the next process counts."""
+    first, other = notes(0), notes(0)
+    descriptor = first._notes.descriptor
+    for begun in (
+        b'\n{"epoch": 1, "members"',
+        b"\n[[[[",
+        b"\xff\n",
+        b"\n" + b"[" * 99999,
+    ):
+        os.write(descriptor, begun)
+    assert first.latest().epoch == 0
+    other._decide(replace(other.decision, epoch=1))
+    assert first.latest().epoch == other.latest().epoch == 1
+
+
+def test_a_note_is_read_whole(notes):
+    """While its process writes others."""
+    writer, reader = notes(0), notes(0)
     assert reader.note(0) is None
     with ThreadPoolExecutor() as pool:
-        lengths = [*range(1, 200)]
+        lengths = [*range(1, 400)]
         done = pool.submit(
             lambda: [writer.publish(masked=n * [0], epoch=n) for n in lengths]
         )
         while not done.done():
             if note := reader.note(0):
                 assert len(note.masked) == note.epoch
-    assert reader.note(0).epoch == 199
-    writer.close()
-    assert names_of(name) == []
+    assert reader.note(0).epoch == 399
 
 
-def test_notes_of_a_later_group_are_left_alone():
-    """A process of an earlier group of the same name may still run."""
-    name = f"again-{os.getpid()}"
-    given = name, 0, 1, Owner.myself(""), 2.0
-    Membership.create(name)
-    late = Membership(*given)
-    late.publish(state="member")
-    Membership.create(name)
-    first = Membership(*given)
-    first.publish(state="member", masked=[0])
-    for publish in (late.publish, late.join):
-        with pytest.raises(RuntimeError, match="the group ended before"):
-            publish()
-    late.close()
-    assert first.note(0).masked == [0]
-    first.close()
-    assert first.note(0) is None
+def test_a_process_that_dies_as_it_writes_leaves_its_last_note(notes):
+    writer, reader = notes(0), notes(0)
+    writer.publish(epoch=1)
+    writer.publish(epoch=2)
+    place = writer._notes._place(0, 3)
+    writer._notes._map[place + 8 : place + 100] = b"?" * 92
+    assert reader.note(0).epoch == 2
+    notes(0).publish(epoch=4)  # its successor
+    assert reader.note(0).epoch == 4
 
 
-def test_a_group_that_has_no_notes_yet_does_not_run():
-    """Node 0 makes the folder while the others look for it."""
-    given = f"new-{os.getpid()}", 1, 2, Owner.myself(""), 2.0
-    expelled = Membership(*given)
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"[" * 60_000, b"\xff", b"7"])
+def test_a_damaged_note_is_said_to_be(notes, monkeypatch, text):
+    member = notes(0)
+    member._notes.write(0, text)
+    with raises(
+        RuntimeError, "the notes of the group are damaged; node 0; start it ag"
+    ):
+        member.notes()
+    member._notes.write(0, said(note([])))
+    assert member.notes()
+    monkeypatch.setattr("max_ep.memory.notes._TRY_S", 0)
+    member._notes._map[member._notes._place(0, 2) + 30] ^= 1
+    with raises(
+        RuntimeError, "damaged: the note of node 0 is not whole; start it again"
+    ):
+        member.notes()
+    member._notes.write(0, said(note([])))  # so that it can close
+
+
+def test_notes_are_handed_on(notes, monkeypatch):
+    """By members that are alive; what another hands is not taken, and who says nothing
+    holds up nobody."""
+    member = notes(0, 3)
+    group = member._group
+    assert notes_of(group, 3, 1.0) is None
+    silent = listen(f"{group_name(group)}-2/notes")
+    with raises(
+        TimeoutError, "none of its processes; has answered for 0.2 s; end those"
+    ):
+        notes_of(group, 3, 0.2)
+    wrong = Answering(
+        listen(f"{group_name(group)}-1/notes"),
+        lambda line: socket.send_fds(line, [b"notes"], [0]),
+    )
+    member.publish(epoch=5)
+    member.hand_on()
+    handles = len(os.listdir("/proc/self/fd"))
+    joins = Membership(group, 1, 3, Owner.myself(""), 2.0, notes_of(group, 3, 5.0))
+    assert joins.note(0).epoch == 5
+    joins.close()
+    assert len(os.listdir("/proc/self/fd")) == handles
+    wrong.close()
+    silent.close()
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert notes_of(group, 3, 1.0) is None, "of another user"
+
+
+def test_who_is_forgotten_does_not_join(notes):
+    """The members have ended."""
+    expelled = notes(1, 2)
     assert not expelled.is_running()
-    Membership.create(given[0])
-    assert not expelled.is_running()
-    remove_members(given[0])
     with pytest.raises(RuntimeError, match="the group ended before"):
-        expelled.join()
-    expelled.close()
+        expelled.join(1.0)
 
 
-def test_most_must_come():
+def test_who_waits_to_be_let_in_says_so(notes, monkeypatch, capfd):
+    monkeypatch.setattr("max_ep.memory.membership._REPORT_EVERY_S", 0.1)
+    member, joins = notes(0, 2), notes(1, 2)
+    member.publish(state=MEMBER)
+    words = (
+        "node 1 of group 'notes-; waited 0 s for the members [0] to call; reconcile()"
+    )
+    with raises(TimeoutError, words):
+        joins.join(0.3)
+    assert 1 <= capfd.readouterr().err.count("max_ep: node 1 of group 'notes-") <= 2
+
+
+def test_most_must_come(notes):
     """One that comes too early expels nobody, and calls again."""
-    name = f"most-{os.getpid()}"
-    Membership.create(name)
-    members = [Membership(name, node, 3, Owner.myself(""), 0.2) for node in range(3)]
+    members = [notes(node, 3, 0.2) for node in range(3)]
     for member in members:
         member.publish(state=MEMBER)
     with pytest.raises(TimeoutError, match=r"waited 0.2 s for nodes \[1, 2\], which"):
@@ -323,6 +403,3 @@ def test_most_must_come():
 
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(reconcile, members)) == 3 * [[0, 1, 2]]
-    for member in members:
-        member.close()
-    assert names_of(name) == []

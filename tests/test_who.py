@@ -4,8 +4,11 @@
 `test_processes.py` looks at processes that hang.
 """
 
+import contextlib
 import os
+import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +16,8 @@ import pytest
 from errors import refused
 
 from max_ep import who
+from max_ep.memory.messages import said
+from max_ep.memory.sockets import Answering, call, listen
 from max_ep.waits import PHASES, Facts, RankWait, Waits, Words, cpu_wait, gpu_wait
 from max_ep.who import answer_for, groups_of
 
@@ -181,14 +186,47 @@ def test_processes_answer():
     assert "Rank 1 keeps others waiting" in str(found[0])
 
 
+@contextlib.contextmanager
+def answering(text: bytes) -> Iterator[str]:
+    """Answers every call so; yields the name that is called."""
+    listener = listen("who", kind=socket.SOCK_STREAM)
+    answers = Answering(listener, lambda line: line.sendall(text))
+    yield listener.getsockname()[1:].decode()
+    answers.close()
+
+
+def test_who_asks_takes_no_nonsense(monkeypatch, capsys):
+    """From a process of this user: text of any form, none, or without an end."""
+    good = said(waits_of([1], []))
+    bad = [b"[" * 99999, b"7", b"\xff", b"{}", good.replace(b"0", b'"0"'), good[:-1]]
+    odd, pid = said(Waits("\033[2J", [])), os.getpid()
+    silent = listen("who", kind=socket.SOCK_STREAM)
+    monkeypatch.setattr(who, "_ANSWER_S", 0.5)
+    with answering(b"\n".join([*bad, good, odd])), answering(b"x"), silent:
+        assert {"g", "?[2J"} <= {waits.group for waits in groups_of()}
+        monkeypatch.setattr(who, "_ANSWER_BYTES", 1)
+        assert not {"g", "?[2J"} & {waits.group for waits in groups_of(str(pid))}
+    assert f"max-ep who: process {pid} does not answer" in capsys.readouterr().err
+
+
+def test_other_users_neither_ask_nor_answer(monkeypatch):
+    """But root; `test_strangers.py` has two users."""
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with answering(said(Waits("to others", []))) as name:
+        with call(name, socket.SOCK_STREAM) as line:
+            line.settimeout(5)
+            assert line.recv(100) == b""
+        assert "to others" not in [waits.group for waits in groups_of()]
+
+
 def test_who_has_a_successor_is_not_shown(monkeypatch):
     """Whoever answers last: not all have mapped the successor's memory."""
     dead = waits_of([1], [])
     dead.ranks[1].process, dead.ranks[1].pid = "process 7 is dead", 7
     well = waits_of([1], [])
     for order in ([dead, well], [well, dead]):
-        answers = iter([order])
-        monkeypatch.setattr(who, "answers_of", lambda pid, x=answers: next(x, []))
+        monkeypatch.setattr(who, "answers", lambda x=order: [(7, x)])
         (found,) = groups_of()
         assert [wait.process for wait in found.ranks] == ["", ""]
 

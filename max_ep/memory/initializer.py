@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from ..waits import Facts, RankWait, Waits, Words, gpu_wait
 from ..who import answer_for, waits_of_processes
+from . import presence
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory, reader
 from .masked_ranks import MaskedRanks
+from .meeting import check_group
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
@@ -57,10 +60,11 @@ class EPCommInitializer(MaskedRanks):
                 f"from {GROUP_VARIABLE}; without it ranks reach each other through "
                 "SHMEM, which has no groups"
             )
-        if config.n_nodes > 1:
-            compile_once()
         self.config = config
         self._group = group
+        self._hide = self._show()
+        if config.n_nodes > 1:
+            compile_once()
         self._memory: _Memory | None = None
         self._model: Any = None
         self._devices: list[Device] = []
@@ -125,6 +129,21 @@ class EPCommInitializer(MaskedRanks):
             log2phy, n_local = plan.log2phy(config.max_replicas), config.n_gpus_per_node
             self.set_eplb_placement([log2phy] * n_local, [plan.logcnt] * n_local)
 
+    def _name(self) -> str | None:
+        """Returns the name of the group, if it has one."""
+        return self._group or os.environ.get(GROUP_VARIABLE)
+
+    def _show(self) -> Callable[[], None]:
+        """Says to the others of the group, who may wait, that this process is there;
+        returns what takes it back."""
+        group, node = self._name(), self.config.node_id
+        if self.config.n_nodes == 1 or self.config.uses_shmem or group is None:
+            return lambda: None
+        check_group(group)
+        named = group, node if node >= 0 else os.environ.get(NODE_VARIABLE, "")
+        presence.show(*named)
+        return functools.partial(presence.hide, *named)
+
     def _find_node_id(self) -> int:
         """Returns which process this is, if the configuration does not say it."""
         if self.config.n_nodes == 1:
@@ -144,12 +163,13 @@ class EPCommInitializer(MaskedRanks):
         config, same = self.config, self._fingerprint()
         node, n_local = (config.node_id, config.n_nodes), config.n_gpus_per_node
         if config.uses_shmem:
-            return ShmemMemory(n_local, *node, region_bytes, same, config.timeout_s)
+            times = config.timeout_s, config.start_timeout_s
+            return ShmemMemory(n_local, *node, region_bytes, same, *times)
         if config.n_nodes == 1:
             if config.target == "gpu":
                 return GpuMemory(self._rank_devices(), region_bytes)
             return LocalMemory(n_local, region_bytes)
-        group = self._group or os.environ.get(GROUP_VARIABLE)
+        group = self._name()
         if not group:
             raise ValueError(
                 f"n_nodes={config.n_nodes} processes need the name of their "
@@ -368,6 +388,7 @@ class EPCommInitializer(MaskedRanks):
 
     def close(self) -> None:
         """Frees the memory; graphs that still hold its addresses raise."""
+        self._hide()
         try:
             if self._pointers is not None:
                 # The graph's inputs share this array: an op that finds address

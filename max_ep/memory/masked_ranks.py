@@ -17,7 +17,7 @@ from max.driver import CPU, Buffer
 
 from ..config import EPConfig
 from ..limits import NUM_GROUPS
-from .membership import MEMBER, Decision, Membership, RankExpelled
+from .membership import MEMBER, Decision, Membership, RankExpelled, notes_of
 
 
 class MaskedRanks:
@@ -49,32 +49,29 @@ class MaskedRanks:
         elif config.masks:
             self._begin_or_join()
         else:
-            self._point_to(range(config.n_ranks), memory.connect(config.timeout_s))
+            self._point_to(
+                range(config.n_ranks), memory.connect(config.start_timeout_s)
+            )
 
     def _begin_or_join(self) -> None:
         """Begins a group that masks, with all others, or joins one that runs."""
         config, memory = self.config, self._memory
-        members = Membership(
-            memory.group, config.node_id, config.n_nodes, memory.owner, config.timeout_s
-        )
-        if members.is_running():
-            self._members = members
-            memory.withdraw()
-            self._join()
-            return
-        is_first = config.node_id == 0
-        if is_first:
-            # The others find it: they wait for this process to connect.
-            Membership.create(memory.group)
-        try:
-            regions = memory.connect(config.timeout_s)
-        except BaseException:
-            if is_first:
-                Membership.discard(memory.group)
-            raise
+        known = memory.group, config.node_id, config.n_nodes, memory.owner
+        notes = notes_of(memory.group, config.n_nodes, config.start_timeout_s)
+        if notes is not None:
+            self._members = Membership(*known, config.timeout_s, notes)
+            if self._members.is_running():
+                memory.withdraw()
+                self._join()
+                self._members.hand_on()
+                return
+            members, self._members = self._members, None
+            members.close()
+        regions = memory.connect(config.start_timeout_s, makes_notes=True)
         self._point_to(range(config.n_ranks), regions)
-        self._members = members
-        members.publish(state=MEMBER)
+        self._members = Membership(*known, config.timeout_s, memory.take_notes())
+        self._members.publish(state=MEMBER)
+        self._members.hand_on()
 
     def _point_to(self, ranks: Sequence[int], regions: Sequence[int]) -> None:
         """Writes ranks' addresses into the table that the graphs' inputs share."""
@@ -199,7 +196,7 @@ class MaskedRanks:
         return self.active_ranks()
 
     def _join(self) -> None:
-        decision = self._members.join()
+        decision = self._members.join(self.config.start_timeout_s)
         self._prepare_ranks(was_used=True, generations=decision.generations[::2])
         mine = self.config.node_id
         self._point_to(self._ranks([mine]), self._memory.local_addresses())

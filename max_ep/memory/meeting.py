@@ -1,27 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of a group on one host meet, and hand each other their memory.
 
-Each process listens at a socket named after group and node. Of two processes the one
-with the higher node calls the other. Both say who they are, and pass the descriptor of
-their memory. The socket ends with its process, and the memory with its last user:
-nothing is left behind, however a process ends. This file needs nothing but Python.
+Each process listens at a socket named after group and node (``sockets.py``). Of two
+processes the one with the higher node calls the other. Both say who they are, and pass
+the descriptor of their memory, which ends with its last user. What another user's
+process says is not read, and what is no such message is ignored. This file needs
+nothing but Python.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import socket
-import struct
+import sys
 import time
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from . import presence
+from .messages import said, taken
+from .sockets import (
+    Process,
+    call,
+    found,
+    group_name,
+    listen,
+    owner_of,
+    process_at,
+)
 
 _GROUP_BYTES = 80
-"""Longest name of a group; a socket's may have 107 bytes."""
+"""Longest name of a group."""
 _MESSAGE_BYTES = 1 << 16
-_POLL_S = 0.002
+_FIRST_LOOK_S, _SELDOM_S, _LONGER = 0.002, 0.1, 1.3
+"""How often a process looks who has come: less and less often."""
+_REPORT_EVERY_S = 10.0
+_MOST_GUESTS = 256
+"""Lines that may be open, of strangers who say nothing too; a group has 128 nodes."""
 
 
 @dataclass
@@ -39,6 +55,14 @@ class Owner:
 
     def is_alive(self) -> bool:
         return _start_time(self.pid) == self.started
+
+
+@dataclass
+class Hello:
+    """What a process says to another."""
+
+    node: int
+    owner: Owner
 
 
 def _stat(pid: int) -> list[str]:
@@ -70,6 +94,11 @@ def process_state(pid: int, started: str | None = None) -> str:
     return "is stopped" if _stat(pid)[:1] in (["T"], ["t"]) else ""
 
 
+def is_there(process: Process) -> bool:
+    """Returns whether it is alive and this user's; who it forked has its sockets."""
+    return process.is_mine and (not process.pid or _start_time(process.pid) != "")
+
+
 def differing(*fingerprints: str) -> list[str]:
     """Returns of each of two fingerprints the fields that the other does not have."""
     fields = [text.split(", ") for text in fingerprints]
@@ -89,44 +118,42 @@ class Meeting:
         n_nodes: int,
         fingerprint: str,
         epoch: int = 0,
+        is_block: Callable[[int], bool] = lambda descriptor: True,
     ) -> None:
         """Begins to listen: others may call from now on, and are answered later.
 
-        No other group alive on this machine may have the name ``group``; all of its
-        processes must give the same ``fingerprint``. A group may meet again in each
-        ``epoch``.
+        No other group of this user on this machine may have the name ``group``; all of
+        its processes must give the same ``fingerprint``. A group may meet again in each
+        ``epoch``. ``is_block`` says whether a descriptor may be of a peer's memory.
         """
-        if not 0 < len(group.encode()) <= _GROUP_BYTES or set("/\0") & set(group):
-            raise ValueError(
-                f"group={group!r} names a socket: pass 1 to {_GROUP_BYTES} bytes "
-                "without '/'"
-            )
+        check_group(group)
         self.group, self.node_id, self.n_nodes = group, node_id, n_nodes
-        self._epoch = epoch
+        self._epoch, self._is_block = epoch, is_block
         self.owner = Owner.myself(fingerprint)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
-        try:
-            self._listener.bind(self._name(node_id))
-            self._listener.listen(n_nodes)
-        except OSError:
-            self._listener.close()
-            raise RuntimeError(
-                f"max_ep: node {node_id} of group {group!r} is already taken by "
-                f"process {self._pid_of(node_id)}; give each group a name of its own "
-                "and each process its own node_id"
-            ) from None
+        self.notes = -1
+        """Descriptor of the group's notes: node 0 hands it to all."""
+        hello = said(Hello(node_id, self.owner))
+        if len(hello) > _MESSAGE_BYTES:
+            raise ValueError(
+                f"max_ep: {len(hello)} bytes say what node {node_id} is, at most "
+                f"{_MESSAGE_BYTES} can; the name of a configuration is too long"
+            )
+        self._hello = hello
+        self._listener = listen(self._name(node_id))
+        mine = self._listener.getsockname()[1:].decode()
+        for name in {*found(self._name(node_id))} - {mine}:
+            other = owner_of(name)
+            if other and is_there(other):
+                self._listener.close()
+                raise RuntimeError(
+                    f"max_ep: node {node_id} of group {group!r} is already taken by "
+                    f"{other}; give each group a name of its own and each process its "
+                    "own node_id, or end what an earlier run has left"
+                )
+        presence.hide(group, node_id)
 
     def _name(self, node: int) -> str:
-        return f"\0max_ep/{self._epoch}/{self.group}-{node}"
-
-    def _pid_of(self, node: int) -> str:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-            try:
-                line.connect(self._name(node))
-                return str(_credentials(line)[0])
-            except OSError:
-                return "?"
+        return f"{group_name(self.group, self._epoch)}-{node}/meet"
 
     def meet(
         self,
@@ -137,114 +164,195 @@ class Meeting:
     ) -> dict[int, tuple[Owner, int]]:
         """Exchanges descriptors with all nodes that are not ``absent``, and ends; the
         caller closes them. Who does not come in time is added to ``lost``, if it is
-        given, and an error else."""
-        self._descriptor, deadline = descriptor, time.monotonic() + timeout_s
+        given, and an error else. Says on stderr whom it waits for."""
+        self._descriptor, begin_s = descriptor, time.monotonic()
+        self._foreign: set[str] = set()
         missing = set(range(self.n_nodes)) - {self.node_id, *absent}
-        found: dict[int, tuple[Owner, int]] = {}
+        met: dict[int, tuple[Owner, int]] = {}
+        look_s, look_at_s = _FIRST_LOOK_S, begin_s
+        report_at_s, deadline_s = begin_s + _REPORT_EVERY_S, begin_s + timeout_s
         with self._listener, selectors.DefaultSelector() as lines:
             lines.register(self._listener, selectors.EVENT_READ)
             try:
                 while missing:
-                    called = {key.data for key in lines.get_map().values()}
-                    for node in missing - called:
-                        line = node < self.node_id and self._call(node)
-                        if line:
-                            lines.register(line, selectors.EVENT_READ, node)
-                    for key, _ in lines.select(_POLL_S):
+                    now_s = time.monotonic()
+                    if now_s >= look_at_s:
+                        self._call_all(missing, lines)
+                        look_at_s = now_s + look_s
+                        look_s = min(_LONGER * look_s, _SELDOM_S)
+                    if now_s >= report_at_s:
+                        self._report(missing, now_s - begin_s)
+                        report_at_s = now_s + _REPORT_EVERY_S
+                    for key, _ in lines.select(max(0, look_at_s - time.monotonic())):
                         if key.fileobj is self._listener:
-                            guest, _ = self._listener.accept()
-                            guest.setblocking(False)
-                            lines.register(guest, selectors.EVENT_READ)
-                            continue
-                        lines.unregister(key.fileobj)
-                        self._take(key.fileobj, missing, found)
-                    if missing and time.monotonic() > deadline:
+                            self._welcome(lines)
+                        elif key.fileobj.fileno() >= 0:  # it was not sent away
+                            lines.unregister(key.fileobj)
+                            self._take(key.fileobj, missing, met)
+                    if missing and time.monotonic() > deadline_s:
                         if lost is not None:
                             lost |= missing
                             break
-                        raise self._too_late(sorted(missing), timeout_s)
+                        raise self._too_late(missing, timeout_s)
             except BaseException:
-                for _, theirs in found.values():
+                for _, theirs in met.values():
                     os.close(theirs)
                 raise
             finally:
                 for key in list(lines.get_map().values()):
                     key.fileobj.close()
-        return found
+        return met
 
-    def _call(self, node: int) -> socket.socket | None:
-        """Calls a node; None if it is not there yet, or many are calling it."""
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.setblocking(False)
-        try:
-            line.connect(self._name(node))
-            self._say(line)
-            return line
-        except OSError:
-            line.close()
+    def _call_all(self, missing: set[int], lines: selectors.BaseSelector) -> None:
+        """Calls those who have come, each once; they may not have come yet, or many may
+        be calling them."""
+        called = {key.data for key in lines.get_map().values()}
+        lower = [self._name(node) for node in missing if node < self.node_id]
+        for name in {*found(*lower)} - called - self._foreign if lower else ():
+            line = self._call(name)
+            if line is not None:
+                lines.register(line, selectors.EVENT_READ, name)
+
+    def _call(self, name: str) -> socket.socket | None:
+        """Calls a process of this user, and says who this one is."""
+        line = call(name)
+        if line is None:
             return None
+        try:
+            if is_there(process_at(line)):
+                self._say(line)
+                return line
+            self._foreign.add(name)
+        except OSError:
+            pass
+        line.close()
+        return None
+
+    def _welcome(self, lines: selectors.BaseSelector) -> None:
+        """Accepts calls: those of other users end at once, and so does that of who has
+        said nothing for the longest, if there are too many."""
+        of_guests = [key for key in lines.get_map().values() if key.data == _GUEST]
+        guests = [key.fileobj for key in of_guests]
+        for _ in range(_MOST_GUESTS):
+            try:
+                guest, _ = self._listener.accept()
+            except OSError:  # all were accepted
+                break
+            if process_at(guest).is_mine:
+                guest.setblocking(False)
+                lines.register(guest, selectors.EVENT_READ, _GUEST)
+                guests.append(guest)
+            else:
+                guest.close()
+        for guest in guests[:-_MOST_GUESTS]:
+            lines.unregister(guest)
+            guest.close()
 
     def _say(self, line: socket.socket) -> None:
-        if _credentials(line)[1] != os.getuid():
-            raise PermissionError("the socket is another user's")
-        text = json.dumps([self.node_id, asdict(self.owner)]).encode()
-        socket.send_fds(line, [text], [self._descriptor])
+        notes = [self.notes] if self.notes >= 0 and self.node_id == 0 else []
+        socket.send_fds(line, [self._hello], [self._descriptor, *notes])
 
     def _take(
         self,
         line: socket.socket,
         missing: set[int],
-        found: dict[int, tuple[Owner, int]],
+        met: dict[int, tuple[Owner, int]],
     ) -> None:
-        """Takes what a line brings: nothing, if its process has gone."""
+        """Takes what a line brings: nothing, if its process has gone, or says something
+        else than a process of a group does."""
         cloexec = socket.MSG_CMSG_CLOEXEC
         theirs: list[int] = []
         with line:
             try:
-                text, theirs, *_ = socket.recv_fds(line, _MESSAGE_BYTES, 1, cloexec)
-                if not text or _credentials(line)[1] != os.getuid():
+                text, theirs, *_ = socket.recv_fds(line, _MESSAGE_BYTES, 2, cloexec)
+                hello = taken(Hello, text)
+                if hello is None or not theirs or not self._is_block(theirs[0]):
                     return
-                try:
-                    node, fields = json.loads(text)
-                    node, owner = int(node), Owner(**fields)
-                except (TypeError, ValueError):
-                    return  # another program has called
+                node, owner = hello.node, hello.owner
                 if owner.fingerprint != self.owner.fingerprint:
-                    for peer in {*range(self.n_nodes)} - {self.node_id}:
-                        if call := self._call(peer):
-                            call.close()  # nobody waits for this one
+                    self._tell_all()
                     other, own = differing(owner.fingerprint, self.owner.fingerprint)
                     raise ValueError(
                         f"max_ep: node {node} of group {self.group!r} has another "
                         f"configuration: {other}; this node ({self.node_id}): {own}"
                     )
                 # One that was met already has gone on to the next group of this name.
-                if node in missing and theirs:
+                if node in missing:
                     if node > self.node_id:
                         self._say(line)
                     missing.remove(node)
-                    found[node] = owner, theirs.pop()
+                    # It may be the number of another container's.
+                    pid = process_at(line).pid or owner.pid
+                    met[node] = replace(owner, pid=pid), theirs.pop(0)
+                    if node == 0 and theirs:
+                        self.notes = theirs.pop()
             except OSError:
                 pass
             finally:
                 for other in theirs:
                     os.close(other)
 
-    def _too_late(self, missing: list[int], timeout_s: float) -> TimeoutError:
-        there = [node for node in missing if self._pid_of(node) != "?"]
-        found = f"{there} do not answer" if there else "nobody is there"
+    def _tell_all(self) -> None:
+        """Says to all who are there what this process is."""
+        peers = {*range(self.n_nodes)} - {self.node_id}
+        for name in found(*map(self._name, peers)):
+            if line := self._call(name):
+                line.close()  # nobody waits for this one
+
+    def _report(self, missing: set[int], waited_s: float) -> None:
+        print(
+            f"max_ep: node {self.node_id} waits for nodes {sorted(missing)} of group "
+            f"{self.group!r} ({waited_s:.0f} s): {self._what_they_do(missing)}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _what_they_do(self, missing: set[int]) -> str:
+        does = {node: self._what_does(node) for node in sorted(missing)}
+        texts = [f"node {node} {text}" for node, text in does.items() if text]
+        nodes = [str(node) for node, text in does.items() if not text]
+        if nodes:
+            are = "nodes {} are" if len(nodes) > 1 else "node {} is"
+            texts.append(f"{are.format(', '.join(nodes))} not there")
+        return ", ".join(texts)
+
+    def _what_does(self, node: int) -> str:
+        """Returns what a node does; "": it is not there."""
+        for name in found(self._name(node)):
+            other = owner_of(name)
+            if other is None:  # many are calling it
+                return "does not answer"
+            if is_there(other):
+                state = process_state(other.pid)
+                return f"does not answer ({other}{state and ' '}{state})"
+        return presence.what_does(self.group, node)
+
+    def _too_late(self, missing: set[int], timeout_s: float) -> TimeoutError:
         return TimeoutError(
-            f"max_ep: node {self.node_id} waited {timeout_s} s for nodes {missing} of "
-            f"group {self.group!r} to start: {found}. Start all {self.n_nodes} "
-            "processes, or raise timeout_s; what has ended, as with another "
-            "configuration, has said why"
+            f"max_ep: node {self.node_id} waited {timeout_s:g} s for nodes "
+            f"{sorted(missing)} of group {self.group!r} to start: "
+            f"{self._what_they_do(missing)}. Start all {self.n_nodes} processes, as "
+            "one user, or raise EPConfig.start_timeout_s; what has ended, as with "
+            "another configuration, has said why"
         )
 
     def close(self) -> None:
         self._listener.close()
 
 
-def _credentials(line: socket.socket) -> tuple[int, int, int]:
-    """Returns process, user and user group at the other end."""
-    said = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return struct.unpack("3i", said)
+_GUEST = "a guest"
+"""Marks the line of who has called; the others have the name that was called."""
+
+
+def check_group(group: object) -> None:
+    """Raises a ``ValueError`` unless a group can have this name."""
+    if (
+        not isinstance(group, str)
+        or not 0 < len(group.encode(errors="replace")) <= _GROUP_BYTES
+        or not group.isprintable()
+        or "/" in group
+    ):
+        raise ValueError(
+            f"group={group!r} names sockets: pass a text of 1 to {_GROUP_BYTES} bytes "
+            "without '/', all of which can be printed"
+        )

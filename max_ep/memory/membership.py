@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Membership of a group: processes agree, outside of any launch, on who goes on.
 
-The group has a folder in shared memory, with a note of each process. Between two steps
-a process writes there whom it masks, and waits until the others have done so. Who need
-not wait any longer adds a decision. The first one of an epoch counts. Files appear and
-are replaced at once and whole, so nobody holds a lock that a process could take along
-when it is stopped or killed. A process that wants to join says so in its note, and is
-let in by the next decision. This file needs nothing but Python.
+The group has notes in shared memory (``notes.py``), one of each process. Between two
+steps a process writes there whom it masks, and waits until the others have done so. Who
+need not wait any longer adds a decision to the log. The first one of an epoch counts. A
+process that wants to join gets the notes from a member, says so in its own, and is let
+in by the next decision. This file needs nothing but Python.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import shutil
+import selectors
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .meeting import Owner, differing
+from .meeting import Owner, differing, is_there, process_state
+from .messages import said, taken
+from .notes import Notes, damaged
+from .sockets import Answering, call, found, group_name, listen, process_at
 
 _POLL_S, _SPINS = 0.0005, 200
-_JOIN_S, _JOIN_POLL_S = 600.0, 0.005
-"""How long a process waits to be let in."""
+_JOIN_POLL_S = 0.005
+_LOOK_S, _UNCLEAR_S = 0.05, 5.0
+_REPORT_EVERY_S = 10.0
 
 MEMBER, JOINING, GONE = "member", "joining", "gone"
 
@@ -41,7 +43,7 @@ class RankExpelled(RuntimeError):
 class Note:
     """What a process says of itself."""
 
-    owner: dict[str, Any]
+    owner: Owner
     state: str = JOINING
     time_s: float = 0
     """When it came to the decision; of one that is joining, its last sign of life."""
@@ -54,7 +56,7 @@ class Note:
     """The decision that it has carried out."""
 
     def is_alive(self) -> bool:
-        return self.state != GONE and Owner(**self.owner).is_alive()
+        return self.state != GONE and self.owner.is_alive()
 
     def is_member(self) -> bool:
         return self.state == MEMBER and self.is_alive()
@@ -101,53 +103,106 @@ def decide(
     return Decision(epoch, sorted([*kept, *joined]), joined, generations)
 
 
-def members_folder(group: str) -> Path:
-    """Names the folder of a group's notes and decisions."""
-    return Path(f"/dev/shm/max_ep-{group}-members")
+def _name(group: str, node: int) -> str:
+    return f"{group_name(group)}-{node}/notes"
 
 
-def remove_members(group: str) -> None:
-    shutil.rmtree(members_folder(group), ignore_errors=True)
+def notes_of(group: str, n_nodes: int, timeout_s: float) -> int | None:
+    """Returns a descriptor of a running group's notes, which a member hands over; None:
+    no member is there. Waits for those that are there and not stopped."""
+    names, strangers = [_name(group, node) for node in range(n_nodes)], set()
+    begin_s, pids = time.monotonic(), []
+    with selectors.DefaultSelector() as lines:
+        try:
+            while (waited_s := time.monotonic() - begin_s) < timeout_s:
+                called = {key.data for key in lines.get_map().values()}
+                is_unclear = False
+                for name in {*found(*names)} - called - strangers:
+                    line = call(name)
+                    if line is None:  # many are calling it
+                        is_unclear = waited_s < _UNCLEAR_S
+                    elif is_there(process_at(line)):
+                        lines.register(line, selectors.EVENT_READ, name)
+                    else:
+                        strangers.add(name)
+                        line.close()
+                asked = [process_at(key.fileobj) for key in lines.get_map().values()]
+                pids = [x.pid for x in asked if process_state(x.pid) != "is stopped"]
+                if not pids and not is_unclear:
+                    return None
+                for key, _ in lines.select(_LOOK_S):
+                    lines.unregister(key.fileobj)
+                    descriptor = _handed(key.fileobj, n_nodes)
+                    if descriptor is not None:
+                        return descriptor
+                    time.sleep(_POLL_S)  # it has just ended
+        finally:
+            for key in list(lines.get_map().values()):
+                key.fileobj.close()
+    raise TimeoutError(
+        f"max_ep: group {group!r} runs, and none of its processes {sorted(pids)} has "
+        f"answered for {timeout_s:g} s; end those that hang"
+    )
+
+
+def _handed(line: socket.socket, n_nodes: int) -> int | None:
+    """Takes a descriptor of notes; None: what came is none."""
+    theirs: list[int] = []
+    with line:
+        try:
+            cloexec = socket.MSG_CMSG_CLOEXEC
+            _, theirs, *_ = socket.recv_fds(line, 16, 1, cloexec)
+            if theirs and Notes.may_be(theirs[0], n_nodes):
+                return theirs.pop()
+        except OSError:
+            pass
+        finally:
+            for other in theirs:
+                os.close(other)
+    return None
 
 
 class Membership:
     """The notes of a group's processes, as one of them sees them."""
 
     def __init__(
-        self, group: str, node: int, n_nodes: int, owner: Owner, timeout_s: float
+        self,
+        group: str,
+        node: int,
+        n_nodes: int,
+        owner: Owner,
+        timeout_s: float,
+        descriptor: int,
     ) -> None:
-        """Takes the place of a process; :meth:`create` makes the group's folder."""
+        """Takes the place of a process; the ``descriptor``, of notes, is taken over."""
         self._group, self._node, self._n_nodes = group, node, n_nodes
-        self._folder, self._timeout_s = members_folder(group), timeout_s
-        self._note = Note(asdict(owner))
-        self._folder_id: int | None = None
-        """Identifies the folder that has this process's notes."""
+        self._timeout_s = timeout_s
+        self._note = Note(owner)
+        self._notes = Notes(descriptor, n_nodes)
+        self._answering: Answering | None = None
         self._latest = self.decision = Decision(members=list(range(n_nodes)))
+        self._latest_at = 0
 
-    @staticmethod
-    def create(group: str) -> None:
-        """Makes an empty folder, in place of what an earlier group left."""
-        remove_members(group)
-        members_folder(group).mkdir(mode=0o700)
+    def hand_on(self) -> None:
+        """Gives the notes, from now on, to processes that join."""
 
-    @staticmethod
-    def discard(group: str) -> None:
-        """Removes the folder of a group that has not begun, if nobody uses it."""
-        with contextlib.suppress(OSError):
-            members_folder(group).rmdir()
+        def reply(guest: socket.socket) -> None:
+            socket.send_fds(guest, [b"notes"], [self._notes.descriptor])
+
+        self._answering = Answering(listen(_name(self._group, self._node)), reply)
 
     def is_running(self) -> bool:
         """Returns whether the group runs without this node."""
-        old, own = self.note(self._node), self._note.owner["fingerprint"]
+        old, own = self.note(self._node), self._note.owner.fingerprint
         if old is not None and old.is_alive():
             raise RuntimeError(
                 f"max_ep: node {self._node} of group {self._group!r} has a process that"
-                f" is alive, {old.owner['pid']}, and can still write: end it, or let it"
+                f" is alive, {old.owner.pid}, and can still write: end it, or let it"
                 " rejoin()"
             )
         members = [note for note in self.notes().values() if note.is_member()]
-        if members and members[0].owner["fingerprint"] != own:
-            theirs, own = differing(members[0].owner["fingerprint"], own)
+        if members and members[0].owner.fingerprint != own:
+            theirs, own = differing(members[0].owner.fingerprint, own)
             raise ValueError(
                 f"max_ep: group {self._group!r} runs with another configuration: "
                 f"{theirs}; this process: {own}"
@@ -158,10 +213,11 @@ class Membership:
 
     def note(self, node: int) -> Note | None:
         """Returns the note of a process; None: it has written none."""
-        try:
-            return Note(**json.loads((self._folder / f"note-{node}").read_text()))
-        except FileNotFoundError:
-            return None
+        text = self._notes.read(node)
+        note = None if text is None else taken(Note, text)
+        if text is not None and note is None:
+            raise damaged(f"that of node {node} is none")
+        return note
 
     def notes(self) -> dict[int, Note]:
         nodes = range(self._n_nodes)
@@ -170,49 +226,22 @@ class Membership:
     def publish(self, **fields: Any) -> None:
         """Changes this process's note."""
         self._note = replace(self._note, **fields)
-        try:
-            if not self._is_same_folder():
-                raise FileNotFoundError
-            os.replace(self._written(self._note), self._folder / f"note-{self._node}")
-        except FileNotFoundError:
-            if self._note.state != GONE:
-                raise RuntimeError(
-                    f"max_ep: the group ended before node {self._node} wrote its note"
-                ) from None
-
-    def _is_same_folder(self) -> bool:
-        """Returns whether the folder is there, and not that of a later group."""
-        try:
-            found = self._folder.stat().st_ino
-        except FileNotFoundError:
-            return False
-        self._folder_id = self._folder_id or found
-        return found == self._folder_id
-
-    def _written(self, what: Note | Decision) -> Path:
-        """Writes a file that nobody reads before it has its name."""
-        path = self._folder / f"new-{self._node}-{os.getpid()}"
-        path.unlink(missing_ok=True)  # may have got its name
-        path.write_text(json.dumps(asdict(what)))
-        return path
+        self._notes.write(self._node, said(self._note))
 
     # ------------------------------------------------------------------- decisions
 
     def latest(self) -> Decision:
-        while True:
-            names = [path.name for path in self._folder.glob("epoch-*")]
-            epoch = max((int(name.split("-")[1]) for name in names), default=0)
-            if epoch <= self._latest.epoch:
-                return self._latest
-            with contextlib.suppress(FileNotFoundError):  # there are later ones now
-                text = (self._folder / f"epoch-{epoch}").read_text()
-                self._latest = Decision(**json.loads(text))
+        for at, line in self._notes.appended():
+            decision = taken(Decision, line)
+            # Later ones of an epoch do not count.
+            if decision is not None and decision.epoch > self._latest.epoch:
+                self._notes.forget(self._latest_at)
+                self._latest, self._latest_at = decision, at
+        return self._latest
 
     def _decide(self, decision: Decision) -> None:
-        """Adds a decision, if there is none of its epoch, and removes an old one."""
-        with contextlib.suppress(FileExistsError):
-            os.link(self._written(decision), self._folder / f"epoch-{decision.epoch}")
-        (self._folder / f"epoch-{decision.epoch - 2}").unlink(missing_ok=True)
+        """Adds a decision, which counts if there is none of its epoch."""
+        self._notes.append(said(decision))
 
     def reconcile(
         self,
@@ -269,22 +298,30 @@ class Membership:
         self.decision = decision
         return decision
 
-    def join(self) -> Decision:
+    def join(self, timeout_s: float) -> Decision:
         """Waits until the members let this process in, with new or cleared memory."""
         before, began_s = self.latest().epoch, time.monotonic()
+        report_at_s = began_s + _REPORT_EVERY_S
         while True:
             now_s = time.monotonic()
             self.publish(state=JOINING, time_s=now_s)
             decision = self.latest()
             if decision.epoch > before and self._node in decision.joined:
                 break
-            if not any(note.is_member() for note in self.notes().values()):
+            notes = self.notes().items()
+            members = [node for node, note in notes if note.is_member()]
+            if not members:
                 raise RuntimeError("max_ep: the group ended before this process joined")
-            if now_s > began_s + _JOIN_S:
-                raise TimeoutError(
-                    f"max_ep: node {self._node} waited {_JOIN_S} s for the members to "
-                    "call EPCommInitializer.reconcile()"
-                )
+            waits = (
+                f"max_ep: node {self._node} of group {self._group!r} waited "
+                f"{now_s - began_s:.0f} s for the members {members} to call "
+                "EPCommInitializer.reconcile()"
+            )
+            if now_s > began_s + timeout_s:
+                raise TimeoutError(waits)
+            if now_s > report_at_s:
+                report_at_s = now_s + _REPORT_EVERY_S
+                print(waits, file=sys.stderr, flush=True)
             time.sleep(_JOIN_POLL_S)
         self.decision = decision
         self.publish(epoch=decision.epoch, state=MEMBER, masked=[])
@@ -303,11 +340,12 @@ class Membership:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Leaves; the last one removes the notes."""
-        note = self.note(self._node)
-        if note is not None and note.owner == self._note.owner:
-            self.publish(state=GONE)
-        if self._is_same_folder() and not any(
-            note.is_alive() for note in self.notes().values()
-        ):
-            remove_members(self._group)
+        """Leaves; the notes end with their last process."""
+        try:
+            note = self.note(self._node)
+            if note is not None and note.owner == self._note.owner:
+                self.publish(state=GONE)
+        finally:
+            if self._answering is not None:
+                self._answering.close()
+            self._notes.close()

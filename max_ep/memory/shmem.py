@@ -22,8 +22,7 @@ import queue
 import struct
 import sys
 import threading
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from functools import cache, partial
 from pathlib import Path
 
@@ -37,6 +36,7 @@ _INIT_WITH_MPI_COMM = 1 << 1
 _IS_INITIALIZED = 2
 _THREAD_MULTIPLE = 3
 _DIGEST_BYTES = 32
+_REPORT_EVERY_S = 10.0
 
 BITCODE_PACKAGE = "nvidia-nvshmem-cu13"
 """PyPI package whose device bitcode is built into the kernels."""
@@ -206,11 +206,11 @@ class _Pe:
 class _Process:
     """This process in SHMEM: joined once, left when the process ends."""
 
-    def __init__(self, n: int, libraries: _Libraries) -> None:
+    def __init__(self, n: int, libraries: _Libraries, timeout_s: float) -> None:
         self.libraries = libraries
         self.pes = [_Pe(libraries, i) for i in range(n)]
         join = [partial(pe.join, n) for pe in self.pes]
-        numbers = self.run(60.0, "joining SHMEM", *join)
+        numbers = self.run(timeout_s, "joining SHMEM", *join)
         want = [(libraries.rank * n + i, libraries.size * n) for i in range(n)]
         if numbers != want:
             raise RuntimeError(f"max_ep: SHMEM numbers ranks {numbers}, not {want}")
@@ -225,14 +225,20 @@ class _Process:
     def run(self, timeout_s: float, what: str, *functions) -> list:
         """Runs a function on the thread of each rank at once, or of the first ones."""
         futures = [pe.submit(run) for pe, run in zip(self.pes, functions)]
-        try:
-            return [future.result(timeout_s) for future in futures]
-        except FutureTimeout:
-            raise TimeoutError(
-                f"max_ep: {what} on process {self.libraries.rank} of "
-                f"{self.libraries.size} timed out after {timeout_s:g} s: another "
-                "process did not take part"
-            ) from None
+        here = f"on process {self.libraries.rank} of {self.libraries.size}"
+        waited_s = 0.0
+        while not all(future.done() for future in futures):
+            if waited_s >= timeout_s:
+                raise TimeoutError(
+                    f"max_ep: {what} {here} timed out after {timeout_s:g} s: another "
+                    "process did not take part"
+                )
+            if waited_s > 0:
+                print(f"max_ep: {what} {here} ({waited_s:.0f} s)", file=sys.stderr)
+            part_s = min(_REPORT_EVERY_S, timeout_s - waited_s)
+            wait(futures, part_s)
+            waited_s += part_s
+        return [future.result() for future in futures]
 
     def _register(self, device_id: int, module: int) -> int:
         # Called by an op, on whatever thread MAX runs it.
@@ -277,6 +283,7 @@ class ShmemMemory:
         region_bytes: int,
         fingerprint: str,
         timeout_s: float,
+        start_timeout_s: float,
     ) -> None:
         """Joins SHMEM, if this process has not yet, and allocates; collective. Each of
         the ``n_local`` ranks has the GPU of its number."""
@@ -289,7 +296,7 @@ class ShmemMemory:
             )
         libraries = _libraries()
         if _process is None:
-            _process = _Process(n_local, libraries)
+            _process = _Process(n_local, libraries, start_timeout_s)
         if len(_process.pes) != n_local:
             raise ValueError(
                 f"n_gpus_per_node={n_local}, but this process joined SHMEM with "
@@ -300,7 +307,7 @@ class ShmemMemory:
         what = f"{region_bytes} bytes, {fingerprint}"
         # MPI is called by one thread of a process.
         compare = partial(libraries.all_equal, what.encode())
-        if not all(_process.run(timeout_s, "joining", compare)):
+        if not all(_process.run(start_timeout_s, "joining", compare)):
             raise ValueError(
                 "max_ep: the processes of this group have different "
                 f"configurations; this one ({node_id}): {what}"
@@ -308,7 +315,7 @@ class ShmemMemory:
         allocate = partial(libraries.shmem.nvshmem_malloc, region_bytes)
         of_ranks = [allocate] * n_local
         what = "allocating symmetric memory"
-        self._addresses = _process.run(timeout_s, what, *of_ranks)
+        self._addresses = _process.run(start_timeout_s, what, *of_ranks)
         if not all(self._addresses):
             raise no_memory(f"{region_bytes} bytes of each rank", "SHMEM has less")
         self._first_rank = node_id * n_local

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 from .meeting import Meeting, Owner
+from .notes import Notes, damaged
 
 _PAGE = 4096
 _PART_BYTES = 64 << 20
@@ -80,7 +81,9 @@ class PeerMemory(ABC):
         self, group: str, node_id: int, n_nodes: int, fingerprint: str
     ) -> None:
         """Can be met from now on; group and fingerprint as :class:`Meeting` has."""
-        self._meeting = Meeting(group, node_id, n_nodes, fingerprint)
+        self._meeting = Meeting(
+            group, node_id, n_nodes, fingerprint, is_block=self._is_block
+        )
         self.group, self.owner, self._node_id = group, self._meeting.owner, node_id
         self._n_nodes = n_nodes
         self.owners: dict[int, Owner] = {node_id: self.owner}
@@ -98,20 +101,39 @@ class PeerMemory(ABC):
         """Maps a node's block in place of an earlier one; None: a block of nobody's, if
         there is no earlier one."""
 
+    def _is_block(self, descriptor: int) -> bool:
+        """Returns whether a descriptor may be of another node's block."""
+        return True
+
     def local_addresses(self) -> list[int]:
         """Returns the address of each local rank's region."""
         return self._addresses(self._node_id)
 
-    def connect(self, timeout_s: float, absent: Collection[int] = ()) -> list[int]:
+    def connect(
+        self,
+        timeout_s: float,
+        absent: Collection[int] = (),
+        makes_notes: bool = False,
+    ) -> list[int]:
         """Maps the peers' blocks, and returns the addresses of all regions; in place of
-        an ``absent`` node's stands a block of nobody's."""
+        an ``absent`` node's stands a block of nobody's. ``makes_notes``: the group has
+        notes from now on, for :meth:`take_notes`."""
         try:
+            if makes_notes and self._node_id == 0:
+                self._meeting.notes = Notes.make(self._n_nodes)
             self._given = self._meeting.meet(self._descriptor, timeout_s, absent)
             regions = [self.map(node) for node in range(self._n_nodes)]
         except BaseException:
             self.close()
             raise
         return [address for of_node in regions for address in of_node]
+
+    def take_notes(self) -> int:
+        """Returns a descriptor of the group's notes, for the caller to close."""
+        notes, self._meeting.notes = self._meeting.notes, -1
+        if notes < 0 or not Notes.may_be(notes, self._n_nodes):
+            raise damaged("node 0 has handed on none")
+        return notes
 
     def trade(self, peers: set[int], epoch: int, deadline_s: float) -> set[int]:
         """Hands this process's block to peers, which hand on theirs at the same time,
@@ -120,7 +142,8 @@ class PeerMemory(ABC):
         absent, lost = set(range(self._n_nodes)) - peers, set()
         left_s = deadline_s - time.monotonic()
         fingerprint = self.owner.fingerprint
-        meeting = Meeting(self.group, self._node_id, self._n_nodes, fingerprint, epoch)
+        given = self.group, self._node_id, self._n_nodes, fingerprint, epoch
+        meeting = Meeting(*given, is_block=self._is_block)
         self._forget()
         self._given = meeting.meet(self._descriptor, left_s, absent, lost)
         return lost
@@ -149,6 +172,9 @@ class PeerMemory(ABC):
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
+        if self._meeting.notes >= 0:
+            os.close(self._meeting.notes)
+        self._meeting.notes = -1
 
     def _forget(self) -> None:
         """Closes the descriptors that were handed on and not mapped."""
@@ -181,7 +207,7 @@ class SharedMemory(PeerMemory):
         self._maps: dict[int, mmap.mmap] = {}
         self.status: mmap.mmap | None = None
         """The status of its ranks; stays mapped while it is used."""
-        self._descriptor = os.memfd_create(f"max_ep-{group}-{node_id}")
+        self._descriptor = self._file_of_nobody()
         try:
             # Now: too little memory must fail here, not in a kernel. In parts: others
             # may take theirs at the same time.
@@ -198,6 +224,17 @@ class SharedMemory(PeerMemory):
             what = f"{self._n_bytes} bytes of node {node_id}"
             raise no_memory(what, f"{_memory_free()} bytes are free") from error
 
+    def _file_of_nobody(self) -> int:
+        """Makes a file without a name."""
+        try:
+            return os.memfd_create(f"max_ep-{self.group}-{self._node_id}")
+        except OSError as error:
+            self.close()
+            raise RuntimeError(
+                f"max_ep: node {self._node_id} of group {self.group!r}: the system "
+                f"makes no file in memory (memfd_create: {error.strerror})"
+            ) from error
+
     def _addresses(self, node: int) -> list[int]:
         first = _address(self._maps[node]) + self._regions_at
         return [first + i * self.region_bytes for i in range(self.n_local_ranks)]
@@ -210,6 +247,9 @@ class SharedMemory(PeerMemory):
         self._maps[node] = mmap.mmap(handle, self._n_bytes)
         if old is not None:
             old.close()
+
+    def _is_block(self, descriptor: int) -> bool:
+        return os.fstat(descriptor).st_size == self._n_bytes
 
     def is_closed(self, node: int) -> bool:
         return self._maps[node][0] == _IS_CLOSED

@@ -13,6 +13,7 @@ import time
 import zlib
 from typing import Any
 
+from ..limits import START_TIMEOUT_S
 from ..memory.symmetric_memory import SharedMemory
 
 _NOTE_BYTES = 64 << 10
@@ -36,7 +37,7 @@ class Board:
         self._memory = SharedMemory(
             name, rank, n_ranks, 1, 3 * _NOTE_BYTES, f"ranks={n_ranks}"
         )
-        self._notes = self._memory.connect(timeout_s)
+        self._notes = self._memory.connect(max(timeout_s, START_TIMEOUT_S))
 
     def exchange(
         self, what: str, note: Any = None, absent: set[int] | None = None
