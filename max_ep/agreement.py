@@ -2,7 +2,9 @@
 """What the processes of a group must have alike.
 
 The list is the fields of a configuration: each of them is compared, but for those of
-``MAY_DIFFER``, which says why. So a new field is compared until somebody argues.
+``MAY_DIFFER``, which says why. So a new field is compared until somebody argues. What
+the environment says ends in fields (``MAX_EP_TIMEOUT_S``, ``MAX_EP_PROTOCOL``,
+``MAX_EP_PLACEMENT``), or changes no memory.
 """
 
 from __future__ import annotations

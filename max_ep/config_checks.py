@@ -17,7 +17,7 @@ from max.support.human_readable_formatter import to_human_readable_bytes as huma
 from . import limits
 from .balance import Placement
 from .formats import PLAIN_DTYPES
-from .limits import checked_int
+from .limits import checked_int, shown
 
 if TYPE_CHECKING:
     from .config import EPConfig
@@ -29,7 +29,7 @@ def check_types(config: EPConfig) -> None:
         name, value = field.name, getattr(config, field.name)
         if field.type == "bool":
             if not isinstance(value, (bool, np.bool_)):
-                raise ValueError(f"{name}={value!r} must be True or False")
+                raise ValueError(f"{name}={shown(value)} must be True or False")
             setattr(config, name, bool(value))
         elif field.type == "int":
             # `check_memory` knows the most for the sizes that memory is made of.
@@ -37,7 +37,7 @@ def check_types(config: EPConfig) -> None:
             n = checked_int(name, value, _LEAST.get(name, 0), most)
             setattr(config, name, n)
         elif field.type == "str" and not isinstance(value, str):
-            raise ValueError(f"{name}={value!r} must be text, not {_kind(value)}")
+            raise ValueError(f"{name}={shown(value)} must be text, not {_kind(value)}")
         elif field.type == "QuantConfig | None":
             if not isinstance(value, QuantConfig | None):
                 raise ValueError(
@@ -78,7 +78,7 @@ def check_choices(config: EPConfig) -> None:
         value = getattr(config, field)
         if value not in choices:
             names = ", ".join(repr(name) for name in choices)
-            raise ValueError(f"{field}={value!r} is unknown; there are {names}")
+            raise ValueError(f"{field}={shown(value)} is unknown; there are {names}")
     if config.fused_moe_ready:
         raise ValueError(
             "fused_moe_ready=True is not supported: MAX's EP sets it itself, on "
@@ -195,7 +195,7 @@ def check_dtypes(config: EPConfig) -> None:
     for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         value = getattr(config, field)
         if not isinstance(value, DType | None):
-            kind = f"{field}={value!r} is a {type(value).__name__}"
+            kind = f"{field}={shown(value)} is a {type(value).__name__}"
             raise ValueError(f"{kind}, it must be a max.dtype.DType, as DType.bfloat16")
     if config.combine_dtype not in PLAIN_DTYPES:
         raise ValueError(

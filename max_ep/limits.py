@@ -69,6 +69,11 @@ TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
 ``EPConfig``: those of PyTorch, and served models."""
 
 
+def shown(value: Any) -> str:
+    """Writes a value for an error, in a few words however large it is."""
+    return reprlib.repr(value).replace("\n", " ")
+
+
 def is_integer(value: Any) -> bool:
     """Returns whether a value is an integer of Python or NumPy: no bool, no float, and
     no tensor, which would become one silently."""
@@ -89,7 +94,7 @@ def checked_int(
     says_most = is_above or most not in (None, MAX_COUNT)
     range_ = f"from {least} to {most}" if says_most else f">= {least}"
     kind = "" if is_integer(value) else f", not {type(value).__name__}"
-    given = f"{name}={reprlib.repr(value)}"
+    given = f"{name}={shown(value)}"
     raise ValueError(f"{given} must be an integer {range_}{kind}{more}")
 
 
@@ -97,9 +102,8 @@ def checked_timeout_s(seconds: Any, name: str = "timeout_s") -> float:
     """Raises a ``ValueError`` unless a rank can wait so long for another."""
     is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
     if not is_number or not 0 < seconds <= MAX_TIMEOUT_S:
-        raise ValueError(
-            f"max_ep: {name}={seconds!r} must be seconds, above 0 and at most a day"
-        )
+        given = f"max_ep: {name}={shown(seconds)}"
+        raise ValueError(f"{given} must be seconds, above 0 and at most a day")
     return float(seconds)
 
 

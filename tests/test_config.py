@@ -14,7 +14,12 @@ from max.dtype import DType
 from max.nn.comm.ep import EPConfig as MaxEPConfig
 from max.nn.quant_config import QuantFormat
 
-from max_ep import blockwise_fp8_quant_config, mxfp8_quant_config, nvfp4_quant_config
+from max_ep import (
+    EPConfig,
+    blockwise_fp8_quant_config,
+    mxfp8_quant_config,
+    nvfp4_quant_config,
+)
 
 TWO = CASES["two_ranks"]  # 5 experts, top_k 3, hidden 80, 7 tokens, bfloat16
 
@@ -212,6 +217,31 @@ def test_sizes_do_not_wrap(arguments, words, protocol):
     given = arguments_of(arguments, globals())
     with raises(ValueError, f"{words}; is too large; memory would take at least"):
         TWO.config(protocol=protocol, **given)
+
+
+ANYTHING = [
+    *(None, True, False, 0, -1, 1, 3, 2**31, 2**61, 10**30, 1.5, 2.0, 1j),
+    *(float("nan"), float("inf"), "x", "", "8", b"x", [], [1], [[0, 1, 2]], {}),
+    *(np.array(3), np.array([1, 2]), np.int64(4), np.float32(2), np.bool_(True)),
+    *(torch.tensor(4), object(), int, len, range(3), ..., F16, FP8_E4M3, INT8),
+    *(QUANT, NVFP4, type(QUANT), np.ones((1, 5), np.int64), np.zeros((99, 99))),
+]
+
+
+def test_any_value_is_taken_or_refused_in_words():
+    """Each field with things of all kinds: a `ValueError` of one line, or nothing."""
+    fp8 = OF_FP8 | dict(hidden_size=256)
+    sums = AS_SUMS | dict(hidden_size=256, combine_quant_config=QUANT)
+    for given in ({}, fp8, sums, BALANCED | PLANNED):
+        for field in dataclasses.fields(EPConfig):
+            n_taken = 0
+            for value in ANYTHING:
+                try:
+                    TWO.config(**(given | {field.name: value}))
+                    n_taken += 1
+                except ValueError as error:
+                    assert len(str(error)) < 400 and "\n" not in str(error), error
+            assert n_taken < len(ANYTHING) / 2, field.name
 
 
 def test_integers_of_numpy_become_pythons():

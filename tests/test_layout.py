@@ -99,6 +99,36 @@ def test_memory_is_bounded_by_what_config_counts():
             assert least < config.sizes().region_bytes < more + 2**15
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(hidden_size=67106816, n_experts=2**20, top_k=32, n_gpus_per_node=128),
+        dict(max_tokens_per_rank=67108864, hidden_size=2**18, top_k=2),
+        dict(
+            max_tokens_per_rank=65535,
+            hidden_size=2**18,
+            n_experts=65535,
+            top_k=32,
+            n_gpus_per_node=128,
+            protocol="by_rank",
+            combine_mode="sums",
+            on_timeout="mask",
+        ),
+    ],
+)
+def test_the_largest_sizes_do_not_wrap(changes):
+    """What `check_memory` just lets through: twice as much is refused, or is more than
+    an entry holds."""
+    sizes = dict(hidden_size=8, n_experts=2, max_tokens_per_rank=1) | changes
+    config = CASES["two_ranks"].config(**sizes)
+    found, least = config.sizes(), least_region_bytes(config, config.protocol)
+    assert 2**42 < least < found.region_bytes < 2 * least < 2**49
+    assert min(vars(found).values()) >= 0
+    field = next(iter(changes))
+    with pytest.raises(ValueError, match=f"{field}.*(is too large|at most 65535)"):
+        CASES["two_ranks"].config(**(sizes | {field: 2 * sizes[field]}))
+
+
 def estimate(case: Case, **changes: object) -> int:
     names = "hidden_size dispatch_dtype combine_dtype max_tokens_per_rank n_experts"
     names += " n_nodes n_gpus_per_node top_k"

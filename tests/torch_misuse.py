@@ -320,6 +320,11 @@ def caps(buffer: Buffer) -> None:
     rank has anything to build, and waits in a kernel."""
     if buffer.group_size == 1:
         return
+    is_one = buffer.rank == 1
+    for name, given in (("enable_shrink", is_one), ("num_nvl_bytes", 64 * is_one)):
+        with raises(ValueError, f"has {name}=; pass the same on all ranks") as caught:
+            Buffer(buffer.group, timeout_s=TIMEOUT_S, **{name: given})
+        assert str(caught.value).count(f"{name}=") == 2
     dispatch(buffer)
     x, ids, _ = given_to(buffer)
     for _ in range(2):
