@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cases import CASES
 from children import ALL_CASES, HERE, WHERE_WE_IMPORT, ran, slow
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
@@ -371,6 +372,27 @@ def test_a_server_that_does_not_use_max_ep_says_so(caplog):
     with caplog.at_level("INFO"):
         served._init_distributed_runtime(None, SimpleNamespace(ep_config=None))
     assert "max_ep: not used; without --ep-size" in caplog.text
+
+
+def test_what_by_expert_costs_is_logged_before_memory_is_asked_for(caplog, monkeypatch):
+    def fail(config: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(model, "gathers", lambda *_: False)
+    monkeypatch.setattr(model, "EPCommInitializer", fail)
+    shape = SimpleNamespace(of=lambda _: SimpleNamespace(moe_dim=64))
+    monkeypatch.setattr(model, "MoeShape", shape)
+    served = model.ExpertParallelModel.__new__(model.ExpertParallelModel)
+    served.huggingface_config = None
+    for n_tokens in (65535, 65536):
+        with pytest.raises(MemoryError):
+            sizes = dict(protocol="by_expert", max_tokens_per_rank=n_tokens)
+            config = CASES["two_ranks"].config(**sizes)
+            config = SimpleNamespace(ep_config=config)
+            served._init_distributed_runtime(None, config)
+        words = "by_expert': max_tokens_per_rank=65536 is above 65535"
+        assert (words in caplog.text) == (n_tokens > 65535)
+    assert "lower --max-batch-input-tokens" in caplog.text
 
 
 def test_a_group_that_cannot_run_ends_the_server_before_weights_are_read(tmp_path):

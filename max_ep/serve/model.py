@@ -108,14 +108,14 @@ class ExpertParallelModel:
             if is_alone:
                 _logger.info("max_ep: all experts on one GPU; they gather their tokens")
             return
-        self.ep_comm_initializer = EPCommInitializer(config)
-        # A session of its own: --precompiled-mefs has no set-up graph.
-        self.ep_comm_initializer.ep_init(InferenceSession(devices=session.devices))
-        if note := cost_of_by_expert(config):
+        if note := cost_of_by_expert(config):  # before memory is asked for
             _logger.warning(
                 f"max_ep: protocol {note}. In serving: lower --max-batch-input-tokens, "
                 "or set MAX_EP_PROTOCOL=by_expert"
             )
+        self.ep_comm_initializer = EPCommInitializer(config)
+        # A session of its own: --precompiled-mefs has no set-up graph.
+        self.ep_comm_initializer.ep_init(InferenceSession(devices=session.devices))
         n, mib = config.n_gpus_per_node, config.estimate_memory_usage() / 2**20
         _logger.info(
             f"max_ep: {n} rank{'s' * (n > 1)} on {config.target.upper()}, protocol "
