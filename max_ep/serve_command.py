@@ -15,10 +15,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from .moe_shape import SUPPORTED, MoeShape, check_place, dense_layers
+from .checkpoint import (
+    Tensor,
+    check_config,
+    check_tensors,
+    config_in,
+    loaded_bytes,
+    read_tensors,
+    shape_of,
+)
+from .moe_shape import check_place
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
@@ -42,8 +50,9 @@ def run_serve(options: Any) -> None:
     n_gpus = len(gpus) if options.gpus is None else options.gpus
     if not 0 <= n_gpus <= len(gpus):
         raise ValueError(f"--gpus {n_gpus}: this machine has {len(gpus)}")
-    config, n_bytes = config_of(options.model)
-    n_experts = _check_supported(config, gpus[:n_gpus], n_bytes)
+    config, tensors, n_bytes = checkpoint_of(options.model, n_gpus)
+    _check_supported(config, gpus[:n_gpus])
+    n_experts = shape_of(config).n_experts
     n_ranks = n_gpus or options.ranks
     if n_ranks is None:
         # The most that have the same number of experts.
@@ -59,6 +68,7 @@ def run_serve(options: Any) -> None:
     chosen = [*CUSTOM_ARCHITECTURES, *device_flags(n_gpus, n_ranks)]
     if n_gpus and CAPTURED_DECODE not in options.flags:
         chosen.append(CAPTURED_DECODE)
+    chosen += _weight_paths(options.flags, tensors)
     command = ["max", "serve", "--model-path", options.model, *chosen, *options.flags]
     print(f"command    {shlex.join(command)}", flush=True)
     if options.dry_run:
@@ -109,92 +119,64 @@ def gpus_of_machine() -> list[Gpu]:
     ]
 
 
-def config_of(model: str) -> tuple[dict[str, Any], int]:
-    """Returns ``config.json`` and the bytes of the weights, 0 if unknown, of a folder
-    or of a repository of the Hugging Face hub."""
+def checkpoint_of(
+    model: str, n_gpus: int
+) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    """Returns ``config.json``, the tensors, and the bytes of the weights.
+
+    All are checked, of a folder. Of a repository of the Hugging Face hub tensors are
+    not known, and the bytes are 0 without an index; the server checks them when it has
+    them.
+    """
     folder = Path(model)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{model} has no config.json; name a model's folder")
-        try:
-            config = json.loads((folder / "config.json").read_text())
-        except ValueError as error:
-            raise ValueError(f"{model}/config.json is not JSON: {error}") from error
-        files = folder.glob("*.safetensors")
-        return config, sum(file.stat().st_size for file in files)
+        config = check_config(config_in(folder))
+        check_place(config["architectures"][0], n_gpus)
+        tensors = read_tensors(folder)
+        check_tensors(config, tensors, shape_of(config).keeps_fp8(n_gpus))
+        return config, tensors, sum(tensor.n_bytes for tensor in tensors.values())
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
 
-        config = json.loads(Path(hf_hub_download(model, "config.json")).read_text())
+        files = Path(hf_hub_download(model, "config.json")).parent
+        n_bytes = 0
         try:
             index = hf_hub_download(model, "model.safetensors.index.json")
             metadata = json.loads(Path(index).read_text()).get("metadata", {})
-            return config, int(metadata.get("total_size", 0))
+            n_bytes = int(metadata.get("total_size", 0))
         except EntryNotFoundError:
-            return config, 0
+            pass
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{model} is no folder, and the Hugging Face hub does not give it: {reason}"
         ) from error
+    config = check_config(config_in(files))
+    check_place(config["architectures"][0], n_gpus)
+    return config, {}, n_bytes
 
 
-def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu], n_bytes: int) -> int:
-    """Returns the number of experts; refuses what cannot be served, in one sentence."""
-    if not isinstance(config, dict):
-        raise ValueError("config.json is not one of a model: it holds no names")
-    name = (config.get("architectures") or ["no architecture"])[0]
-    if name not in SUPPORTED:
-        raise ValueError(f"{name} is not supported; there are {', '.join(SUPPORTED)}")
-    quantization = config.get("quantization_config")
-    if quantization and not quantization.get("weight_block_size"):
-        method = quantization.get("quant_method", "quantized")
-        raise ValueError(
-            f"{name} in {method} is not supported; take a checkpoint in bfloat16 or "
-            "blockwise FP8"
-        )
-    check_place(name, len(gpus))
+def _weight_paths(flags: Sequence[str], tensors: dict[str, Tensor]) -> list[str]:
+    """Returns flags that name the files of a checkpoint in float16: MAX finds none by
+    itself that are in no dtype that it serves."""
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if "F16" not in dtypes or {"F32", "BF16"} & dtypes or "--weight-path" in flags:
+        return []
+    files = sorted({str(tensor.file.absolute()) for tensor in tensors.values()})
+    return [word for file in files for word in ("--weight-path", file)]
+
+
+def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu]) -> None:
+    """Refuses GPUs that cannot serve the model, in one sentence."""
     for gpu in gpus:
         if not gpu.is_hopper:
             what = "the matmuls need an H100 or H200"
             raise ValueError(f"{what}, this GPU is {gpu.name}")
-    try:
-        sizes = SimpleNamespace(**config)
-        shape, loaded = MoeShape.of(sizes), n_bytes
-        if "float32" in (config.get("dtype"), config.get("torch_dtype")):
-            loaded //= 2  # on GPUs they are bfloat16
-        if quantization:
-            keeps_fp8 = shape.keeps_fp8(len(gpus))
-            loaded += _widened_bytes(sizes) if keeps_fp8 else n_bytes
-        if len(gpus) > 1:
-            # Each has all weights but those of the experts.
-            replicated = loaded - _expert_bytes(sizes, shape)
-            loaded += (len(gpus) - 1) * max(0, replicated)
-    except AttributeError as error:
-        raise ValueError(f"config.json of {name} is not complete: {error}") from error
     most = sum(gpu.n_bytes for gpu in gpus)
-    if gpus and loaded > most:
+    if gpus and (loaded := loaded_bytes(config, len(gpus))) > most:
         weights, memory = f"{_gigabytes(loaded)} of weights", _gigabytes(most)
         raise ValueError(f"{weights} do not fit into {memory} of GPU memory")
-    return shape.n_experts
-
-
-def _widened_bytes(config: Any) -> int:
-    """Counts the bytes of attention and dense MLPs in FP8: widened, they double."""
-    n_heads, hidden = config.num_attention_heads, config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or hidden // n_heads
-    heads = 2 * (n_heads + config.num_key_value_heads) * head_dim
-    n_dense = len(dense_layers(config))
-    dense = 3 * config.intermediate_size * n_dense if n_dense else 0
-    return (heads * config.num_hidden_layers + dense) * hidden
-
-
-def _expert_bytes(config: Any, shape: MoeShape) -> int:
-    """Counts the bytes of all routed experts in bfloat16, at most."""
-    n_layers = config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0)
-    n_layers -= getattr(config, "first_k_dense_replace", 0) + len(dense_layers(config))
-    return 2 * n_layers * 3 * shape.n_experts * shape.moe_dim * shape.hidden_size
 
 
 def _gigabytes(n_bytes: int) -> str:

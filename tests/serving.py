@@ -67,7 +67,7 @@ def widened(model: Path) -> dict[str, torch.Tensor]:
     for name, weight in stored.items():
         scales = stored.get(f"{name}_scale_inv")
         if scales is not None:
-            each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            each = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
             n, k = weight.shape
             weight = weight.float() * each[:n, :k]
         if not name.endswith("_scale_inv"):
@@ -86,6 +86,31 @@ def write_widened(model: Path, folder: Path) -> Path:
     return folder
 
 
+MORE_TOKEN = "<more>"
+"""A token of the tokenizer that the embedding has no row for."""
+
+
+def store_uncommonly(model: Path, folder: Path) -> Path:
+    """Stores a checkpoint again, as few do; returns ``folder``.
+
+    The experts of a layer are one tensor, head_dim is left to be computed, and one file
+    has a copy, of other values, of what another one has by the index. The tokenizer has
+    a token that the model lacks.
+    """
+    saved = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
+    saved.save_pretrained(folder, save_original_format=False, max_shard_size="300KB")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([MORE_TOKEN])
+    tokenizer.save_pretrained(folder)
+    first, *_, last = sorted(folder.glob("*.safetensors"))
+    stale = {name: -weight for name, weight in load_file(first).items()}
+    save_file(load_file(last) | stale, last, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["head_dim"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 class Reference:
     """The float32 model of a checkpoint in transformers, given what was served."""
 
@@ -97,6 +122,7 @@ class Reference:
         noises: Sequence[float] = (),
     ) -> None:
         """Loads the model, on a GPU where there is one and it has room."""
+        self.folder = model
         n_models = 1 + (in_bfloat16 and counts_ties)
         self._device = "cpu"
         if torch.cuda.is_available():

@@ -2,35 +2,33 @@
 """`max-ep serve`: what it finds, chooses and refuses. `test_serve.py` runs it."""
 
 import json
+import math
 import os
 import re
+import struct
 import sys
 from pathlib import Path
 
 import pytest
 from children import ROOT, ran
+from serving_configs import PUBLISHED
 
 from max_ep import cli
+from max_ep.checkpoint import check_config
+from max_ep.checkpoint.files import DTYPE_BYTES
+from max_ep.checkpoint.tensors import needed_tensors
 from max_ep.moe_shape import PLACES, SUPPORTED
 from max_ep.serve_command import gpus_of_machine
 
-QWEN = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
+# It has 1.2 GB of experts and 1.2 GB of other weights, in bfloat16.
+QWEN = PUBLISHED["Qwen3-30B-A3B"] | {
+    "num_hidden_layers": 1,
+    "vocab_size": 140000,
+    "quantization_config": None,
 }
-FP8_QWEN = QWEN | {"quantization_config": {"weight_block_size": [128, 128]}}
-# 24 and 6 of the 48 layers have an MLP.
-FP8_DENSE = dict(FP8_QWEN, intermediate_size=8192, decoder_sparse_step=2)
-FP8_DENSE["mlp_only_layers"] = [1, 3, 5, 7, 9, 11]
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8_QWEN = QWEN | {"quantization_config": BLOCKS}
 H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0"
-SMALL_H100 = "NVIDIA H100, 4000, 9.0"
 
 
 @pytest.fixture
@@ -67,12 +65,33 @@ def test_hidden_gpus_are_not_counted(tmp_path, monkeypatch):
         gpus_of_machine()
 
 
-def checkpoint(folder: Path, config: dict, n_bytes: int = 5) -> str:
+def checkpoint(folder: Path, config: dict, dtype: str = "BF16") -> str:
+    """Writes a checkpoint of these sizes, all bytes of it a hole."""
     folder = folder / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    try:
+        needed = needed_tensors(check_config(config))
+    except ValueError:
+        needed = {}
+    header, end = {}, 0
+
+    def add(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        nonlocal end
+        begin, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = dict(dtype=dtype, shape=shape, data_offsets=[begin, end])
+
+    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    for name, tensor in needed.items():
+        is_fp8 = tensor.is_matrix and block
+        add(name, "F8_E4M3" if is_fp8 else dtype, tensor.shape)
+        if is_fp8:
+            scales = tuple(-(-n // b) for n, b in zip(tensor.shape, block))
+            add(f"{name}_scale_inv", "F32", scales)
+    text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
-        file.truncate(n_bytes)
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
     return str(folder)
 
 
@@ -108,16 +127,25 @@ def test_flags(gpus, words, flags, machine, tmp_path, run_cli):
 
 
 def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, run_cli):
-    """In bfloat16 they would not fit: see the refusals below. Attention is widened."""
-    machine(SMALL_H100)
-    model = checkpoint(tmp_path, FP8_QWEN, 2 << 30)
+    """In bfloat16 they would not fit: see the refusals below."""
+    machine("NVIDIA H100, 1900, 9.0")
+    model = checkpoint(tmp_path, FP8_QWEN)
     assert "--devices gpu:0" in run_cli("serve", model, "--dry-run")
 
 
 def test_float32_is_halved_on_gpus(machine, tmp_path, run_cli):
-    machine(SMALL_H100)
-    model = checkpoint(tmp_path, dict(QWEN, torch_dtype="float32"), 6 << 30)
-    assert "--devices gpu:0" in run_cli("serve", model, "--dry-run")
+    machine("NVIDIA H100, 2400, 9.0")
+    said = run_cli("serve", checkpoint(tmp_path, QWEN, "F32"), "--dry-run")
+    assert "4.8 GB of weights" in said and "--devices gpu:0" in said
+
+
+def test_files_of_a_checkpoint_in_float16_are_named(machine, tmp_path, run_cli):
+    """MAX finds none by itself that have no dtype that it serves."""
+    model = checkpoint(tmp_path, QWEN, "F16")
+    flags = flags_in(run_cli("serve", model, "--dry-run"), model)
+    assert flags.endswith(f"--ep-size 4 --weight-path {model}/model.safetensors")
+    said = run_cli("serve", model, "--dry-run", "--weight-path", "x")
+    assert flags_in(said, model).endswith("--ep-size 4 --weight-path x")
 
 
 def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
@@ -130,31 +158,33 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
     "gpus, config, words, text",
     [
         ((), {"architectures": ["LlamaForCausalLM"]}, (),
-         "LlamaForCausalLM is not supported; there are Qwen3MoeForCausalLM, "),
-        ((), {}, (), "no architecture is not supported"),
-        ((), dict(QWEN, quantization_config={"quant_method": "fp8"}), (),
-         "Qwen3MoeForCausalLM in fp8 is not supported; take a checkpoint in bfloat16"),
-        (["NVIDIA H100, 2000, 9.0"] * 2, FP8_QWEN, (),
-         "4.3 GB of weights do not fit into 4.2 GB"),
-        (["NVIDIA H100, 2900, 9.0"], FP8_QWEN, (),
-         "3.1 GB of weights do not fit into 3.0 GB"),
-        ([SMALL_H100], FP8_DENSE, (), "4.6 GB of weights do not fit into 4.2 GB"),
-        ([SMALL_H100], dict(FP8_QWEN, moe_intermediate_size=704), (),
-         "4.3 GB of weights do not fit into 4.2 GB"),
-        ([SMALL_H100],
-         dict(FP8_QWEN, quantization_config={"weight_block_size": [64, 64]}), (),
-         "4.3 GB of weights do not fit into 4.2 GB"),
-        ((), dict(QWEN, architectures=["DeepseekV3ForCausalLM"]), (),
-         "is not served on the CPU, but on several GPUs"),
-        ([H100] * 2, dict(QWEN, architectures=["MiniMaxM2ForCausalLM"]), (),
+         "'LlamaForCausalLM' is not supported; there are Qwen3MoeForCausalLM, "),
+        ((), {}, (), "'no architecture' is not supported"),
+        ((), QWEN | {"quantization_config": {"quant_method": "fp8"}}, (),
+         "Qwen3MoeForCausalLM in 'fp8' without weight_block_size is not supported; "
+         "take a checkpoint in bfloat16"),
+        ((), QWEN | {"use_sliding_window": True}, (),
+         "use_sliding_window=True is not served"),
+        # On several GPUs, and with other sizes of experts or blocks, in bfloat16.
+        (["NVIDIA H100, 1700, 9.0"] * 2, FP8_QWEN, (),
+         "3.6 GB of weights do not fit into 3.6 GB"),
+        (["NVIDIA H100, 1700, 9.0"], FP8_QWEN, (),
+         "1.8 GB of weights do not fit into 1.8 GB"),
+        (["NVIDIA H100, 1900, 9.0"], FP8_QWEN | {"moe_intermediate_size": 704}, (),
+         "2.3 GB of weights do not fit into 2.0 GB"),
+        (["NVIDIA H100, 1900, 9.0"],
+         FP8_QWEN | {"quantization_config": BLOCKS | {"weight_block_size": [64, 64]}},
+         (), "2.4 GB of weights do not fit into 2.0 GB"),
+        ((), PUBLISHED["DeepSeek-V3"], (), "is not served on the CPU, but on several"),
+        ([H100] * 2, PUBLISHED["MiniMax-M2"], (),
          "is not served on several GPUs, but on the CPU and one GPU"),
         (["NVIDIA A100, 81559, 8.0"], QWEN, (),
          "need an H100 or H200, this GPU is NVIDIA A100"),
-        (["NVIDIA H100, 1000, 9.0"], QWEN, (),
-         "2.1 GB of weights do not fit into 1.0 GB"),
-        # Each GPU has all of the 2.1 GB but the 1.2 GB of the experts.
-        (["NVIDIA H100, 1400, 9.0"] * 2, dict(QWEN, num_hidden_layers=1), (),
-         "3.1 GB of weights do not fit into 2.9 GB"),
+        (["NVIDIA H100, 2200, 9.0"], QWEN, (),
+         "2.4 GB of weights do not fit into 2.3 GB"),
+        # Each GPU has all but the 1.2 GB of the experts.
+        (["NVIDIA H100, 1700, 9.0"] * 2, QWEN, (),
+         "3.6 GB of weights do not fit into 3.6 GB"),
         ([H100], QWEN, ("--gpus", "2"), "--gpus 2: this machine has 1"),
         ((), QWEN, ("--ranks", "3"), "--ranks 3 does not divide 128 experts"),
         ((), QWEN, ("--ranks", "0"), "--ranks 0 does not divide 128 experts"),
@@ -162,18 +192,20 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
 )  # fmt: skip
 def test_refusals(gpus, config, words, text, machine, tmp_path, run_cli):
     machine(*gpus)
-    model = checkpoint(tmp_path, config, 2 << 30)
+    model = checkpoint(tmp_path, config)
     assert text in run_cli("serve", model, *words, status=1)
 
 
-@pytest.mark.parametrize("size", ["num_experts_per_tok", "hidden_size"])
-def test_a_config_that_lacks_a_size_is_refused(size, machine, tmp_path, run_cli):
-    """In one sentence."""
-    machine()
-    config = {name: n for name, n in QWEN.items() if name != size}
-    model = checkpoint(tmp_path, config, 1 << 20)
+def test_a_file_that_is_cut_is_refused(machine, tmp_path, run_cli):
+    """What else is refused of a checkpoint, `test_serve_checkpoint.py` has."""
+    model = checkpoint(tmp_path, QWEN)
+    file = Path(model) / "model.safetensors"
+    n = file.stat().st_size
+    with file.open("rb+") as opened:
+        opened.truncate(n - 500)
     said = run_cli("serve", model, "--dry-run", status=1)
-    assert "is not complete" in said and size in said
+    assert f"model.safetensors is cut: its header wants {n} bytes, and" in said
+    assert f"there are {n - 500}; download it again" in said
 
 
 def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, run_cli):

@@ -65,6 +65,12 @@ def test_deepseek_needs_attention_and_experts(monkeypatch):
     assert two.runtime.ep_size == 2
 
 
+@pytest.fixture(autouse=True)
+def no_files(monkeypatch):
+    """What the plan refuses of files, `test_serve_checkpoint.py` has."""
+    monkeypatch.setattr(settings, "is_downloaded", lambda _: False)
+
+
 PLACEMENT = plan(np.outer([1, 2], 1000 / np.arange(1, 17)), 4, 4, top_k=4)
 """Two layers of 16 experts on four ranks, with a replica each."""
 

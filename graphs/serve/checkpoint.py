@@ -32,7 +32,7 @@ from transformers import (
 )
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
-_DTYPES = ["float32", "bfloat16", "float8"]
+_DTYPES = ["float32", "bfloat16", "float16", "float8"]
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _THINKING = ["<think>", "</think>"]
 """Tokens of MiniMax-M2: MAX separates its thoughts from its answers by them."""
@@ -42,7 +42,7 @@ _CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_QWEN3_30B = dict(
+_QWEN3_30B: dict[str, Any] = dict(
     hidden_size=2048,
     moe_intermediate_size=768,
     num_attention_heads=32,
@@ -53,7 +53,7 @@ _QWEN3_30B = dict(
 )
 """The layers of Qwen3-30B-A3B."""
 
-_TINY = dict(
+_TINY: dict[str, Any] = dict(
     hidden_size=128,
     moe_intermediate_size=64,
     num_hidden_layers=2,
@@ -64,9 +64,23 @@ _TINY = dict(
     num_experts_per_tok=4,
 )
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     # Compiles in two minutes on two cores.
     "tiny": _TINY,
+    # Each field has a value that MAX's own model ignores, or that is not published.
+    "tiny_uncommon": _TINY
+    | dict(
+        mlp_only_layers=[0],
+        norm_topk_prob=False,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=10000.0,
+            factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
     # The smallest whose experts stay in FP8, or gather their tokens; its graph can be
     # built.
     "tiny_wide": _TINY | dict(hidden_size=256, moe_intermediate_size=128, head_dim=64),
@@ -209,12 +223,10 @@ def make_checkpoint(folder: Path, size: str = "tiny", dtype: str = "float32") ->
         )
     else:
         kind = Qwen3MoeForCausalLM
-        config = Qwen3MoeConfig(
-            **SIZES[size],
-            **common,
-            intermediate_size=4 * SIZES[size]["hidden_size"],
-            norm_topk_prob=True,
+        plain = dict(
+            intermediate_size=4 * SIZES[size]["hidden_size"], norm_topk_prob=True
         )
+        config = Qwen3MoeConfig(**common, **(plain | SIZES[size]))
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         stored = "bfloat16" if dtype == "float8" else dtype

@@ -7,7 +7,7 @@ Its shared expert goes through dispatch (``EPConfig.fused_shared_expert``).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from max.dtype import DType
 from max.graph import Graph, TensorValue
@@ -18,9 +18,14 @@ from max.pipelines.architectures.deepseekV3.memory_planner import (
     DeepseekV3MemoryPlanner,
 )
 
-from .fp8 import widening
-from .model import ExpertParallelModel
+from .model import CheckedConfig, ExpertParallelModel
 from .settings import ExpertParallelPlanner, place_experts
+from .tokens import VocabularyTokenizer
+from .weights import reading
+
+
+class DeepseekV3Config(CheckedConfig, stock.DeepseekV3Config):
+    pass
 
 
 class DeepseekV3Planner(ExpertParallelPlanner, DeepseekV3MemoryPlanner):
@@ -60,7 +65,12 @@ class NumberedLayer(decoder.DeepseekV3DecoderLayer):
 
 class DeepseekV3Model(ExpertParallelModel, stock.DeepseekV3Model):
     max_modules = (decoder,)
-    max_names: ClassVar = {"DeepseekV3DecoderLayer": NumberedLayer}
+    model_config_cls = DeepseekV3Config
+
+    @property
+    def max_names(self) -> dict[str, Any]:
+        """Experts know their layer."""
+        return {"DeepseekV3DecoderLayer": NumberedLayer}
 
     def _build_graph_for_compile(
         self, session: Any, state_dict: dict[str, Any], model_config: Any
@@ -71,8 +81,10 @@ class DeepseekV3Model(ExpertParallelModel, stock.DeepseekV3Model):
 
 architecture = replace(
     deepseekV3_arch,
+    config=DeepseekV3Config,
     pipeline_model=DeepseekV3Model,
+    tokenizer=VocabularyTokenizer,
     memory_planner=DeepseekV3Planner,
-    weight_adapters=widening(deepseekV3_arch.weight_adapters),
+    weight_adapters=reading(deepseekV3_arch.weight_adapters),
     supported_encodings={"bfloat16"},
 )

@@ -154,7 +154,9 @@ def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
     """
     if type(gate) is not Qwen3MoEGate:
         return gate(x)
-    return softmax_top_k(gate.gate_score(x), gate.num_experts_per_token)
+    # MAX's gate always does, with norm_topk_prob or without.
+    renormalizes = getattr(gate, "renormalizes", True)
+    return softmax_top_k(gate.gate_score(x), gate.num_experts_per_token, renormalizes)
 
 
 def forward_layers(

@@ -24,10 +24,13 @@ from max.pipelines.architectures.minimax_m2.layers.rotary_embedding import (
 )
 from max.pipelines.lib.graph_specs import GraphSpec
 
-from .fp8 import widening
-from .model import ExpertParallelModel
+from ..checkpoint import Rope
+from .model import CheckedConfig, ExpertParallelModel
 from .one_device import OneDeviceDecoder
 from .settings import ExpertParallelPlanner
+from .source import config_of
+from .tokens import VocabularyReasoningTokenizer
+from .weights import reading
 
 
 class MiniMaxM2Gate(SigmoidTopKRouter):
@@ -44,23 +47,30 @@ class MiniMaxM2Gate(SigmoidTopKRouter):
         return ids, chosen / ops.sum(chosen, axis=-1)
 
 
+class MiniMaxM2Config(CheckedConfig, stock.MiniMaxM2Config):
+    pass
+
+
 class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
+    model_config_cls = MiniMaxM2Config
+
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
-        """Returns our decoder; the routers' biases are float32, as in transformers."""
-        for name, weight in self.state_dict.items():
-            if name.endswith("e_score_correction_bias"):
-                self.state_dict[name] = weight.astype(DType.float32)
+        """Returns our decoder."""
+        # Also where `rope_parameters` alone have it, which MAX does not read.
+        rotated = Rope.of(config_of(self.pipeline_config)).dim
         decoder = OneDeviceDecoder(
             model_config,
             rope=partial(
                 MiniMaxM2RotaryEmbedding,
                 interleaved=False,
                 scaling_params=ProportionalScalingParams(
-                    partial_rotary_factor=model_config.partial_rotary_factor
+                    partial_rotary_factor=rotated / model_config.kv_params.head_dim
                 ),
             ),
             attention=partial(
-                MiniMaxM2Attention, dtype=model_config.attn_dtype or model_config.dtype
+                MiniMaxM2Attention,
+                dtype=model_config.attn_dtype or model_config.dtype,
+                qk_norm_eps=model_config.rms_norm_eps,
             ),
             gate_cls=MiniMaxM2Gate,
             moe_dim=model_config.intermediate_size,
@@ -70,9 +80,11 @@ class MiniMaxM2Model(ExpertParallelModel, stock.MiniMaxM2Model):
 
 architecture = replace(
     minimax_m2_arch,
+    config=MiniMaxM2Config,
     pipeline_model=MiniMaxM2Model,
+    tokenizer=VocabularyReasoningTokenizer,
     memory_planner=ExpertParallelPlanner,
     default_encoding="bfloat16",
-    weight_adapters=widening(minimax_m2_arch.weight_adapters),
+    weight_adapters=reading(minimax_m2_arch.weight_adapters),
     supported_encodings={"bfloat16", "float32"},
 )

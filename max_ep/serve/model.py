@@ -23,6 +23,7 @@ from ..config_checks import cost_of_by_expert
 from ..moe_shape import MoeShape
 from .hopper import REPLACED, PlacedMoE, forward_layers, is_hopper
 from .settings import gathers, n_gpus, serving_config, uses_max_ep
+from .source import config_of, fill
 
 _CHECK_EVERY_S = 1.0
 
@@ -57,13 +58,27 @@ def using_max_ep(*modules: ModuleType, **names: Any) -> Iterator[None]:
             setattr(module, name, value)
 
 
+class CheckedConfig:
+    """Base class in front of a config of MAX: refuses a ``config.json``, and adds what
+    MAX reads and transformers does not write."""
+
+    @classmethod
+    def initialize(cls, pipeline_config: Any, *args: Any, **more: Any) -> Any:
+        checked = config_of(pipeline_config)
+        fill(pipeline_config.model.huggingface_config, checked)
+        return super().initialize(pipeline_config, *args, **more)
+
+
 class ExpertParallelModel:
     """Base class in front of a pipeline model of MAX."""
 
     max_modules: ClassVar[tuple[ModuleType, ...]] = ()
     """Modules of MAX in which names are replaced; see :func:`using_max_ep`."""
-    max_names: ClassVar[dict[str, Any]] = {}
-    """Names in these modules, and what replaces them for this model alone."""
+
+    @property
+    def max_names(self) -> dict[str, Any]:
+        """Names in these modules, and what replaces them for this model alone."""
+        return {}
 
     ep_comm_initializer: EPCommInitializer | None = None
     _checked_s = 0.0

@@ -106,7 +106,7 @@ class OneDeviceDecoder(Transformer):
         config: Any,
         rope: Callable[..., Any],
         attention: Callable[..., Module],
-        gate_cls: type[MoEGate],
+        gate_cls: Callable[..., MoEGate],
         moe_dim: int,
         dense_layers: Collection[int] = (),
     ) -> None:

@@ -12,7 +12,6 @@ from max.nn.attention import MHAMaskVariant
 from max.nn.kernels import flash_attention_ragged
 from max.nn.kv_cache import PagedCacheValues
 from max.nn.moe import MoE
-from max.nn.rotary_embedding import Llama3RotaryEmbedding
 from max.pipelines.architectures.qwen3 import model as stock
 from max.pipelines.architectures.qwen3 import qwen3 as decoder
 from max.pipelines.architectures.qwen3.arch import qwen3_moe_arch
@@ -21,13 +20,17 @@ from max.pipelines.architectures.qwen3.layers.attention import Qwen3Attention
 from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
 from max.pipelines.lib.graph_specs import GraphSpec
 
+from ..checkpoint import Rope
 from ..experts import PACKAGE
 from ..extension import add_op
 from ..moe_shape import dense_layers
-from .fp8 import widening
-from .model import ExpertParallelModel
+from .model import CheckedConfig, ExpertParallelModel
 from .one_device import OneDeviceDecoder
+from .rope import CheckpointRope
 from .settings import ExpertParallelPlanner, place_experts
+from .source import config_of
+from .tokens import VocabularyTokenizer
+from .weights import reading
 
 
 class OnePassAttention(Qwen3Attention):
@@ -94,33 +97,57 @@ class Qwen3MoeBatches(Qwen3BatchProcessor):
         return stock.Qwen3Inputs(**inputs, ep_inputs=self._ep_inputs())
 
 
+def _gate(renormalizes: bool, **sizes: Any) -> Qwen3MoEGate:
+    """Makes MAX's gate; ``route`` reads whether weights add up to one."""
+    gate = Qwen3MoEGate(**sizes)
+    gate.renormalizes = renormalizes
+    return gate
+
+
+class Qwen3MoeConfig(CheckedConfig, stock.Qwen3Config):
+    pass
+
+
 class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
     batch_processor_cls = Qwen3MoeBatches
+    model_config_cls = Qwen3MoeConfig
     max_modules = (stock, decoder)
+
+    @property
+    def max_names(self) -> dict[str, Any]:
+        """MAX's decoder normalizes heads with an epsilon of its own, and knows fewer
+        rotary embeddings."""
+        eps = self.huggingface_config.rms_norm_eps
+        return {
+            "Qwen3Attention": partial(Qwen3Attention, qk_norm_eps=eps),
+            "Llama3RotaryEmbedding": CheckpointRope,
+        }
 
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
         """Returns the decoder: MAX's on several GPUs, ours on one device."""
+        config = model_config
+        config.rope_scaling_params = Rope.of(config_of(self.pipeline_config))
         if len(self.devices) > 1:
-            self.state_dict = place_experts(self.state_dict, model_config.ep_config)
-            specs = super().graph_specs(model_config)
+            self.state_dict = place_experts(self.state_dict, config.ep_config)
+            specs = super().graph_specs(config)
             for spec in specs.values():
                 blocks = [x for x in spec.module.layers if isinstance(x.mlp, MoE)]
                 for number, block in enumerate(blocks):  # as a placement has them
                     for shard in block.mlp_shards:
                         shard.layer_idx = number
+                        shard.gate.renormalizes = config.norm_topk_prob
             return specs
-        config = model_config
         ours = OneDeviceDecoder(
             config,
             rope=partial(
-                Llama3RotaryEmbedding,
+                CheckpointRope,
                 interleaved=config.interleaved_rope_weights,
                 scaling_params=config.rope_scaling_params,
             ),
             attention=partial(
-                OnePassAttention, dtype=config.dtype, has_bias=config.attention_bias
+                OnePassAttention, dtype=config.dtype, qk_norm_eps=config.rms_norm_eps
             ),
-            gate_cls=Qwen3MoEGate,
+            gate_cls=partial(_gate, config.norm_topk_prob),
             moe_dim=config.moe_intermediate_size,
             dense_layers=dense_layers(config),
         )
@@ -129,9 +156,11 @@ class Qwen3MoeModel(ExpertParallelModel, stock.Qwen3Model):
 
 architecture = replace(
     qwen3_moe_arch,
+    config=Qwen3MoeConfig,
     pipeline_model=Qwen3MoeModel,
+    tokenizer=VocabularyTokenizer,
     batching=Qwen3MoeBatches,
     memory_planner=ExpertParallelPlanner,
-    weight_adapters=widening(qwen3_moe_arch.weight_adapters),
+    weight_adapters=reading(qwen3_moe_arch.weight_adapters),
     supported_encodings={"bfloat16", "float32"},
 )

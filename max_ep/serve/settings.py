@@ -24,6 +24,7 @@ from ..experts import gather_takes, gpu_takes
 from ..limits import FP8_BLOCK, PROTOCOLS, timeout_s_of_environment
 from ..moe_shape import MoeShape, check_place
 from .hopper import is_hopper
+from .source import is_downloaded, stored_in
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
 """Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
@@ -242,8 +243,16 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         self, pipeline_config: Any, huggingface_config: Any
     ) -> int:
         """Returns the bytes of all devices: symmetric memory and expert rows."""
-        check_place(huggingface_config.architectures[0], n_gpus(pipeline_config))
+        n = n_gpus(pipeline_config)
+        check_place(huggingface_config.architectures[0], n)
+        if is_downloaded(pipeline_config):
+            stored_in(pipeline_config, n)
         if not uses_max_ep(pipeline_config):
+            if not getattr(huggingface_config, "norm_topk_prob", True):
+                raise ValueError(
+                    "config.json: norm_topk_prob=False is served on several GPUs with "
+                    f"--ep-size alone; pass --ep-size {n}"
+                )
             return 0
         shape = MoeShape.of(huggingface_config)
         config = serving_config(pipeline_config, shape, self._config.dtype)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Headers of a checkpoint's safetensors files, and its index; no weight is read.
+
+A file is 8 bytes with the length of a header, the header in JSON, and the tensors'
+bytes, without a hole. The index says which file has which tensor; what other files have
+under the same name does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .rule import shown
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPE_BYTES = {
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "U8": 1,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+}
+"""Bytes of an element, by a header's name of a dtype."""
+
+_MOST_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor, as a header describes it."""
+
+    name: str
+    dtype: str
+    """A key of :data:`DTYPE_BYTES`."""
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}"
+
+
+def read_tensors(folder: Path, files: Iterable[Path] = ()) -> dict[str, Tensor]:
+    """Returns the tensors of a model's folder, by name.
+
+    Those of the files that the index names; without one those of
+    ``model.safetensors``, or else of all files. ``files`` replaces them, if not all of
+    them are among these: MAX was given others.
+    """
+    named = _index_of(folder)
+    if named is not None and (folder / SINGLE).exists() and SINGLE not in {*named[1]}:
+        raise ValueError(
+            f"{folder} has {SINGLE} and {INDEX}, which does not name it; remove one"
+        )
+    given = [Path(file) for file in files]
+    if named is None:
+        single = folder / SINGLE
+        all_files = sorted(folder.glob("*.safetensors"))
+        chosen = [single] if single.is_file() else all_files
+    else:
+        chosen = [folder / name for name in named[1]]
+    if given and not {*chosen} <= {*given}:
+        named, chosen = None, given
+    if not chosen:
+        raise ValueError(
+            f"{folder} has no *.safetensors; convert its weights to safetensors"
+        )
+    of_files = {file: _header_of(file) for file in chosen}
+    if named is not None:
+        return _as_indexed(folder, named[0], of_files)
+    tensors: dict[str, Tensor] = {}
+    for of_file in of_files.values():
+        for name, tensor in of_file.items():
+            if name in tensors:
+                raise ValueError(
+                    f"{tensor} is in {tensors[name].file.name}, too, and no {INDEX} "
+                    "says which one counts; remove one"
+                )
+            tensors[name] = tensor
+    return tensors
+
+
+def _index_of(folder: Path) -> tuple[dict[str, str], list[str]] | None:
+    """Returns which file has which tensor, and the files; None without an index."""
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    index = _parsed(path, path.read_bytes())
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path} has no weight_map with files of tensors")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(
+                f"{path}: {name} is in {shown(file)}, which is no name of a file "
+                "beside it"
+            )
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if not (folder / file).is_file():
+            names = [name for name, where in weight_map.items() if where == file]
+            raise ValueError(
+                f"{path} names {file}, which is not there, for {names[0]}"
+                f"{and_others(names)}; download it again"
+            )
+    return weight_map, files
+
+
+def _as_indexed(
+    folder: Path, weight_map: dict[str, str], of_files: dict[Path, dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    tensors = {}
+    for name, file in weight_map.items():
+        tensor = of_files[folder / file].get(name)
+        if tensor is None:
+            raise ValueError(
+                f"{folder / file} does not have {name}, which {INDEX} says it has; "
+                "download both again"
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def _header_of(file: Path) -> dict[str, Tensor]:
+    """Reads a file's header, and compares it with the file's size."""
+    n_there = file.stat().st_size
+    with file.open("rb") as opened:
+        n_header = int.from_bytes(opened.read(8), "little")
+        if n_there < 8 or n_header > min(n_there - 8, _MOST_HEADER_BYTES):
+            raise ValueError(
+                f"{file} is no safetensors file or is cut: its header has {n_header} "
+                f"bytes, the file {n_there}; download it again"
+            )
+        header = _parsed(file, opened.read(n_header))
+    header.pop("__metadata__", None)
+    spans, tensors = [], {}
+    for name, entry in header.items():
+        tensor, span = _entry_of(file, name, entry)
+        tensors[name] = tensor
+        spans.append((*span, name))
+    end = 0
+    for begin, behind, name in sorted(spans):
+        if begin != end:
+            raise ValueError(
+                f"{file}: {name} begins at byte {begin} of the data, and the tensor "
+                f"before ends at {end}; download it again"
+            )
+        end = behind
+    n_wanted = 8 + n_header + end
+    if n_wanted != n_there:
+        is_what = "is cut" if n_there < n_wanted else "is too long"
+        raise ValueError(
+            f"{file} {is_what}: its header wants {n_wanted} bytes, and there are "
+            f"{n_there}; download it again"
+        )
+    return tensors
+
+
+def _entry_of(file: Path, name: str, entry: Any) -> tuple[Tensor, tuple[int, int]]:
+    """Returns a tensor of a header, and where its bytes begin and end."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape = fields.get("dtype"), fields.get("shape")
+    span = fields.get("data_offsets")
+    for what, value in (("shape", shape), ("data_offsets", span)):
+        if not isinstance(value, list) or not all(_is_size(x) for x in value):
+            raise ValueError(
+                f"{file}: {name} has {what} {shown(value)}; it must be a list of "
+                "integers"
+            )
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ValueError(
+            f"{file}: {name} has dtype {shown(dtype)}, which is not supported"
+        )
+    tensor = Tensor(name, dtype, tuple(shape), file)
+    if len(span) != 2 or span[1] - span[0] != tensor.n_bytes:
+        raise ValueError(
+            f"{file}: {name} has data_offsets {shown(span)}, and {dtype} of shape "
+            f"{shape} has {tensor.n_bytes} bytes; download it again"
+        )
+    return tensor, (span[0], span[1])
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    """Parses a JSON object, in which no name stands twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) < len(pairs):
+            seen: set[str] = set()
+            twice = next(n for n, _ in pairs if n in seen or seen.add(n))
+            raise ValueError(f"{shown(twice)} stands twice in it")
+        return names
+
+    try:
+        parsed = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path} cannot be read: it holds no names")
+    return parsed
+
+
+def and_others(names: list[Any]) -> str:
+    """Says of how many more than the first an error is."""
+    n = len(names) - 1
+    return f" and {n} other{'s' * (n > 1)}" if n else ""

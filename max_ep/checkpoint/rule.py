@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for a value that JSON holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+NEEDED: Any = object()
+"""In place of a default: there must be a value."""
+
+_MOST = 2**31 - 1
+
+
+class Rule(NamedTuple):
+    """Which values of a field are served."""
+
+    takes: Callable[[Any], bool]
+    served: str
+    """These values, in words."""
+    default: Any = None
+    """That of transformers."""
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_whole(value: Any, least: int = 1) -> bool:
+    return type(value) is int and least <= value <= _MOST
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def whole(default: Any = NEEDED, least: int = 1) -> Rule:
+    """Takes integers from ``least`` on."""
+    return Rule(lambda v: is_whole(v, least), f"an integer from {least} on", default)
+
+
+def number(default: Any = NEEDED) -> Rule:
+    """Takes numbers above 0."""
+    return Rule(is_number, "a number above 0", default)
+
+
+def flag(default: bool) -> Rule:
+    return Rule(lambda v: type(v) is bool, "true or false", default)
+
+
+def only(*values: Any, default: Any = NEEDED) -> Rule:
+    """Takes these values; the first is the default, if no other is given."""
+
+    def takes(value: Any) -> bool:
+        # In Python True is 1, in JSON it is not.
+        same = [v for v in values if isinstance(v, bool) == isinstance(value, bool)]
+        return any(value == v for v in same)
+
+    default = values[0] if default is NEEDED else default
+    return Rule(takes, " or ".join(shown(v) for v in values), default)
+
+
+def needed(rule: Rule) -> Rule:
+    """Returns a rule for a field that must be there."""
+    return rule._replace(default=NEEDED)
+
+
+def optional(rule: Rule) -> Rule:
+    """Takes null, too, which is the default."""
+
+    def takes(value: Any) -> bool:
+        return value is None or rule.takes(value)
+
+    return Rule(takes, f"{rule.served}, or null", None)
+
+
+def each(rule: Rule, default: Any = NEEDED) -> Rule:
+    """Takes lists of what ``rule`` takes."""
+
+    def takes(value: Any) -> bool:
+        return isinstance(value, list) and all(map(rule.takes, value))
+
+    return Rule(takes, f"a list, each element {rule.served}", default)
+
+
+def free(default: Any = None) -> Rule:
+    """Takes everything: the field does not change results."""
+    return Rule(lambda _: True, "anything", default)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint that MAX was told to serve: its checked ``config.json`` and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+
+from ..checkpoint import (
+    Stored,
+    check_config,
+    check_tensors,
+    config_in,
+    read_tensors,
+    shape_of,
+)
+
+
+def config_of(pipeline_config: Any) -> dict[str, Any]:
+    """Returns the checked ``config.json``, with transformers' defaults."""
+    repo = pipeline_config.model.huggingface_model_repo
+    if repo.repo_type == "local":
+        return check_config(config_in(Path(repo.local_path) / (repo.subfolder or "")))
+    where = dict(revision=repo.revision, subfolder=repo.subfolder)
+    path = hf_hub_download(repo.repo_id, "config.json", **where)
+    return check_config(config_in(Path(path).parent))
+
+
+def stored_in(pipeline_config: Any, n_gpus: int) -> dict[str, Stored]:
+    """Checks headers of files, and returns where each tensor is; files of the hub are
+    downloaded."""
+    config = config_of(pipeline_config)
+    files = [Path(file) for file in pipeline_config.model.resolved_weight_paths()]
+    # MAX looks for files in folders of the model's folder, too.
+    folder = min((file.parent for file in files), key=lambda path: len(path.parts))
+    tensors = read_tensors(folder, files)
+    return check_tensors(config, tensors, shape_of(config).keeps_fp8(n_gpus))
+
+
+def is_downloaded(pipeline_config: Any) -> bool:
+    """Returns whether all files are on this machine."""
+    return pipeline_config.model.huggingface_weight_repo.repo_type == "local"
+
+
+def fill(huggingface_config: Any, config: dict[str, Any]) -> None:
+    """Gives what transformers made of a ``config.json`` the fields that MAX reads and
+    transformers does not write, with values of the checked one."""
+    for name, value in config.items():
+        if value is not None and getattr(huggingface_config, name, None) is None:
+            setattr(huggingface_config, name, value)
+    if getattr(huggingface_config, "head_dim", None) is None:
+        n_heads = huggingface_config.num_attention_heads
+        huggingface_config.head_dim = huggingface_config.hidden_size // n_heads
