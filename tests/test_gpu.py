@@ -70,13 +70,23 @@ _FEW_RANKS = [
     Case("shared_one", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     Case("shared_two", 2, 5, 3, 80, 7, "float32", F32, BF16, fused_shared_expert=True),
 ]
+_EIGHT_RANKS = [
+    Case("eight", 8, 21, 8, 80, 7),  # seven ranks of 3 experts, and one without
+    Case("eight_fp8", 8, 24, 8, 256, 9, "fp8"),
+    Case("eight_mxfp8", 8, 24, 8, 96, 9, "mxfp8", F32),
+    Case("eight_nvfp4", 8, 24, 3, 1120, 9, "nvfp4", scale_layout="tiles"),
+    Case("eight_padded", 8, 24, 3, 80, 7, output_layout="padded"),
+    Case("eight_shared", 8, 21, 3, 80, 7, "float32", F32, fused_shared_expert=True),
+]
 _SUMS = PROTOCOLS["_sums"]
 _QUANTIZED_SUMS = [
     # Few tokens and many, of whole steps of a warp and not.
     Case("fp8_sums_two", 2, 12, 8, 2048, 160, partial="fp8", **_SUMS),
     Case("mxfp8_sums_two", 2, 5, 3, 1120, 7, "mxfp8", F32, partial="mxfp8", **_SUMS),
+    Case("mxfp8_sums_eight", 8, 24, 8, 1120, 9, "mxfp8", partial="mxfp8", **_SUMS),
 ]
-ALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | in_protocols(_FEW_RANKS)
+ALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES
+ALL_CASES |= in_protocols([*_FEW_RANKS, *_EIGHT_RANKS])
 ALL_CASES |= {case.name: case for case in _QUANTIZED_SUMS}
 ALL_CASES |= capped([CAPPED, TIGHT, *CAPPED_ON_TWO])
 
@@ -90,6 +100,7 @@ _PLACES = {
     "two_gpus_two_on_each": (2, two_on_each, round_trip, [4]),
     "four_gpus": (4, Case.on_gpus, round_trip, [3, 4]),
     "four_gpus_fused": (4, Case.on_gpus, fused_round_trip, [3, 4]),
+    "four_gpus_two_on_each": (4, two_on_each, round_trip, [8]),
 }
 # A graph for each protocol at a place.
 PLACES = {
