@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from children import names_of
 from errors import raises, refused
+from nonsense import NONSENSE
 
 from max_ep.memory import meeting, presence, symmetric_memory
 from max_ep.memory.meeting import Meeting, process_state
@@ -318,6 +319,31 @@ def test_the_dead_leave_nothing(group, hung, is_zombie):
     close_all(memories)
 
 
+def test_what_a_dead_process_has_forked_is_not_it(group, start):
+    """A child has the sockets of its parent, and answers none."""
+    peer = start(f"""
+        import os, time
+        memory = SharedMemory(group, 1, 2, 1, {REGION_BYTES}, "hidden_size=8", 256)
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        say(child)
+        sys.stdin.readline()
+        """)
+    child = int(hear(peer))
+    try:
+        peer.kill()
+        peer.wait()
+        assert names_of(group)  # or this test would show nothing
+        memories = [make(group, node) for node in range(2)]
+        connect_all(memories)
+        close_all(memories)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    while names_of(group):  # until it has ended
+        time.sleep(0.01)
+
+
 def test_living_owner_is_not_replaced(group, hung):
     with pytest.raises(
         RuntimeError, match=f"node 1 of group .* already taken by process {hung.pid};"
@@ -352,39 +378,6 @@ def test_memory_that_others_take_meanwhile_is_an_error(group, monkeypatch):
     words = f"no memory for {(192 << 20) + 4096} bytes of node 0: 7 bytes are free"
     with pytest.raises(MemoryError, match=words):
         SharedMemory(group, 0, 2, 1, 192 << 20, "")
-
-
-OWNER = {"pid": 1, "started": "", "fingerprint": "top_k=2"}
-NONSENSE = [
-    b"",
-    b"hello",
-    b"\xff",
-    b"7",
-    b"[1]",
-    b"[1, {}]",
-    b"[" * 65536,  # deeper than Python's parser goes
-    b"9" * 65536,
-    *(
-        json.dumps(said).encode()
-        for said in (
-            [1, OWNER],
-            {"node": 1},
-            {"node": 1, "owner": 7},
-            {"node": 1, "owner": OWNER | {"more": 1}},
-            {"node": [], "owner": OWNER},
-            {"node": float("inf"), "owner": OWNER},
-            {"node": 1e400, "owner": OWNER},
-            {"node": 10**400, "owner": OWNER},
-            {"node": True, "owner": OWNER},
-            {"node": "1", "owner": OWNER},
-            {"node": None, "owner": OWNER},
-            {"node": 1, "owner": OWNER | {"fingerprint": 7}},
-            {"node": 1, "owner": OWNER | {"fingerprint": ["top_k"]}},
-            {"node": 1, "owner": OWNER | {"pid": "1"}},
-            {"node": 1, "owner": OWNER | {"fingerprint": "x" * 65536}},
-        )
-    ),
-]
 
 
 def strange_calls(group: str, node: int) -> list[socket.socket]:
