@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 # A submodule of the same name: imported here, so that the function wins.
+from .first_import import guard
 from .launch import LaunchError as LaunchError
 from .launch import launch as launch
+
+guard()
 
 _HOME_OF = {
     alias.name: "." * statement.level + (statement.module or "")

@@ -18,9 +18,13 @@ from max.graph import DeviceRef
 from max.nn.quant_config import QuantConfig
 
 from . import config_checks as checks
+from .cache import compile_once
 from .extension import region_sizes
 from .formats import TokenFormat, format_of, on_target
 from .limits import GROUP_VARIABLE, START_TIMEOUT_S, is_integer
+
+if os.environ.get(GROUP_VARIABLE):  # a process may compile before it has an EPConfig
+    compile_once()
 
 
 @dataclass
@@ -172,6 +176,8 @@ class EPConfig:
         checks.check_all_gather(self)
         if is_auto:
             checks.warn_of_by_expert(self)
+        if self.n_nodes > 1:
+            compile_once()
 
     # ------------------------------------------------------------ derived facts
 

@@ -8,14 +8,12 @@ import platform
 import re
 import shutil
 import sys
-import tempfile
 import textwrap
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from . import install
-from .cache import cache_dir
+from .cache import cache_dir, check_folder
 from .memory.shmem import missing_parts
 
 _WANTED_MAX = "26.7."
@@ -26,17 +24,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _cache_problem(cache: Path) -> str:
-    """Says why no file can be made in the cache folder, or nothing."""
-    try:
-        parent = next(p for p in (cache, *cache.parents) if p.exists())
-        # `os.access` does not know of folders in which nobody may make files.
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        return f": {error.strerror}"
-    return ""
 
 
 def run_doctor(_: Any = None) -> int:
@@ -78,12 +65,10 @@ def run_doctor(_: Any = None) -> int:
         except Exception as error:
             say(what, False, f"{error}{remedy}")
     try:
-        cache = cache_dir()
-        problem = _cache_problem(cache)
-        text = f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere){problem}"
-        say("compile cache", not problem, text)
-    except RuntimeError as error:  # there is no home
-        say("compile cache", False, f"{error}; set MAX_EP_CACHE_DIR")
+        cache = check_folder(cache_dir())
+        say("compile cache", True, f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere)")
+    except RuntimeError as error:
+        say("compile cache", False, str(error))
     say("cpu", True, f"{len(os.sched_getaffinity(0))} cores for MAX's workers")
     say("gpu", True, f"{n_gpus}, one rank each with target='gpu'" if n_gpus else "none")
     if n_gpus > 1:

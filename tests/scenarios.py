@@ -335,6 +335,7 @@ def fail_in_various_ways(node_id: int, notes: str) -> Any:
     group = os.environ[GROUP_VARIABLE]
     memory = SharedMemory(group, node_id, 5, 1, 4096, "")
     Path(notes, "group").write_text(group)
+    meet(notes, "here", node_id, 5)  # those that come later would be ended
     if node_id == 0:
         _raise_deep_inside()
     if node_id == 1:

@@ -15,7 +15,6 @@ from max.engine import InferenceSession, Model
 
 from ..agreement import agreed
 from ..balance import Placement
-from ..cache import compile_once
 from ..config import EPConfig, check_is_config
 from ..config_checks import check_tables
 from ..extension import run_mojo
@@ -63,8 +62,6 @@ class EPCommInitializer(MaskedRanks):
         self.config = config
         self._group = group
         self._hide = self._show()
-        if config.n_nodes > 1:
-            compile_once()
         self._memory: _Memory | None = None
         self._model: Any = None
         self._devices: list[Device] = []

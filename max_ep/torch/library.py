@@ -151,7 +151,14 @@ def load(settings: Settings) -> SimpleNamespace:
     folder = Path(str(metadata.distribution("max-core").locate_file("modular/lib")))
     for name in _RUNTIME:
         ctypes.CDLL(str(folder / name))
-    library, functions = ctypes.CDLL(str(build(settings))), SimpleNamespace()
+    path, functions = build(settings), SimpleNamespace()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # such as where a file system forbids it
+        raise RuntimeError(
+            f"max_ep: the library is whole, but does not load: {error}. Set "
+            "MAX_EP_CACHE_DIR to a folder on a file system without noexec"
+        ) from error
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, f"max_ep_{name}")
         function.restype, function.argtypes = result, arguments
