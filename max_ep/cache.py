@@ -23,7 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .limits import NODE_VARIABLE
+from .limits import GROUP_VARIABLE, NODE_VARIABLE
+from .memory import presence
 
 _POLL_S = 0.05
 _FIRST_REPORT_S = 2.0
@@ -183,9 +184,13 @@ def one_at_a_time(lock: Path, what: str) -> Iterator[None]:
     except OSError:
         yield
         return
+    group, node = os.environ.get(GROUP_VARIABLE), os.environ.get(NODE_VARIABLE, "")
     try:
-        is_first = _take(fd, what)
-        yield
+        with presence.doing(f"waits for another to compile {what}", group, node):
+            is_first = _take(fd, what)
+        does = "compiles" if is_first else "loads"
+        with presence.doing(f"{does} {what}", group, node):
+            yield
         if is_first:
             _write(fd, _DONE)
     finally:

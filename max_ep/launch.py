@@ -24,6 +24,7 @@ from typing import Any
 from . import first_import
 from .cache import compile_once
 from .limits import GROUP_VARIABLE, MAX_RANKS, NODE_VARIABLE, is_integer
+from .memory import presence
 
 _GRACE_S = 5.0
 """What the others have, after one has failed, to say what they saw; and after all have
@@ -289,6 +290,7 @@ def _child(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ[GROUP_VARIABLE] = group
     os.environ[NODE_VARIABLE] = str(node_id)
+    presence.show(group, node_id)
     answer = _answer(task, node_id)
     with open(pipe.fileno(), "wb", closefd=False) as file:
         file.write(len(answer).to_bytes(_LENGTH_BYTES, "big"))

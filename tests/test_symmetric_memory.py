@@ -25,6 +25,8 @@ from children import names_of
 from errors import raises, refused
 from nonsense import NONSENSE
 
+from max_ep.cache import one_at_a_time
+from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE
 from max_ep.memory import meeting, presence, symmetric_memory
 from max_ep.memory.meeting import Meeting, process_state
 from max_ep.memory.sockets import call, found, group_name
@@ -514,6 +516,29 @@ def test_who_waits_says_what_the_others_do(group, start, monkeypatch, capfd):
         assert presence.what_does(group, 2) == f"is loading (process {os.getpid()})"
         make(group, 2, 3).close()
         assert presence.what_does(group, 2) == ""
+
+
+def test_a_process_that_compiles_says_so(group, tmp_path, monkeypatch):
+    """Before it has an `EPCommInitializer`, and while another compiles."""
+    monkeypatch.setenv(GROUP_VARIABLE, group)
+    monkeypatch.setenv(NODE_VARIABLE, "1")
+    lock = tmp_path / "graph.lock"
+
+    def does() -> str:
+        return presence.what_does(group, 1).rpartition(" (")[0]
+
+    def wait_and_load() -> str:
+        with one_at_a_time(lock, "graph layer"):
+            return does()
+
+    with ThreadPoolExecutor() as pool:
+        with one_at_a_time(lock, "graph layer"):
+            assert does() == "compiles graph layer"
+            waits = pool.submit(wait_and_load)
+            while does() != "waits for another to compile graph layer":
+                time.sleep(0.01)
+        assert waits.result() == "loads graph layer"
+    assert does() == ""
 
 
 def test_another_configuration_is_refused(group):
