@@ -165,6 +165,7 @@ def test_numbers_without_a_name_are_the_constants():
         "concepts.md": [
             f"`timeout_s={default_s:.0f}`",
             f"most tokens of a rank | {limits.MAX_OF_ENTRY} |",
+            f"`start_timeout_s` ({limits.START_TIMEOUT_S:.0f} s)",
         ],
         "troubleshooting.md": [f"`timeout_s`, {default_s:.0f} s by default"],
         "fault_tolerance.md": [f"within {limits.START_TIMEOUT_S:.0f} s"],
