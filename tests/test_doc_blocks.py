@@ -25,8 +25,9 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("graphs/*.md")]
     + [*ROOT.glob("integrations/*/*.md")]
 )
-RUN = ["all_gather", "balance", "formats", "pytorch"]
-"""Pages of docs/ whose blocks of Python are one program, but for those from files."""
+RUN = ["all_gather", "balance", "formats", "pytorch", "upstream"]
+"""Pages of docs/ whose blocks of Python are one program, but for those from files; of
+upstream.md each is one (`test_upstream.py`)."""
 
 LANGUAGES = {"python", "mojo", "sh", "text", "diff"}
 PROGRAMS = set("cd curl git make max-ep mpirun pip python torchrun uv".split())
