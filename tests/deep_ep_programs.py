@@ -53,7 +53,7 @@ class LikeVllm:
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(**sizes)
         self.buffer = deep_ep.Buffer(
             group=group,
-            num_nvl_bytes=0,
+            num_nvl_bytes=1 << 30,
             num_rdma_bytes=hint,
             low_latency_mode=True,
             num_qps_per_rank=E // n,

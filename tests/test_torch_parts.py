@@ -82,6 +82,8 @@ def test_dequantize_takes_packed_scales() -> None:
 
 @refused("""
 "gpu" | device='gpu' is no device; pass 'cpu', 'cuda' or
+"0" | device='0' is no device; pass 'cpu', 'cuda' or
+3.5 | device=3.5 is no device; pass 'cpu', 'cuda' or
 "meta" | device='meta' is not a CPU or an NVIDIA GPU
 "cuda" | device='cuda', and torch finds no GPU; pass 'cpu'
 None, MAX_EP_TORCH_DEVICE="gpu" | MAX_EP_TORCH_DEVICE='gpu' is no device
@@ -104,6 +106,9 @@ def test_devices_that_are_not_there(
 
 def test_a_gpu_before_hopper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="='cuda:2', and torch finds 2 GPUs"):
+        _device("cuda:2")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(ValueError, match="is sm_80; kernels need sm_90 or newer"):
         _device("cuda:1")

@@ -26,6 +26,7 @@ from torch_member import (
     open_group,
     want_doubled,
 )
+from torch_wrong_calls import wrong_calls
 
 from max_ep import EPConfig
 from max_ep.torch import Buffer
@@ -211,15 +212,23 @@ def arguments(buffer: Buffer) -> None:
         with raises(ValueError, "has 11 experts"):
             buffer.dispatch(x, **too_many)
     if not buffer._comm.is_gpu:  # whose kernels would end the process
-        for expert in (-2, E):
-            with raises(ValueError, "topk_idx must be in"):
+        for expert in (-2, E, 2**40):
+            said = f"topk_idx has {expert} for token 0, k 0; ids must be in [-1, 8)"
+            with raises(ValueError, said):
                 buffer.get_dispatch_layout(torch.full((2, 3), expert), E)
-    said = "topk_idx were dropped; expert 8; in [-1, num_experts); Call Buffer.reset()"
-    with raises(RuntimeError, said):
-        wrong = torch.full_like(ids, E)
-        buffer.low_latency_dispatch(x, wrong, CAP, E, use_fp8=False)
-        buffer.check()
-    buffer.reset()
+    is_gpu = buffer._comm.is_gpu
+    for wrong, expert in (
+        (E, "8"),
+        (-7, "-2 or less" if is_gpu else "-7"),
+        (2**40, "2147483647 or more" if is_gpu else "1099511627776"),
+        (-(2**31) + 3, "-2 or less" if is_gpu else "-2147483645"),
+    ):
+        said = f"topk_idx were dropped; expert {expert}. Ids; in [-1, num_experts)"
+        with raises(RuntimeError, said + "; Call Buffer.reset()"):
+            ids_ = torch.full_like(ids, wrong)
+            buffer.low_latency_dispatch(x, ids_, CAP, E, use_fp8=False)
+            buffer.check()
+        buffer.reset()
     none = torch.full_like(ids, -1)
     of_none = dict(layout_of(buffer, none), topk_idx=none, topk_weights=weights)
     nothing = buffer.dispatch(x, **of_none)
@@ -283,6 +292,17 @@ def facts(buffer: Buffer) -> None:
     config = EPConfig(DType.bfloat16, DType.bfloat16, **sizes, **how)
     assert region.facts() == Facts.of(config)
     assert len(region.counters) == config.sizes().counters_words
+    # What a GPU records of an id has 32 bits.
+    for id, words in (
+        (99, "99."),
+        (2**31 - 1, "2147483647 or more."),
+        (-2, "-2 or le"),
+    ):
+        record = torch.tensor([1, 0, -1, id, 0, 0, 1, 2], dtype=torch.int32)
+        region.library.failure(region.handle, record.data_ptr())
+        with raises(RuntimeError, f"token 1, k 2: expert {words}"):
+            region._raise()
+        buffer._comm.failure = ""
     assert region.library.dispatch(region.handle, -1, 4, b"") == 1
     assert region.library.combine(region.handle, -1, 0, b"") == 1
 
@@ -422,6 +442,7 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         other_tokens,
         modes,
         arguments,
+        wrong_calls,
         kept,
         facts,
         late,

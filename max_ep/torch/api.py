@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from ..extension import sources_hash
-from ..limits import checked_int, checked_timeout_s, timeout_s_of_environment
+from ..limits import (
+    checked_int,
+    checked_timeout_s,
+    is_integer,
+    timeout_s_of_environment,
+)
 from ..memory.meeting import differing
 from ..waits import Waits
 from ..who import answer_for
@@ -55,6 +60,7 @@ class Buffer(LowLatency, Normal):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
+        use_fabric: bool = False,
         timeout_s: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -79,8 +85,7 @@ class Buffer(LowLatency, Normal):
             NotImplementedError: For ranks on several hosts.
             TimeoutError: If a rank does not come; names it.
         """
-        if group is None and comm is None:
-            refuse("group", "is None; pass a torch.distributed group, or comm=")
+        _check_group(group, comm)
         self.group = group
         self.explicitly_destroy = explicitly_destroy
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -179,8 +184,9 @@ class Buffer(LowLatency, Normal):
         processes, takes it in.
         """
         masks, comm = self._masks(), self._comm
-        if not 0 <= rank_to_mask < comm.n_ranks or rank_to_mask == comm.rank:
-            refuse("rank_to_mask", f"={rank_to_mask} is not another rank of the group")
+        if not is_integer(rank_to_mask) or rank_to_mask not in comm.others:
+            what = f"={rank_to_mask!r} is not another rank of the group"
+            refuse("rank_to_mask", f"{what}, one of {comm.others}")
         masks.set([rank_to_mask], int(mask))
 
     def low_latency_clean_mask_buffer(self) -> None:
@@ -212,9 +218,10 @@ class Buffer(LowLatency, Normal):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Takes an even number, and ignores it."""
-        if new_num_sms % 2 != 0:
-            refuse("new_num_sms", f"={new_num_sms} is odd")
-        Buffer.num_sms = new_num_sms
+        n = checked_int("max_ep: new_num_sms", new_num_sms, 0)
+        if n % 2 != 0:
+            refuse("new_num_sms", f"={n} is odd; pass an even number")
+        Buffer.num_sms = n
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -247,7 +254,27 @@ class Buffer(LowLatency, Normal):
                 "from any tensor, and get_next_low_latency_combine_buffer returns one "
                 "for zero_copy"
             )
+        if not isinstance(dtype, torch.dtype):
+            refuse("dtype", f"={dtype!r} must be one of torch, such as torch.bfloat16")
         return torch.empty(0, dtype=dtype, device=self._comm.device)
+
+
+def _check_group(group: Any, comm: Any) -> None:
+    """Refuses what is no group of processes."""
+    if group is None and comm is None:
+        refuse(
+            "group",
+            "is None; call dist.init_process_group and pass dist.group.WORLD, or comm=",
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        refuse(
+            "group",
+            f"is a {type(group).__name__}, and no torch.distributed group that this "
+            "process is in; pass dist.group.WORLD or one of dist.new_group",
+        )
+    if group is None and not hasattr(comm, "Get_rank"):
+        what = f"is a {type(comm).__name__}, and no communicator of mpi4py; pass group="
+        refuse("comm", what)
 
 
 def _device(wanted: torch.device | str | None) -> torch.device:
@@ -257,12 +284,15 @@ def _device(wanted: torch.device | str | None) -> torch.device:
         wanted = os.environ.get(name) or default
     try:
         device = torch.device(wanted)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         refuse(name, f"={wanted!r} is no device; pass 'cpu', 'cuda' or 'cuda:N'")
     if device.type not in ("cpu", "cuda"):
         refuse(name, f"={wanted!r} is not a CPU or an NVIDIA GPU")
     if device.type == "cuda" and not has_gpu:
         refuse(name, f"={wanted!r}, and torch finds no GPU; pass 'cpu'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        n = torch.cuda.device_count()
+        refuse(name, f"={wanted!r}, and torch finds {n} GPUs, numbered from 0")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cuda":

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +32,41 @@ def refuse(name: str, what: str) -> NoReturn:
     raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
 
 
+_SBO = (
+    "combine sends when it is called, not while experts still compute; leave it out "
+    "(SGLang: no --enable-single-batch-overlap)"
+)
+_NVFP4 = (
+    "tokens go in bfloat16 or FP8; leave it out (vLLM: VLLM_DEEPEPLL_NVFP4_DISPATCH=0)"
+)
+_OF_FORKS = {
+    "x_global_scale": _NVFP4,
+    "use_nvfp4": _NVFP4,
+    "overlap": _SBO,
+    "packed_recv_count": _SBO,
+    "comp_signal": _SBO,
+    "block_m": _SBO,
+    "threshold": _SBO,
+    "num_sms": _SBO,
+    "src_signals": _SBO,
+    "src_signal_expect_value": _SBO,
+    "x_ori": "combine adds up rows of experts only; leave it out, and add tokens of "
+    "identity experts to its result",
+}
+"""Arguments that only forks of DeepEP have: why we do not, and what to do."""
+
+
+def refuse_arguments(call: str, given: Mapping[str, Any]) -> None:
+    """Raises for arguments that DeepEP does not have, unless they ask for nothing: None
+    and False, or what belongs to ``overlap=False``."""
+    for name, value in given.items():
+        if name not in _OF_FORKS:
+            raise TypeError(f"max_ep: {call} has no argument {name!r}; leave it out")
+        is_asked = value is not None and value is not False
+        if is_asked and (_OF_FORKS[name] is not _SBO or given.get("overlap", True)):
+            raise NotImplementedError(f"max_ep: {call}({name}=...): {_OF_FORKS[name]}")
+
+
 def refuse_hosts(what: str) -> NoReturn:
     """Raises the error of what needs ranks on several hosts."""
     where = "MAX graphs reach them (EPConfig.n_nodes, docs/several_hosts.md)"
@@ -51,6 +86,7 @@ class Communicator:
         """``masks``: whether the others go on without a rank that is late."""
         self.board = board
         self.rank, self.n_ranks = board.rank, board.n_ranks
+        self.others = [r for r in range(self.n_ranks) if r != self.rank]
         self.timeout_s = board.timeout_s
         self.device = device
         self.is_gpu = device.type == "cuda"

@@ -23,7 +23,7 @@ from ..limits import (
 )
 from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
-from .communicator import Communicator, refuse
+from .communicator import Communicator, refuse, refuse_arguments
 from .library import WIRE_FORMATS, Settings
 from .streams import EventOverlap
 from .tables import LazyTuple, scales_of_rows, split_tables, view
@@ -80,6 +80,7 @@ class LowLatency:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        **of_forks: Any,
     ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends each token to the ranks of its experts.
 
@@ -97,12 +98,15 @@ class LowLatency:
             use_ue8m0: Whether scales are returned as exponents, four in an int32.
             async_finish: Whether to return before the current stream has the rows.
             return_recv_hook: Whether only to send; the hook receives.
+            of_forks: What forks of DeepEP take, refused unless it is None or False.
 
         Returns:
             Rows ``[n_local, n_ranks * cap, hidden]`` (with FP8 a pair, scales behind
             them); rows of each expert, int32 ``[n_local]``; the handle; the event; the
             hook, or None.
         """
+        if of_forks:
+            refuse_arguments("low_latency_dispatch", of_forks)
         cap = num_max_dispatch_tokens_per_rank
         stats = cumulative_local_expert_recv_stats
         waits_ns = dispatch_wait_recv_cost_stats
@@ -170,6 +174,7 @@ class LowLatency:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        **of_forks: Any,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Brings expert rows back, and adds up each token's with its weights.
 
@@ -185,10 +190,13 @@ class LowLatency:
             return_recv_hook: As in dispatch.
             out: bfloat16 ``[n_tokens, hidden]``, for the result; None: a new one.
             combine_wait_recv_cost_stats: As in dispatch.
+            of_forks: As in dispatch.
 
         Returns:
             ``[n_tokens, hidden]`` bfloat16; the event; the hook, or None.
         """
+        if of_forks:
+            refuse_arguments("low_latency_combine", of_forks)
         if use_logfmt:
             raise NotImplementedError(
                 "max_ep: use_logfmt: combine sends bfloat16; pass use_logfmt=False"
@@ -330,6 +338,10 @@ class LowLatency:
             channel = None
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
+        flags = dict(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
+        for flag, value in flags.items():
+            if not isinstance(value, int):  # text would be true
+                refuse(flag, f"={value!r} must be True or False")
         is_rounded = use_fp8 and round_scale
         name = "fp8" if use_fp8 else "bfloat16"
         if is_rounded:

@@ -28,10 +28,11 @@ from .normal_layout import (
     NormalHandle,
     agree,
     bytes_of_row,
+    check_ids,
     check_layout,
     scales_of_row,
 )
-from .streams import Config, EventOverlap
+from .streams import Config, EventOverlap, check_event
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _DEFAULT_TOKENS = 4096
@@ -95,10 +96,10 @@ class Normal:
         """
         comm = self._comm
         comm.raise_failure()
+        check_event(previous_event)
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (None, None))
         num_experts = comm.check_experts(num_experts)
-        if not comm.is_gpu and not ((topk_idx >= -1) & (topk_idx < num_experts)).all():
-            refuse("topk_idx", f"must be in [-1, {num_experts})")
+        check_ids(comm, topk_idx, num_experts)
         n_local = num_experts // comm.n_ranks
         per_rank = topk_idx.new_empty(comm.n_ranks, dtype=torch.int32)
         per_expert = topk_idx.new_empty(num_experts, dtype=torch.int32)
@@ -164,6 +165,9 @@ class Normal:
         comm = self._comm
         align = checked_int("max_ep: expert_alignment", expert_alignment)
         worst = checked_int("max_ep: num_worst_tokens", num_worst_tokens, 0)
+        check_event(previous_event)
+        if isinstance(x, tuple) and len(x) != 2:
+            refuse("x", f"is a tuple of {len(x)}; pass rows, or (rows, scales)")
         x, scales = x if isinstance(x, tuple) else (x, None)
         if num_tokens_per_rdma_rank is not None:
             refuse_hosts("num_tokens_per_rdma_rank: ranks of several hosts")
@@ -276,6 +280,7 @@ class Normal:
             the event.
         """
         comm = self._comm
+        check_event(previous_event)
         handle = self._checked(handle)
         bytes_of_row(comm, x, handle.n_rows)
         if x.dtype not in _COMBINES:

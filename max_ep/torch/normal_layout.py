@@ -137,6 +137,7 @@ def check_layout(
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
         shape = tuple(topk_idx.shape)
         comm.check_tensor("topk_weights", topk_weights, torch.float32, shape)
+        check_ids(comm, topk_idx, per_expert.numel())
         top_k = shape[1]
     elif topk_weights is not None:
         refuse("topk_weights", "are sent with topk_idx only")
@@ -145,6 +146,17 @@ def check_layout(
     if n_tokens > _MOST_TOKENS:
         refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
     return top_k
+
+
+def check_ids(comm: Communicator, topk_idx: torch.Tensor, n_experts: int) -> None:
+    """Refuses ids of no expert; on GPUs the host does not look at them."""
+    if comm.is_gpu:
+        return
+    wrong = ((topk_idx < -1) | (topk_idx >= n_experts)).nonzero()
+    if len(wrong):
+        token, k = wrong[0].tolist()
+        what = f"has {topk_idx[token, k]} for token {token}, k {k}"
+        refuse("topk_idx", f"{what}; ids must be in [-1, {n_experts})")
 
 
 def agree(

@@ -36,6 +36,10 @@ def dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         TypeError: If no format has these dtypes.
         ValueError: If there is not a scale for each block.
     """
+    for name, given in (("rows", rows), ("scales", scales)):
+        if not isinstance(given, torch.Tensor) or given.ndim == 0:
+            kind = "a number" if isinstance(given, torch.Tensor) else repr(type(given))
+            raise TypeError(f"max_ep: {name} must be a tensor of rows, not {kind}")
     if rows.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         rows = rows.view(torch.uint8)
     block = _BLOCKS.get((rows.dtype, scales.dtype))

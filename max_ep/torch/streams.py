@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..limits import checked_int
+
 
 class EventHandle:
     """A point on the current stream; on CPU nothing, for all calls there end."""
@@ -56,6 +58,15 @@ class EventOverlap:
         self.current_stream_wait()
 
 
+def check_event(event: Any) -> None:
+    """Raises unless a call can wait for ``previous_event``."""
+    if event is not None and not hasattr(event, "current_stream_wait"):
+        raise TypeError(
+            f"max_ep: previous_event is a {type(event).__name__}; pass what "
+            "Buffer.capture() or an asynchronous call returned, or None"
+        )
+
+
 @dataclass
 class Config:
     """DeepEP's performance knobs. They are kept, and change nothing here: kernels
@@ -72,7 +83,8 @@ class Config:
 
         Buffers grow by themselves.
         """
-        return 2 * num_ranks * 4096 * hidden_bytes
+        n_bytes = checked_int("max_ep: hidden_bytes", hidden_bytes)
+        return 2 * checked_int("max_ep: num_ranks", num_ranks) * 4096 * n_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Returns 0: all ranks are on one host."""

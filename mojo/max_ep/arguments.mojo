@@ -277,6 +277,13 @@ def load_id[group: Group](ids: ImmPointer[Int32], choice: Int) -> Int32:
     return ids[unsafe_offset=choice]
 
 
+def given_id[group: Group](ids: ImmPointer[Int32], choice: Int) -> Int:
+    """Returns the expert of a choice as it was given, in 64 bits if it has them."""
+    comptime if group.wide_ids:
+        return Int(ids.unsafe_bitcast[Int64]()[unsafe_offset=choice])
+    return Int(load_id[group](ids, choice))
+
+
 def n_choices_of[Format: TokenFormat]() -> Int:
     """Counts the experts that the router gives a token."""
     return Format.router_top_k if Format.router_top_k > 0 else Format.top_k

@@ -122,20 +122,34 @@ struct Caller(TrivialRegisterPassable):
     var timeout_s: StaticString
     var next: StaticString
     """A sentence, after a space: how later calls work again."""
+    var has_wide_ids: Bool
+    """Whether ids have 64 bits; a record has 32 of them."""
 
 
-comptime GRAPH = Caller("topk_ids", "n_experts", "EPConfig.timeout_s", NEXT)
+comptime GRAPH = Caller("topk_ids", "n_experts", "EPConfig.timeout_s", NEXT, False)
 
 
 def what_failed(
-    code: Int32, rank: Int, expert_or_row: Int, a: Int, b: Int, caller: Caller = GRAPH
+    code: Int32,
+    rank: Int,
+    expert_or_row: Int,
+    a: Int,
+    b: Int,
+    caller: Caller = GRAPH,
+    is_recorded: Bool = False,
 ) -> String:
     """Says what a rank was given, or got from `rank`, and cannot take."""
     if code == Failure.DROPPED:
-        var id = expert_or_row
+        var id = String(expert_or_row)
         var most = caller.n_experts
-        if _is_logical(id):
-            id -= Int(Int32.MIN)
+        if caller.has_wide_ids:
+            # `load_id` has put them into this range.
+            if is_recorded and expert_or_row == Int(Int32.MAX):
+                id = String("2147483647 or more")
+            elif is_recorded and expert_or_row < -1:
+                id = String("-2 or less")
+        elif _is_logical(expert_or_row):
+            id = String(expert_or_row - Int(Int32.MIN))
             most = "num_logical_experts"
         return String(
             t"{caller.topk_ids} were dropped; one of them is token {a}, k {b}: expert"
@@ -213,7 +227,7 @@ def raise_failure(
     var expert_or_row = Int(record[3])
     if not is_missing(code):
         var a, b = Int(record[6]), Int(record[7])
-        var text = what_failed(code, rank, expert_or_row, a, b, caller)
+        var text = what_failed(code, rank, expert_or_row, a, b, caller, True)
         raise Error(place, ": ", text, caller.next)
     var what: StaticString = "count"
     if code == Failure.NO_MESSAGE:

@@ -87,7 +87,7 @@ comptime COMBINE = _group(COMBINE_HIDDEN, 0, COMBINE_BYTES)
 comptime REGION = _group(HIDDEN, Format.msg_bytes, COMBINE_BYTES)
 comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
 comptime NEXT = " Call Buffer.reset() in every process, or restart the group."
-comptime TORCH = Caller("topk_idx", "num_experts", "Buffer's timeout_s", NEXT)
+comptime TORCH = Caller("topk_idx", "num_experts", "Buffer's timeout_s", NEXT, True)
 
 
 def _at[T: AnyType](address: Int) -> MutPointer[T]:

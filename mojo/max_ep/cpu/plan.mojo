@@ -4,7 +4,7 @@
 Positions are in token order, and rows are sorted by local expert, source rank, token,
 choice. So results do not depend on timing.
 """
-from ..arguments import load_id
+from ..arguments import given_id, load_id
 from ..counters import Counters
 from ..failures import Failure, what_failed
 from ..kept_rows import keep_rows
@@ -71,7 +71,7 @@ struct SendPlan[group: Group](Movable):
         if self.n_dropped == 0:
             return
         var token_idx, k = divmod(self.first_dropped, Self.group.top_k)
-        var id = self.expert_of(self.first_dropped)
+        var id = given_id[Self.group](self.ids, self.first_dropped)
         var what = what_failed(Failure.DROPPED, -1, id, token_idx, k, rank.caller)
         raise rank.error(String(t"{self.n_dropped} of {len(self.positions)} {what}"))
 
