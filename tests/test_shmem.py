@@ -5,9 +5,12 @@ For SHMEM one host stands in for two; it needs the extra `shmem`. Without a GPU:
 what users read when a part is missing, and what a group of one host is.
 """
 
+import functools
 import sys
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from cases import CASES
@@ -85,6 +88,25 @@ def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ValueError, match="pass n_gpus_per_node=1"):
         case.config(target="gpu", n_nodes=2, n_gpus_per_node=2)
+
+
+def test_a_call_of_all_processes_ends(monkeypatch, capsys):
+    """Others do not come, or one of this process's ranks fails; waits are reported."""
+    monkeypatch.setattr(shmem, "_REPORT_EVERY_S", 0.1)
+    never = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        process = SimpleNamespace(
+            pes=[pool, pool], libraries=SimpleNamespace(rank=1, size=2)
+        )
+        run = functools.partial(shmem._Process.run, process)
+        assert run(5.0, "joining", lambda: 3, lambda: 4) == [3, 4]
+        with pytest.raises(ZeroDivisionError):
+            run(60.0, "joining", never.wait, lambda: 1 // 0)
+        assert capsys.readouterr().err == ""
+        with pytest.raises(TimeoutError, match="joining on process 1 of 2 timed out"):
+            run(0.3, "joining", never.wait)
+        assert "max_ep: joining on process 1 of 2 (0 s)\n" in capsys.readouterr().err
+        never.set()
 
 
 def test_missing_parts_are_named(monkeypatch):

@@ -22,7 +22,7 @@ import queue
 import struct
 import sys
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import cache, partial
 from pathlib import Path
 
@@ -227,18 +227,17 @@ class _Process:
         futures = [pe.submit(run) for pe, run in zip(self.pes, functions)]
         here = f"on process {self.libraries.rank} of {self.libraries.size}"
         waited_s = 0.0
-        while not all(future.done() for future in futures):
-            if waited_s >= timeout_s:
-                raise TimeoutError(
-                    f"max_ep: {what} {here} timed out after {timeout_s:g} s: another "
-                    "process did not take part"
-                )
-            if waited_s > 0:
-                print(f"max_ep: {what} {here} ({waited_s:.0f} s)", file=sys.stderr)
+        while waited_s < timeout_s:
             part_s = min(_REPORT_EVERY_S, timeout_s - waited_s)
-            wait(futures, part_s)
+            done, waiting = wait(futures, part_s, FIRST_EXCEPTION)
+            if not waiting or any(future.exception() for future in done):
+                return [future.result() for future in futures if future in done]
             waited_s += part_s
-        return [future.result() for future in futures]
+            print(f"max_ep: {what} {here} ({waited_s:.0f} s)", file=sys.stderr)
+        raise TimeoutError(
+            f"max_ep: {what} {here} timed out after {timeout_s:g} s: another process "
+            "did not take part"
+        )
 
     def _register(self, device_id: int, module: int) -> int:
         # Called by an op, on whatever thread MAX runs it.
