@@ -84,6 +84,9 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (QWEN | {"use_sliding_window": True}, "use_sliding_window=True is not served"),
         (QWEN | {"attention_bias": True}, "attention_bias=True"),
         (QWEN | {"hidden_act": "gelu"}, "hidden_act='gelu' is not served"),
+        (QWEN | {"a\nb": 0.5}, r"'a\\nb'=0.5 is not on max_ep's list"),
+        (QWEN | {"num_labels": 2**31 - 1}, "num_labels=2147483647 is not served"),
+        (QWEN | {"initializer_range": 1}, "initializer_range=1 is not served"),
         (QWEN | {"attention_multiplier": 0.5}, "attention_multiplier=0.5 is not on"),
         (QWEN | {"logits_scaling": 2.0}, "logits_scaling=2.0 is not on max_ep's list"),
         (QWEN | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
@@ -379,6 +382,12 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
          "cannot be read: maximum recursion"),
         (lambda folder: files_of(folder)[1].write_bytes(
             with_header(b'{"a": {}, "a": {}}')), "'a' stands twice"),
+        # MAX's reader ends in a segmentation fault.
+        (rewrite({"__metadata__": None, "a": ENTRY}), "__metadata__ be an object of"),
+        (lambda folder: files_of(folder)[1].write_bytes(with_header(b" {}")),
+         "its header must begin with {"),
+        (rewrite({"a\nb": ENTRY, "c": ENTRY}), "c begins at byte 0"),
+        (rewrite({"a\nb": ENTRY | {"shape": []}}), r"'a\\nb' has data_offsets"),
         (rewrite({"a": 3}), "a has shape None"),
         (rewrite({"a": ENTRY | {"shape": [2.0]}}), r"a has shape \[2.0\]"),
         (rewrite({"a": ENTRY | {"shape": [-2]}}), r"a has shape \[-2\]"),

@@ -22,10 +22,11 @@ from .rule import (
     flag,
     free,
     is_whole,
+    named,
     needed,
-    number,
     only,
     optional,
+    real,
     shown,
     whole,
 )
@@ -39,6 +40,11 @@ _IDS = Rule(
         or (isinstance(v, list) and all(is_whole(x, 0) for x in v))
     ),
     "an id, a list of ids or null",
+)
+
+_LABELS = Rule(
+    lambda v: isinstance(v, dict) and all(key.isdigit() for key in v),
+    "an object with numbers as names",
 )
 
 GENERATION = (
@@ -64,7 +70,7 @@ _FREE = (
     "output_router_logits prefix pretraining_tp problem_type return_dict "
     "router_aux_loss_coef task_specific_params tf_legacy_loss tokenizer_class "
     "torchscript transformers.js_config transformers_version unsloth_fixed "
-    "unsloth_version use_bfloat16 use_cache use_return_dict"
+    "unsloth_version use_bfloat16 use_cache"
 ).split()
 """What does not change results: of training, of files, of other programs."""
 
@@ -72,17 +78,22 @@ _COMMON: dict[str, Rule] = {
     **{name: free() for name in (*GENERATION, *_FREE, *rope.FIELDS)},
     "dtype": optional(only(*_DTYPES)),
     "torch_dtype": optional(only(*_DTYPES)),
-    "attention_dropout": free(0.0),
-    "chunk_size_feed_forward": free(0),
-    "initializer_range": free(0.02),
-    "output_hidden_states": free(False),
-    "return_dict": free(True),
-    "use_cache": free(True),
+    "attention_dropout": free(0.0, float, int),
+    "chunk_size_feed_forward": free(0, int),
+    "id2label": optional(_LABELS),
+    "initializer_range": free(0.02, float),
+    "label2id": optional(free(None, dict)),
+    "num_labels": optional(whole(None, least=0, most=1000)),
+    "output_hidden_states": optional(flag(False))._replace(default=False),
+    "problem_type": only(None),
+    "return_dict": optional(flag(True))._replace(default=True),
+    "transformers_version": optional(free(None, str)),
+    "use_cache": flag(True),
     "architectures": needed(free()),
-    "bos_token_id": _IDS,
+    "bos_token_id": optional(whole(None, least=0)),
     "eos_token_id": _IDS,
-    "pad_token_id": _IDS,
-    "sep_token_id": _IDS,
+    "pad_token_id": optional(whole(None, least=0)),
+    "sep_token_id": optional(whole(None, least=0)),
     "hidden_act": only("silu"),
     "hidden_size": whole(),
     "intermediate_size": whole(),
@@ -98,7 +109,7 @@ _COMMON: dict[str, Rule] = {
     "num_key_value_heads": whole(),
     "pruned_heads": only({}, None),
     "quantization_config": free(),
-    "rms_norm_eps": number(1e-6),
+    "rms_norm_eps": real(1e-6),
     "tie_word_embeddings": flag(False),
     "vocab_size": whole(),
 }
@@ -118,11 +129,13 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "norm_topk_prob": flag(False),
         "num_experts": whole(),
         "num_local_experts": free(),  # must be num_experts
-        "output_router_logits": free(False),
+        "output_router_logits": flag(False),
         "qkv_bias": only(False),
-        "router_aux_loss_coef": free(0.001),
+        "router_aux_loss_coef": free(0.001, float),
         "shared_expert_intermediate_size": only(0, None),
-        "sliding_window": free(4096),  # has no effect without use_sliding_window
+        "sliding_window": optional(whole(4096, least=0))._replace(
+            default=4096
+        ),  # has no effect without use_sliding_window
         "use_qk_norm": only(True),
         "use_sliding_window": only(False),
     },
@@ -132,7 +145,7 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "attention_bias": only(False),
         "attn_type_list": optional(each(only(1))),
         "head_dim": whole(128),
-        "bos_token_id": _IDS._replace(default=200034),
+        "bos_token_id": optional(whole(None, least=0))._replace(default=200034),
         "eos_token_id": _IDS._replace(default=200020),
         "layer_types": optional(_ALL_FULL),
         "layernorm_full_attention_beta": only(1),
@@ -144,11 +157,11 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "num_experts": free(),  # must be num_local_experts
         "num_local_experts": whole(),
         "num_mtp_modules": free(),
-        "output_router_logits": free(False),
+        "output_router_logits": flag(False),
         "qk_norm_type": only("per_layer"),
         "rotary_dim": free(),  # see rope.py
-        "router_aux_loss_coef": free(0.001),
-        "router_jitter_noise": free(0.0),  # of training
+        "router_aux_loss_coef": free(0.001, float),
+        "router_jitter_noise": free(0.0, float),  # of training
         "scoring_func": only("sigmoid"),
         "shared_intermediate_size": only(0),
         "shared_moe_mode": free(),  # of a shared expert
@@ -162,7 +175,7 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "model_type": only("deepseek_v3"),
         "attention_bias": only(False),
         "aux_loss_alpha": free(),
-        "bos_token_id": _IDS._replace(default=0),
+        "bos_token_id": optional(whole(None, least=0))._replace(default=0),
         "eos_token_id": _IDS._replace(default=1),
         "ep_size": free(),
         "first_k_dense_replace": whole(3, least=0),
@@ -176,13 +189,13 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "norm_topk_prob": only(True),
         "num_local_experts": free(),  # must be n_routed_experts
         "num_nextn_predict_layers": whole(0, least=0),  # whose layers are skipped
-        "pretraining_tp": free(1),
+        "pretraining_tp": free(1, int),
         "q_lora_rank": whole(1536),
         "qk_head_dim": free(),  # must be the sum of both
         "qk_nope_head_dim": whole(128),
         "qk_rope_head_dim": whole(64),
         "rope_interleave": only(True),
-        "routed_scaling_factor": number(2.5),
+        "routed_scaling_factor": real(2.5),
         "scoring_func": only("sigmoid"),
         "seq_aux": free(),
         "tie_word_embeddings": only(False),
@@ -279,8 +292,8 @@ def _check_rules(fields: dict[str, Any], rules: dict[str, Rule], of: str) -> Non
     for name, value in fields.items():
         if name not in rules:
             raise ValueError(
-                f"config.json: {name}={shown(value)} is not on max_ep's list for "
-                f"{of}, so it may change results; remove the field if it does not, "
+                f"config.json: {named(name)}={shown(value)} is not on max_ep's list "
+                f"for {of}, so it may change results; remove the field if it does not, "
                 "or serve the model without max_ep"
             )
         rule = rules[name]

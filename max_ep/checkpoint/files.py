@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .rule import shown
+from .rule import named, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -59,7 +59,7 @@ class Tensor:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.name}"
+        return f"{self.file}: {named(self.name)}"
 
 
 def read_tensors(folder: Path, files: Iterable[Path] = ()) -> dict[str, Tensor]:
@@ -114,15 +114,15 @@ def _index_of(folder: Path) -> tuple[dict[str, str], list[str]] | None:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(
-                f"{path}: {name} is in {shown(file)}, which is no name of a file "
-                "beside it"
+                f"{path}: {named(name)} is in {shown(file)}, which is no name of a "
+                "file beside it"
             )
     files = sorted(set(weight_map.values()))
     for file in files:
         if not (folder / file).is_file():
             names = [name for name, where in weight_map.items() if where == file]
             raise ValueError(
-                f"{path} names {file}, which is not there, for {names[0]}"
+                f"{path} names {named(file)}, which is not there, for {named(names[0])}"
                 f"{and_others(names)}; download it again"
             )
     return weight_map, files
@@ -136,8 +136,8 @@ def _as_indexed(
         tensor = of_files[folder / file].get(name)
         if tensor is None:
             raise ValueError(
-                f"{folder / file} does not have {name}, which {INDEX} says it has; "
-                "download both again"
+                f"{folder / file} does not have {named(name)}, which {INDEX} says it "
+                "has; download both again"
             )
         tensors[name] = tensor
     return tensors
@@ -153,8 +153,17 @@ def _header_of(file: Path) -> dict[str, Tensor]:
                 f"{file} is no safetensors file or is cut: its header has {n_header} "
                 f"bytes, the file {n_there}; download it again"
             )
-        header = _parsed(file, opened.read(n_header))
-    header.pop("__metadata__", None)
+        text = opened.read(n_header)
+    header = _parsed(file, text)
+    notes = header.pop("__metadata__", {})
+    are_texts = isinstance(notes, dict) and all(
+        isinstance(note, str) for note in notes.values()
+    )
+    if not text.startswith(b"{") or not are_texts:
+        raise ValueError(
+            f"{file} is no safetensors file: its header must begin with {{, and its "
+            "__metadata__ be an object of texts; save it again"
+        )
     spans, tensors = [], {}
     for name, entry in header.items():
         tensor, span = _entry_of(file, name, entry)
@@ -164,8 +173,8 @@ def _header_of(file: Path) -> dict[str, Tensor]:
     for begin, behind, name in sorted(spans):
         if begin != end:
             raise ValueError(
-                f"{file}: {name} begins at byte {begin} of the data, and the tensor "
-                f"before ends at {end}; download it again"
+                f"{file}: {named(name)} begins at byte {begin} of the data, and the "
+                f"tensor before ends at {end}; download it again"
             )
         end = behind
     n_wanted = 8 + n_header + end
@@ -186,18 +195,18 @@ def _entry_of(file: Path, name: str, entry: Any) -> tuple[Tensor, tuple[int, int
     for what, value in (("shape", shape), ("data_offsets", span)):
         if not isinstance(value, list) or not all(_is_size(x) for x in value):
             raise ValueError(
-                f"{file}: {name} has {what} {shown(value)}; it must be a list of "
-                "integers"
+                f"{file}: {named(name)} has {what} {shown(value)}; it must be a list "
+                "of integers"
             )
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ValueError(
-            f"{file}: {name} has dtype {shown(dtype)}, which is not supported"
+            f"{file}: {named(name)} has dtype {shown(dtype)}, which is not supported"
         )
     tensor = Tensor(name, dtype, tuple(shape), file)
     if len(span) != 2 or span[1] - span[0] != tensor.n_bytes:
         raise ValueError(
-            f"{file}: {name} has data_offsets {shown(span)}, and {dtype} of shape "
-            f"{shape} has {tensor.n_bytes} bytes; download it again"
+            f"{file}: {named(name)} has data_offsets {shown(span)}, and {dtype} of "
+            f"shape {shape} has {tensor.n_bytes} bytes; download it again"
         )
     return tensor, (span[0], span[1])
 

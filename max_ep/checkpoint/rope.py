@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
-from .rule import NEEDED, Rule, flag, number, only, optional, shown, whole
+from .rule import NEEDED, Rule, flag, named, number, only, optional, shown, whole
 
 _DEFAULT_THETA = {"MiniMaxM2ForCausalLM": 5e6}
 """In transformers, where it is not 1e4."""
@@ -106,8 +107,8 @@ class Rope:
             rule = rules.get(name)
             if rule is None:
                 raise ValueError(
-                    f"config.json: {field} has {name}={shown(value)}, which is not on "
-                    f"max_ep's list for the type {kind}: {', '.join(rules)}"
+                    f"config.json: {field} has {named(name)}={shown(value)}, which is not "
+                    f"on max_ep's list for the type {kind}: {', '.join(rules)}"
                 )
             if not rule.takes(value):
                 raise ValueError(
@@ -144,12 +145,13 @@ def _parameters(
 ) -> tuple[str, dict[str, Any]]:
     """Returns the field that has them, and them: as transformers merges fields."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    found = config.get(field) or {}
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"config.json: {field}={shown(found)} must be an object with rope_type"
-        )
-    found = dict(found)
+    for name in ("rope_parameters", field):
+        if not isinstance(config.get(name), (dict, NoneType)):
+            raise ValueError(
+                f"config.json: {name}={shown(config[name])} must be an object with "
+                "rope_type, or null"
+            )
+    found = dict(config.get(field) or {})
     for name in _OUTSIDE:
         if config.get(name) is not None:
             found.setdefault(name, config[name])

@@ -29,17 +29,23 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def is_whole(value: Any, least: int = 1) -> bool:
-    return type(value) is int and least <= value <= _MOST
+def named(name: str) -> str:
+    """Returns a name as an error shows it, in one line."""
+    return name if name.isprintable() and name and len(name) < 120 else shown(name)
+
+
+def is_whole(value: Any, least: int = 1, most: int = _MOST) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
-def whole(default: Any = NEEDED, least: int = 1) -> Rule:
-    """Takes integers from ``least`` on."""
-    return Rule(lambda v: is_whole(v, least), f"an integer from {least} on", default)
+def whole(default: Any = NEEDED, least: int = 1, most: int = _MOST) -> Rule:
+    """Takes integers in ``[least, most]``."""
+    served = f"an integer in [{least}, {most}]"
+    return Rule(lambda v: is_whole(v, least, most), served, default)
 
 
 def number(default: Any = NEEDED) -> Rule:
@@ -86,6 +92,17 @@ def each(rule: Rule, default: Any = NEEDED) -> Rule:
     return Rule(takes, f"a list, each element {rule.served}", default)
 
 
-def free(default: Any = None) -> Rule:
-    """Takes everything: the field does not change results."""
-    return Rule(lambda _: True, "anything", default)
+def free(default: Any = None, *types: type) -> Rule:
+    """Takes everything, or what transformers takes: values of these types. The field
+    does not change results."""
+    names = " or ".join(kind.__name__ for kind in types)
+    return Rule(lambda v: not types or type(v) in types, names or "anything", default)
+
+
+def real(default: Any) -> Rule:
+    """Takes numbers above 0 with a point: transformers refuses integers there."""
+    return Rule(
+        lambda v: type(v) is float and is_number(v),
+        "a number above 0 with a decimal point",
+        default,
+    )
