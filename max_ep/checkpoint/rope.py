@@ -107,8 +107,8 @@ class Rope:
             rule = rules.get(name)
             if rule is None:
                 raise ValueError(
-                    f"config.json: {field} has {named(name)}={shown(value)}, which is not "
-                    f"on max_ep's list for the type {kind}: {', '.join(rules)}"
+                    f"config.json: {field} has {named(name)}={shown(value)}, which is "
+                    f"not on max_ep's list for the type {kind}: {', '.join(rules)}"
                 )
             if not rule.takes(value):
                 raise ValueError(
