@@ -70,10 +70,11 @@ def kept(target: Path, make: Callable[[Path], None]) -> Path:
             root can: what is in the cache runs in this process.
     """
     folder = target.parent
-    if folder.is_dir():
-        _check_owner(folder)
-        if _is_whole(target):
-            return target
+    with _disk_errors(folder):  # it may be out of reach
+        if folder.is_dir():
+            _check_owner(folder)
+            if _is_whole(target):
+                return target
     check_folder(folder)
     with one_at_a_time(folder / f"{target.name}.lock", target.name):
         if not _is_whole(target):

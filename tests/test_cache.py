@@ -313,6 +313,18 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path):
         cache.kept(folder / "file", made)
 
 
+def test_a_folder_out_of_reach_is_said(tmp_path, monkeypatch):
+    """Such as the home of another user. For root nothing is."""
+
+    def refuse(*_: Any) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    words = f"nothing can be kept in {tmp_path}: Permission denied; MAX_EP_CACHE_DIR"
+    with raises(RuntimeError, words):
+        cache.kept(tmp_path / "file", made)
+
+
 def test_where_the_cache_is(tmp_path, monkeypatch):
     """An empty variable is none; a relative one is where the process began."""
     monkeypatch.setattr(cache.os, "geteuid", os.geteuid)
