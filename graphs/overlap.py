@@ -46,10 +46,10 @@ def build(module: Module | None = None) -> Graph:
     with Graph("overlap", input_types=types, module=module) as graph:
         values = [value.tensor for value in graph.inputs[:n]]
         manager.fetch_buffers(graph.inputs[n:])
-        x, ids, weights = values[0:4], values[4:8], values[8:12]
+        x, ids, weights, expert = values[0:4], values[4:8], values[8:12], values[12]
         for rank in RANKS:
             manager.ep_dispatch_async(x[rank], ids[rank], rank)
-        shared = [linear(tokens, values[12]) for tokens in x]  # tokens travel
+        shared = [linear(tokens, expert) for tokens in x]  # tokens travel
         rows = [manager.ep_dispatch_wait(rank)[0] for rank in RANKS]
         for rank in RANKS:
             manager.ep_combine_async(rows[rank] * 3, rank)

@@ -76,10 +76,11 @@ def test_blocks_are_run_or_part_of_what_is_run(page):
             assert not PROGRAMS.intersection(words), f"this is a command:\n{block}"
 
 
-def program_of(page: Path) -> str:
-    """Returns the blocks of a page that no file has, one after another."""
+def program_of(page: Path, n_blocks: int | None = None) -> str:
+    """Joins the first blocks of a page, or all, that no file has."""
     of_python = [found[1:] for found in blocks(page) if found[0] == "python"]
-    return "\n".join(block for block, above in of_python if not file_with(block, above))
+    own = [block for block, above in of_python if not file_with(block, above)]
+    return "\n".join(own[:n_blocks])
 
 
 @pytest.mark.parametrize("name", ["all_gather", "formats"])
@@ -89,11 +90,12 @@ def test_a_page_runs(name):
     exec(compile(program, name, "exec"), {})
 
 
-def test_the_pytorch_page_runs(tmp_path):
+@pytest.mark.parametrize("n_blocks", [1, None], ids=["first block", "page"])
+def test_the_pytorch_page_runs(tmp_path, n_blocks):
     """On CPU, as a program that `torchrun` starts."""
     page = ROOT / "docs/pytorch.md"
     assert "`torchrun --nproc-per-node 4 program.py`" in page.read_text()
-    (tmp_path / "program.py").write_text(program_of(page))
+    (tmp_path / "program.py").write_text(program_of(page, n_blocks))
     command = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"
     how = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), cwd=tmp_path)
     done = ran(*command, "program.py", **how)
