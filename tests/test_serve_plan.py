@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from max.dtype import DType
+from transformers import AutoConfig
 
+from graphs.serve.checkpoint import make_checkpoint
 from max_ep import EPConfig
 from max_ep.balance import Placement, plan
 from max_ep.moe_shape import MoeShape
-from max_ep.serve import deepseek_v3, settings
+from max_ep.serve import deepseek_v3, settings, source
+from max_ep.serve.model import CheckedConfig
 from max_ep.serve.settings import (
     PLACEMENT_VARIABLE,
     activation_bytes,
@@ -43,6 +50,69 @@ class _Copied(SimpleNamespace):
 
     def model_copy(self, update: dict) -> _Copied:
         return _Copied(**(vars(self) | update))
+
+
+def test_renormalized_weights_are_not_served_in_place_of_others():
+    """Where MAX divides every expert, its own gate runs, which always renormalizes."""
+    devices = [SimpleNamespace(device_type="gpu")] * 2
+    model, runtime = SimpleNamespace(device_specs=devices), SimpleNamespace(ep_size=1)
+    flags = SimpleNamespace(model=model, runtime=runtime)
+    config = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True)
+    assert _planner().estimate_activation_memory(flags, config) == 0
+    config.norm_topk_prob = False
+    with pytest.raises(ValueError, match="norm_topk_prob=False .*pass --ep-size 2"):
+        _planner().estimate_activation_memory(flags, config)
+
+
+def _served(folder: Path) -> SimpleNamespace:
+    """What MAX knows of a checkpoint in a folder, as far as we ask."""
+    repo = SimpleNamespace(repo_type="local", local_path=str(folder), subfolder=None)
+    model = SimpleNamespace(huggingface_model_repo=repo, huggingface_weight_repo=repo)
+    model.huggingface_config = AutoConfig.from_pretrained(folder)
+    model.resolved_weight_paths = lambda: sorted(folder.rglob("*.safetensors"))[::-1]
+    model.device_specs = [SimpleNamespace(device_type="cpu")]
+    return SimpleNamespace(model=model)
+
+
+def test_a_server_checks_the_checkpoint(tmp_path, monkeypatch):
+    """With MAX's own command, too: the config when MAX reads it, and with the memory
+    plan the files. What MAX reads and transformers does not write is added."""
+
+    class Stock:
+        @classmethod
+        def initialize(cls, pipeline_config: Any) -> Any:
+            return pipeline_config.model.huggingface_config
+
+    class Checked(CheckedConfig, Stock):
+        pass
+
+    for size in ("deepseek_tiny", "tiny"):
+        make_checkpoint(tmp_path / size, size)
+        fields = json.loads((tmp_path / size / "config.json").read_text())
+        for name in ("moe_layer_freq", "topk_method", "scoring_func", "head_dim"):
+            fields.pop(name, None)
+        (tmp_path / size / "config.json").write_text(json.dumps(fields))
+        made = Checked.initialize(_served(tmp_path / size))
+        if size == "tiny":
+            assert made.head_dim == 32
+        else:
+            known = made.moe_layer_freq, made.topk_method, made.scoring_func
+            assert known == (1, "noaux_tc", "sigmoid")
+    folder = tmp_path / "tiny"
+    more = folder / "original"  # MAX opens these files, too
+    shutil.copytree(folder, more)
+    served = _served(folder)
+    files = {place.tensor.file for place in source.stored_in(served, 0).values()}
+    assert files == {folder / "model.safetensors"}
+    cut = folder / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-500])
+    monkeypatch.setattr(settings, "is_downloaded", source.is_downloaded)
+    with pytest.raises(ValueError, match="model.safetensors is cut"):
+        _planner().estimate_activation_memory(served, served.model.huggingface_config)
+    fields["use_sliding_window"] = True
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="use_sliding_window=True is not served"):
+        Checked.initialize(served)
 
 
 def test_deepseek_needs_attention_and_experts(monkeypatch):

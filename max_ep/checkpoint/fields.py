@@ -83,7 +83,7 @@ _COMMON: dict[str, Rule] = {
     "id2label": optional(_LABELS),
     "initializer_range": free(0.02, float),
     "label2id": optional(free(None, dict)),
-    "num_labels": optional(whole(None, least=0, most=1000)),
+    "num_labels": whole(2, least=0, most=1000),
     "output_hidden_states": optional(flag(False))._replace(default=False),
     "problem_type": only(None),
     "return_dict": optional(flag(True))._replace(default=True),
