@@ -136,11 +136,12 @@ def modes(buffer: Buffer) -> None:
     """What is made in inference mode is changed outside it; a handle of a compiled
     dispatch is combined outside that."""
     with torch.inference_mode():
-        other = open_buffer(timeout_s=COMPILE_S)
+        other = open_buffer(timeout_s=COMPILE_S, use_fabric=True)  # which is ignored
         rows, _, handle, *_ = dispatch(other)
         to = other.get_next_low_latency_combine_buffer(handle)
     to.copy_(rows)
-    y = combine(other, rows, handle, zero_copy=True)[0]
+    nothing = dict(overlap=False, num_sms=3, x_ori=None)  # is asked for
+    y = combine(other, rows, handle, zero_copy=True, **nothing)[0]
     rows, _, handle, *_ = torch.compile(dispatch, backend="aot_eager")(other)
     assert torch.equal(combine(other, rows, handle)[0], y)
     other.reset()
