@@ -165,7 +165,7 @@ def read_npz(path: str | Path, kind: Callable[..., T], maker: str, *names: str) 
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
-            f"{path} cannot be read: {reason}; name a file of {maker}"
+            f"{str(path) or 'no file'} cannot be read: {reason}; name a file of {maker}"
         ) from error
     except Exception as error:  # NumPy and zipfile have many for a damaged file
         is_name = isinstance(error, KeyError)  # whose text is quoted

@@ -38,9 +38,10 @@ def run_balance(options: argparse.Namespace) -> None:
         before = unbalanced(n_layers, n_experts, n_ranks)
         n_replicas = options.replicas
         if n_replicas is None:
-            # An eighth, and as many as all ranks can hold equally, none twice.
-            n_local = min(n_experts, -(-n_experts * 9 // 8 // n_ranks))
-            n_replicas = n_local * n_ranks - n_experts
+            # An eighth, and as many as all ranks can hold equally.
+            n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
+            most = min(options.max_replicas or n_ranks, n_ranks)
+            n_replicas = max(0, min(n_replicas, n_experts * (most - 1)))
     try:
         after = plan(
             counts,

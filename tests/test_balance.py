@@ -498,6 +498,9 @@ def test_command_says_what_is_wrong(tmp_path, run_cli):
     good = save_statistics(tmp_path / "good.npz", np.ones(8))
     other = save_statistics(tmp_path / "other.npz", np.ones(12))
     unbalanced(1, 12, 4).save(tmp_path / "placement.npz")
+    for most, n_replicas in ((1, 0), (2, 4), (0, 4)):
+        said = run_cli("balance", good, "--max-replicas", most)
+        assert said.startswith(f"8 experts on 4 ranks, {n_replicas} replicas more")
     for words, says in (
         (["nowhere.npz"], "No such file"),
         ([good, other], "differ in (experts, ranks): [(8, 4), (12, 4)]"),
