@@ -4,7 +4,7 @@ bfloat16, on Hopper also in blockwise FP8.
 
 Rows and weights in FP8 are pairs of values and scales. What has no kernel here is
 refused when the graph is built. MAX's ``grouped_matmul_ragged`` has none for the CPU
-and, in bfloat16, for Hopper (docs/decisions/0016-matmuls-on-hopper.md).
+and, in bfloat16, for Hopper (docs/upstream.md).
 """
 
 from __future__ import annotations
