@@ -42,7 +42,7 @@ class _Guard:
             spec = MojoImporter().find_spec(name, path, target)
             if spec is not None and not _is_whole_library(spec.origin):
                 say(f"{spec.origin} is damaged; it is made again")
-                os.remove(spec.origin)
+                _remove(spec.origin)
                 spec = MojoImporter().find_spec(name, path, target)
         return spec
 
@@ -69,6 +69,16 @@ def _lock_beside(sources: Path) -> Path:
         if os.access(folder, os.W_OK):
             return folder / "max_ep.lock"
     return lock_in_cache("kv_cache_ops")
+
+
+def _remove(path: str) -> None:
+    try:
+        os.remove(path)
+    except OSError as error:
+        raise ImportError(
+            f"max_ep: MAX's library {path} is damaged, and this user cannot remove it: "
+            f"{error.strerror}. Reinstall max, or let its owner remove the file"
+        ) from error
 
 
 def _is_whole_library(path: str) -> bool:

@@ -25,7 +25,7 @@ from errors import raises
 from max.engine import InferenceSession
 from max.graph import Graph
 
-from max_ep import cache
+from max_ep import cache, first_import
 
 TIMEOUT_S = 60
 
@@ -405,6 +405,11 @@ def test_what_a_killed_process_left_is_made_again(imports, tmp_path, damage):
     assert second.returncode == 0, said
     assert f"max_ep: {library} is damaged; it is made again\ncompiles\n" in said
     assert library.read_bytes() == whole
+
+
+def test_a_library_that_cannot_be_removed_is_named(tmp_path):
+    with raises(ImportError, f"MAX's library {tmp_path} is damaged; Reinstall max"):
+        first_import._remove(str(tmp_path))  # a folder
 
 
 IN_A_GROUP = """
