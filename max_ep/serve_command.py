@@ -26,6 +26,7 @@ from .checkpoint import (
     read_tensors,
     shape_of,
 )
+from .limits import TOKEN_ALIGN_BYTES
 from .moe_shape import check_place
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
@@ -52,6 +53,7 @@ def run_serve(options: Any) -> None:
         raise ValueError(f"--gpus {n_gpus}: this machine has {len(gpus)}")
     config, tensors, n_bytes = checkpoint_of(options.model, n_gpus)
     _check_supported(config, gpus[:n_gpus])
+    _check_token(config["hidden_size"], n_gpus)
     n_experts = shape_of(config).n_experts
     n_ranks = n_gpus or options.ranks
     if n_ranks is None:
@@ -165,6 +167,16 @@ def _weight_paths(flags: Sequence[str], tensors: dict[str, Tensor]) -> list[str]
         return []
     files = sorted({str(tensor.file.absolute()) for tensor in tensors.values()})
     return [word for file in files for word in ("--weight-path", file)]
+
+
+def _check_token(hidden_size: int, n_gpus: int) -> None:
+    """Refuses tokens that dispatch cannot copy."""
+    multiple = TOKEN_ALIGN_BYTES // (2 if n_gpus else 4)
+    if hidden_size % multiple:
+        raise ValueError(
+            f"config.json: hidden_size={hidden_size} is not served; served are "
+            f"multiples of {multiple}"
+        )
 
 
 def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu]) -> None:

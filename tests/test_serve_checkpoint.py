@@ -93,6 +93,7 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (QWEN | {"n_shared_experts": 1}, "n_shared_experts=1 is not on"),
         (QWEN | {"shared_expert_intermediate_size": 64}, "shared_expert_inter"),
         (QWEN | {"layer_types": ["sliding_attention"] * 48}, "layer_types="),
+        (QWEN | {"layer_types": ["full_attention"]}, "layer_types has 1 elements"),
         (QWEN | {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not served"),
         (QWEN | {"num_local_experts": 64}, "num_local_experts=64 does not fit to"),
         (QWEN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

@@ -163,6 +163,10 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
         ((), QWEN | {"quantization_config": {"quant_method": "fp8"}}, (),
          "Qwen3MoeForCausalLM in 'fp8' without weight_block_size is not supported; "
          "take a checkpoint in bfloat16"),
+        ((), QWEN | {"hidden_size": 2046}, (),
+         "hidden_size=2046 is not served; served are multiples of 4"),
+        ([H100], QWEN | {"hidden_size": 2044}, (),
+         "hidden_size=2044 is not served; served are multiples of 8"),
         ((), QWEN | {"use_sliding_window": True}, (),
          "use_sliding_window=True is not served"),
         # On several GPUs, and with other sizes of experts or blocks, in bfloat16.

@@ -338,6 +338,10 @@ def _check_sizes(config: dict[str, Any], n_experts: int, architecture: str) -> N
     if heads % kv_heads:
         divisor = f"num_attention_heads={heads}, which it does not divide"
         _refuse(f"num_key_value_heads={kv_heads}", divisor)
+    of_layers = config.get("layer_types")
+    if of_layers is not None and len(of_layers) != n_layers:
+        what = f"layer_types has {len(of_layers)} elements, which"
+        _refuse(what, f"num_hidden_layers={n_layers}")
     for layer in config.get("mlp_only_layers") or ():
         if layer >= n_layers:
             _refuse(f"mlp_only_layers has {layer}", f"num_hidden_layers={n_layers}")
