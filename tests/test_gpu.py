@@ -94,6 +94,7 @@ ALL_CASES |= capped([CAPPED, TIGHT, *CAPPED_ON_TWO])
 two_on_each = functools.partial(Case.on_gpus, ranks_per_gpu=2)
 _PLACES = {
     "one_gpu": (1, Case.on_one_gpu, round_trip, range(1, 6)),
+    "one_gpu_eight": (1, Case.on_one_gpu, round_trip, [8]),
     "one_rank_fused": (1, Case.on_gpus, fused_round_trip, [1]),
     "two_gpus": (2, Case.on_gpus, round_trip, [2]),
     "two_gpus_fused": (2, Case.on_gpus, fused_round_trip, [2]),
