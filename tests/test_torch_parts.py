@@ -24,6 +24,16 @@ API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
 C_TYPES = {"Int": ctypes.c_int64, "Int64": ctypes.c_int64, "Int32": ctypes.c_int32}
 
 
+def test_a_library_that_does_not_load_is_said(tmp_path, monkeypatch) -> None:
+    """As on a file system with noexec."""
+    path = tmp_path / "library.so"
+    path.write_bytes(b"no library, but what the loader says")
+    monkeypatch.setattr(library, "build", lambda settings: path)
+    words = f"the library is whole, but does not load: {path}; MAX_EP_CACHE_DIR; noexec"
+    with raises(RuntimeError, words):
+        library.load.__wrapped__(None)
+
+
 def test_c_abi_is_what_python_declares() -> None:
     """Each exported function: its arguments and their widths, and its result."""
     pattern = r"@export\ndef max_ep_(\w+)\((.*?)\) abi\(\"C\"\)(?: -> (\w+))?:"
