@@ -161,7 +161,7 @@ def test_a_package_is_there_when_it_is_whole(cache, monkeypatch):
             extension_path()
     assert extension_path().read_text() == "max_ep"
     files = {p.name for p in cache.rglob("*") if p.is_file()}
-    assert files == {"max_ep.mojoc", "max_ep.mojoc.lock"}
+    assert files == {"max_ep.mojoc", "max_ep.mojoc.sum", "max_ep.mojoc.lock"}
 
 
 def test_a_cache_that_cannot_be(cache, monkeypatch):
