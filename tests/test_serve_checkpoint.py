@@ -126,6 +126,8 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (QWEN | {"num_experts": 1e30}, "num_experts=1e.30 is not served"),
         (QWEN | {"num_experts": True}, "num_experts=True is not served"),
         (QWEN | {"num_experts": None}, "num_experts=None is not served"),
+        (QWEN | {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is not"),
+        (QWEN | {"num_experts": 10**9}, "num_experts=1000000000 does not fit to num_h"),
         (QWEN | {"hidden_size": 256.0}, "hidden_size=256.0 is not served"),
         (QWEN | {"hidden_size": 2**61}, "hidden_size=.* is not served"),
         (QWEN | {"num_experts_per_tok": 33}, "num_experts_per_tok=33 does not fit"),

@@ -31,6 +31,11 @@ from .rule import (
     whole,
 )
 
+_MOST_LAYERS = 1024
+_MOST_EXPERTS = 1 << 18
+"""Most layers, and experts of all of them: far above any model, and few enough that each
+tensor can be looked for by name."""
+
 _DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 
 _IDS = Rule(
@@ -105,7 +110,7 @@ _COMMON: dict[str, Rule] = {
     "max_position_embeddings": whole(),
     "num_attention_heads": whole(),
     "num_experts_per_tok": whole(),
-    "num_hidden_layers": whole(),
+    "num_hidden_layers": whole(most=_MOST_LAYERS),
     "num_key_value_heads": whole(),
     "pruned_heads": only({}, None),
     "quantization_config": free(),
@@ -335,6 +340,9 @@ def _check_sizes(config: dict[str, Any], n_experts: int, architecture: str) -> N
     if top_k > min(n_experts, MAX_TOP_K):
         most = f"{name}={n_experts}, and at most {MAX_TOP_K}"
         _refuse(f"num_experts_per_tok={top_k}", most)
+    if n_layers * n_experts > _MOST_EXPERTS:
+        most = f"num_hidden_layers={n_layers}: together at most {_MOST_EXPERTS} experts"
+        _refuse(f"{name}={n_experts}", most)
     if heads % kv_heads:
         divisor = f"num_attention_heads={heads}, which it does not divide"
         _refuse(f"num_key_value_heads={kv_heads}", divisor)
