@@ -33,7 +33,7 @@ from .rule import (
 
 _MOST_LAYERS = 1024
 _MOST_EXPERTS = 1 << 18
-"""Most layers, and experts of all of them: far above any model, and few enough that each
+"""Most layers, and experts of all of them: far above any model, and so few that each
 tensor can be looked for by name."""
 
 _DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
