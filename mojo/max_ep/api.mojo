@@ -83,7 +83,7 @@ from .device.kernel import InputScales
 from .kernel_argument import ImmPointer, unused
 from .launch import launch_combine, launch_dispatch
 from .layout import Addressing, combine_msg_bytes, Group
-from .token_format import SharedRows, TokenFormat
+from .token_format import LocalRows, TokenFormat
 
 
 def ep_dispatch_async_kernel_api[
@@ -242,7 +242,7 @@ def ep_combine_wait_kernel_api[
     recv_ptrs: TileTensor[DType.uint64, ...],
     recv_count_ptrs: TileTensor[DType.uint64, ...],
     context: DeviceContext,
-    expert_rows: SharedRows = unused[SharedRows](),
+    expert_rows: LocalRows = unused[LocalRows](),
 ) raises:
     """Completes combine: the weighted sum of each token's expert rows.
 

@@ -15,7 +15,7 @@ from .flags import FlagPointer
 from .kernel_argument import ImmPointer, KernelArgument, MutPointer, unused
 from .layout import Group, MAX_RANKS, MAX_TOP_K, MESSAGE_ALIGN, N_GROUP_WORDS
 from .row_tables import RowTables
-from .token_format import BytePointer, SharedRows, TokenFormat
+from .token_format import BytePointer, LocalRows, TokenFormat
 from .transport import PeerBuffers
 
 
@@ -371,7 +371,7 @@ def dispatched_rows[
 struct GivenRows(KernelArgument, TrivialRegisterPassable):
     """The expert rows of a combine."""
 
-    var rows: SharedRows
+    var rows: LocalRows
     var src_info: ImmPointer[Int32]
     """`[n_rows][2]`: token on its source rank, and k; a wait does not read it."""
 
@@ -386,7 +386,7 @@ def given_rows[
     comptime if sends:
         check_shape(call.op, "src_info", src_info, n_rows, 2)
         check_shape(call.op, "input_tokens", rows, n_rows, group.hidden_size)
-    return {SharedRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows), imm(src_info)}
+    return {LocalRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows), imm(src_info)}
 
 
 @fieldwise_init

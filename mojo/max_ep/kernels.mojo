@@ -27,7 +27,7 @@ from .dispatch_by_expert.kernel import DispatchByExpert
 from .flags import FlagPointer
 from .kernel_argument import ImmPointer, MutPointer, unused
 from .layout import Addressing, combine_msg_bytes, Group
-from .token_format import BytePointer, SharedRows, TokenFormat
+from .token_format import BytePointer, LocalRows, TokenFormat
 
 
 comptime _MostThreads[n: Int] = StaticTuple[Int32, 1](Int32(n))
@@ -212,7 +212,7 @@ def combine_wait_kernel[
     recv_count_ptrs: Array[FlagPointer, p2p_world_size],
     ep_counters: EPLocalSyncCounters[n_experts],
     my_rank: Int32,
-    shared_rows: SharedRows,
+    shared_rows: LocalRows,
 ):
     """Adds the weighted rows of each token, as they arrive."""
     comptime group = Group(

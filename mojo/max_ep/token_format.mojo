@@ -234,7 +234,7 @@ trait TokenFormat:
 
 
 @fieldwise_init
-struct SharedRows(KernelArgument, TrivialRegisterPassable):
+struct LocalRows(KernelArgument, TrivialRegisterPassable):
     """Expert rows of this rank that combine reads in place, since they are not sent.
 
     They are rows of the shared expert; also, on GPUs or with sums, the results of this

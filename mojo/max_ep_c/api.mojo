@@ -43,7 +43,7 @@ from max_ep.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch import launch_combine, launch_dispatch
 from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
 from max_ep.setup import buffer_offsets, SetUp, start_set_up
-from max_ep.token_format import OutputTensors, SharedRows
+from max_ep.token_format import OutputTensors, LocalRows
 from max_ep.transport import PeerBuffers
 from max_ep.watch import launch_watch, watch_kernel
 from std.memory.alloc import unsafe_alloc
@@ -385,7 +385,7 @@ def _combine[form: Form](mut rank: Rank, queue: Int, given: CombineArguments) ra
     launch_combine[COMBINE_DTYPE, TARGET, form, True](
         rank.call[COMBINE, 1]("combine"),
         GivenRows(
-            SharedRows(_at[UInt8](given.rows), N_ROWS), _imm[Int32](given.src_info)
+            LocalRows(_at[UInt8](given.rows), N_ROWS), _imm[Int32](given.src_info)
         ),
         CombinedTokens[COMBINE_DTYPE](
             _at[Scalar[COMBINE_DTYPE]](given.combined),

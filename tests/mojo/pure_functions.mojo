@@ -4,11 +4,11 @@
 Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu import WARP_SIZE
-from max_ep.combine_sums.roles import receive_schedule as combine_schedule
+from max_ep.combine_sums.roles import sum_receive_schedule
 from max_ep.counters import Counters
 from max_ep.device.schedule import chunk_of, InlineSplit, Schedule
 from max_ep.dispatch_by_expert.send import SendSchedule
-from max_ep.dispatch_by_rank.counts import pair_of_lane
+from max_ep.dispatch_by_rank.row_offsets import pair_of_lane
 from max_ep.dispatch_by_rank.entries import (
     entry_word,
     expert_of_entry,
@@ -21,7 +21,7 @@ from max_ep.dispatch_by_rank.roles import (
     chunks_at_once_shift,
     N_INDEX_WARPS,
     N_WARPS_MIN,
-    receive_schedule,
+    token_receive_schedule,
 )
 from max_ep.flags import (
     count_of,
@@ -68,9 +68,9 @@ def check_schedules() raises:
             )
             var n_added = List[Int](length=3 * n_warps * n_blocks, fill=0)
             for warp in range(n_warps):
-                var received = receive_schedule(warp, n_warps)
+                var received = token_receive_schedule(warp, n_warps)
                 assert_equal(received.stride * n_blocks, len(n_received))
-                var added = combine_schedule(warp, n_warps)
+                var added = sum_receive_schedule(warp, n_warps)
                 for block in range(n_blocks):
                     var item = Schedule.item(received.first, block, n_blocks)
                     if warp < n_warps - N_INDEX_WARPS:

@@ -26,7 +26,7 @@ from max_ep.kernels import (
     dispatch_wait_kernel,
 )
 from max_ep.layout import Addressing, Group
-from max_ep.token_format import BytePointer, SharedRows
+from max_ep.token_format import BytePointer, LocalRows
 from ranks import MatrixLayout, set_up, Vector, vector
 from std.testing import assert_equal
 
@@ -320,7 +320,7 @@ def receive_rows(ranks: List[Rank], by_launcher: Bool, ctx: DeviceContext) raise
     """Adds up the rows of all ranks."""
     for i in range(N_RANKS):
         ref rank = ranks[i]
-        var rows = SharedRows(at[F32](rank.rows).unsafe_bitcast[UInt8](), MAX_ROWS)
+        var rows = LocalRows(at[F32](rank.rows).unsafe_bitcast[UInt8](), MAX_ROWS)
         if by_launcher:
             ep_combine_wait_kernel_api[
                 F32, HIDDEN, TOP_K, N_EXPERTS, MAX_TOKENS, N_RANKS, 1, "gpu"

@@ -15,7 +15,7 @@ from max_ep import (
 )
 from max_ep.formats.plain import PlainRows
 from max_ep.layout import Addressing, combine_msg_bytes, Group
-from max_ep.token_format import SharedRows
+from max_ep.token_format import LocalRows
 from ranks import Matrix, Ranks, tensor, vector
 from std.testing import assert_equal, assert_raises
 
@@ -168,7 +168,7 @@ def check_shared_expert[addressing: Addressing]() raises:
             ranks.ptrs[4],
             ranks.ptrs[5],
             DeviceContext(api="cpu"),
-            SharedRows(one_row, 1),
+            LocalRows(one_row, 1),
         )
 
 

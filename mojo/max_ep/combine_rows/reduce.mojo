@@ -15,7 +15,7 @@ from ..device.warp import any_lane, in_32_bits, load16, store16
 from ..failures import Failure, is_fatal, RECEIVE
 from ..flags import count_of, flag_word, generation_of, message_flag
 from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
-from ..token_format import BytePointer, LaneBytes, SharedRows
+from ..token_format import BytePointer, LaneBytes, LocalRows
 from .send import NEXT_CHUNK
 
 comptime ROWS_IN_FLIGHT = 8
@@ -156,7 +156,7 @@ def reduce_tokens[
     group: Group, //, dtype: DType, own_are_sent: Bool
 ](
     combined: CombinedTokens[dtype],
-    expert_rows: SharedRows,
+    expert_rows: LocalRows,
     dispatch_generation: UInt32,
     block: Block[group],
 ):

@@ -25,16 +25,16 @@ from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
 from ..failures import Failure, RECEIVE, SEND
 from ..layout import Group
-from ..token_format import BytePointer, SharedRows
-from .partials import FEW_TOKENS, Share, SOME_TOKENS, SumSplit
-from .receive import Receiver
+from ..token_format import BytePointer, LocalRows
+from .partials import FEW_TOKENS, LaneSlice, SOME_TOKENS, SumSplit
+from .receive import SumReceiver
 from .roles import (
     ELECTING_WARP,
     N_CONTROL,
     N_WARPS_MIN,
     POLLING_WARP,
     PUBLISHING_WARP,
-    receive_schedule,
+    sum_receive_schedule,
     TokenRecord,
 )
 from .send import send_partials, sum_to_send
@@ -50,7 +50,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
 
     comptime group = Self.group_
 
-    var rows: SharedRows
+    var rows: LocalRows
     """Expert rows in the order of the last dispatch, aligned to 16 bytes."""
     var combined: CombinedTokens[Self.dtype]
     var buffers: Buffers[Self.group]
@@ -74,7 +74,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # Chosen before the previous launch has ended, and before the peers' numbers of
         # tokens are known: if these are not few, what is loaded below is not used.
         var source, token_idx = _first_token[
-            group, Share[group, Self.dtype, Self.partial_dtype].n_steps
+            group, LaneSlice[group, Self.dtype, Self.partial_dtype].n_steps
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)
@@ -125,7 +125,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                 if block_idx.x == 0 and block.warp_idx == n_warps - POLLING_WARP:
                     poll_done_words(block)
             var n_tokens = in_32_bits(self.combined.n_tokens)
-            var receiver = Receiver[group, Self.dtype, Self.partial_dtype](
+            var receiver = SumReceiver[group, Self.dtype, Self.partial_dtype](
                 block,
                 self.rows.rows,
                 BytePointer(unsafe_from_address=Int(self.combined.tokens)),
@@ -185,6 +185,6 @@ def _first_token[group: Group, n_steps: Int](n_senders: Int) -> Tuple[Int, Int]:
     if warp_idx < n_senders:
         var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
         return sum_to_send[group](split.chunk(number).whole)
-    var round = receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first
+    var round = sum_receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first
     var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
     return (0, split.chunk(item).whole)

@@ -26,7 +26,7 @@ from ..token_format import BytePointer, LaneBytes, SENTINEL
 
 
 @fieldwise_init
-struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
+struct LaneSlice[group: Group, combine_dtype: DType, partial_dtype: DType](
     TrivialRegisterPassable
 ):
     """What a lane has of a row or a partial sum in a step: where it is, how it is added.
@@ -35,7 +35,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
     """
 
     var idx: Int
-    """Which of the `n_shares`; past them: the last step is not whole."""
+    """Which of the `n_slices`; past them: the last step is not whole."""
 
     comptime hidden_size = Self.group.hidden_size
     comptime is_quantized = Self.group.partial_block > 0
@@ -55,8 +55,8 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
     )
     """16 bytes of a partial sum that they fill, and those of their scales."""
     comptime row_bytes = Self.hidden_size * size_of[Scalar[Self.combine_dtype]]()
-    comptime n_shares = Self.hidden_size // Self.width
-    comptime n_steps = ceildiv(Self.n_shares, WARP_SIZE)
+    comptime n_slices = Self.hidden_size // Self.width
+    comptime n_steps = ceildiv(Self.n_slices, WARP_SIZE)
     comptime Sum = SIMD[DType.float32, Self.width]
 
     @staticmethod
@@ -78,7 +78,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
 
     @always_inline
     def store_row(self, row: BytePointer, sum: Self.Sum):
-        """Rounds a share once, and stores it."""
+        """Rounds a slice once, and stores it."""
         comptime n = Self.row_width
         var rounded = sum.cast[Self.combine_dtype]()
         comptime for i in range(Self.n_row_vectors):
@@ -102,11 +102,11 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
 
     @always_inline
     def send(self, partial_sum: BytePointer, sum: Self.Sum):
-        """Rounds a share once, and sends it; all lanes of a warp call it."""
-        var is_there = self.idx < Self.n_shares
+        """Rounds a slice once, and sends it; all lanes of a warp call it."""
+        var is_there = self.idx < Self.n_slices
         comptime if Self.is_quantized:
             var given = sum
-            comptime if Self.n_shares % WARP_SIZE != 0:
+            comptime if Self.n_slices % WARP_SIZE != 0:
                 if not is_there:
                     given = 0
             var wire = Self.Quantized.encode_lane(given, self.idx % WARP_SIZE)
@@ -136,7 +136,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
     def add_rows[
         n_at_once: Int
     ](self, mut sum: Self.Sum, expert_rows: BytePointer, row: Int32, weight: Float32):
-        """Adds a share of this rank's weighted rows of a token, with a warp; lane `k` has
+        """Adds a slice of this rank's weighted rows of a token, with a warp; lane `k` has
         row and weight of choice `k`."""
         comptime n_vectors = Self.n_row_vectors
         comptime n_rows = max(1, n_at_once // n_vectors)
@@ -154,8 +154,8 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
                     Int(warp.shuffle_idx(row, choices[i])) * Self.row_bytes
                 )
                 var is_there = has[i]
-                comptime if Self.n_shares % WARP_SIZE != 0:
-                    is_there = is_there and self.idx < Self.n_shares
+                comptime if Self.n_slices % WARP_SIZE != 0:
+                    is_there = is_there and self.idx < Self.n_slices
                 comptime for j in range(n_vectors):
                     parts[i * n_vectors + j] = load16_if(
                         self.row_vector(from_, j), is_there
@@ -174,8 +174,8 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
     def load_partial[
         n_loaded: Int, //, first: Int
     ](self, mut loaded: Array[LaneBytes, n_loaded], partial_sum: BytePointer):
-        """Loads a share of a partial sum, whether it has come or not."""
-        if self.idx < Self.n_shares:
+        """Loads a slice of a partial sum, whether it has come or not."""
+        if self.idx < Self.n_slices:
             comptime for i in range(Self.n_partial_vectors):
                 loaded[first + i] = load_relaxed_sys_16(
                     self.partial_vector(partial_sum, i)
@@ -198,7 +198,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
         """
         comptime n_vectors = Self.n_partial_vectors
         comptime n_all = Self.group.n_ranks * n_vectors
-        var wanted = owners if self.idx < Self.n_shares else 0
+        var wanted = owners if self.idx < Self.n_slices else 0
         var kept = wanted
         var n_polls = 0
         while True:
@@ -233,7 +233,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
         owner_rank: Int,
         block: Block[...],
     ) -> Bool:
-        """Adds a share of a partial sum, as soon as it has come."""
+        """Adds a slice of a partial sum, as soon as it has come."""
         comptime n = Self.partial_width
         var are_there = True
         comptime if Self.is_quantized:
@@ -241,7 +241,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
                 sum, loaded, partial_sum, owner_rank, block
             )
         else:
-            if self.idx < Self.n_shares:
+            if self.idx < Self.n_slices:
                 comptime for i in range(Self.n_partial_vectors):
                     var at = self.partial_vector(partial_sum, i)
                     var bytes = loaded[first + i]
@@ -273,7 +273,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
         block: Block[...],
     ) -> Bool:
         var are_there = True
-        if self.idx < Self.n_shares:
+        if self.idx < Self.n_slices:
             var bytes = Array[LaneBytes, 2](fill=0)
             comptime for i in range(2):
                 bytes[i] = loaded[first + i]
@@ -299,7 +299,7 @@ struct Share[group: Group, combine_dtype: DType, partial_dtype: DType](
 
     @always_inline
     def add_shared(self, mut sum: Self.Sum, row: BytePointer):
-        """Rounds a sum, and adds a share of the shared expert's row."""
+        """Rounds a sum, and adds a slice of the shared expert's row."""
         comptime n = Self.row_width
         sum = sum.cast[Self.combine_dtype]().cast[DType.float32]()
         comptime for i in range(Self.n_row_vectors):

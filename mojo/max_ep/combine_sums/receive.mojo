@@ -11,15 +11,15 @@ from ..device.schedule import Schedule
 from ..device.warp import any_lane, any_of_lanes, has_bit
 from ..layout import Group
 from ..token_format import BytePointer, LaneBytes, SENTINEL
-from .partials import from_all_blocks, n_rows_at_once, Share, sum_split
-from .roles import NEXT_SUM, receive_schedule, TokenRecord
+from .partials import from_all_blocks, n_rows_at_once, LaneSlice, sum_split
+from .roles import NEXT_SUM, sum_receive_schedule, TokenRecord
 
 comptime MAX_PREFETCHED = 8
 """Vectors of partial sums that a lane loads while it adds rows."""
 
 
 @fieldwise_init
-struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
+struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType](
     TrivialRegisterPassable
 ):
     """How each warp adds up tokens."""
@@ -36,16 +36,16 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
 
     @always_inline
     def add_tokens[are_few: Bool](self):
-        comptime LaneShare = Share[Self.group, Self.dtype, Self.partial_dtype]
-        comptime n_vectors = LaneShare.n_partial_vectors
+        comptime Slice = LaneSlice[Self.group, Self.dtype, Self.partial_dtype]
+        comptime n_vectors = Slice.n_partial_vectors
         comptime n_prefetched = Self.group.n_ranks * n_vectors
         comptime prefetches = n_prefetched <= MAX_PREFETCHED
         comptime max_prefetched = n_prefetched if prefetches else n_vectors
         var block = self.block
         var lane = block.lane
         var recv_buf = block.recv_buf()
-        var split = sum_split[LaneShare.n_steps, are_few](self.n_tokens)
-        var schedule = receive_schedule(
+        var split = sum_split[Slice.n_steps, are_few](self.n_tokens)
+        var schedule = sum_receive_schedule(
             block.warp_idx, Self.group.num_threads // WARP_SIZE
         )
         var is_broken = self.is_refused
@@ -86,35 +86,33 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
             var owners: UInt32 = 0
             comptime if prefetches:
                 owners = any_of_lanes(UInt32(1) << UInt32(owner) if owner >= 0 else 0)
-            var result = self.output_tokens.unsafe_offset(
-                token_idx * LaneShare.row_bytes
-            )
+            var result = self.output_tokens.unsafe_offset(token_idx * Slice.row_bytes)
             for step in range(chunk.begin, chunk.end):
-                var share = LaneShare(step * WARP_SIZE + lane)
+                var slice = Slice(step * WARP_SIZE + lane)
                 # The partial sums are under way while rows are added.
                 var loaded = Array[LaneBytes, max_prefetched](fill=LaneBytes(SENTINEL))
                 comptime if prefetches:
                     comptime for rank in range(Self.group.n_ranks):
                         if has_bit(owners, rank):
-                            share.load_partial[rank * n_vectors](
-                                loaded, share.partial_of(recv_buf, rank, token_idx)
+                            slice.load_partial[rank * n_vectors](
+                                loaded, slice.partial_of(recv_buf, rank, token_idx)
                             )
-                var sum = LaneShare.Sum(0)
-                share.add_rows[n_rows_at_once[are_few, max_prefetched]()](
+                var sum = Slice.Sum(0)
+                slice.add_rows[n_rows_at_once[are_few, max_prefetched]()](
                     sum, self.expert_rows, row, saved.weight
                 )
                 var are_all_there = True
                 comptime if prefetches and Self.group.masks:
-                    owners = share.await_partials(
+                    owners = slice.await_partials(
                         loaded, recv_buf, token_idx, owners, block
                     )
                 comptime if prefetches:
                     comptime for rank in range(Self.group.n_ranks):
                         if has_bit(owners, rank):
-                            var partial_sum = share.partial_of(
+                            var partial_sum = slice.partial_of(
                                 recv_buf, rank, token_idx
                             )
-                            var came = share.add_partial[
+                            var came = slice.add_partial[
                                 rank * n_vectors, was_awaited=Self.group.masks
                             ](sum, loaded, partial_sum, rank, block)
                             are_all_there = are_all_there and came
@@ -129,11 +127,11 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                         if last_owner == Self.group.n_ranks:
                             break
                         # All that are missing are polled at once.
-                        var partial_sum = share.partial_of(
+                        var partial_sum = slice.partial_of(
                             recv_buf, last_owner, token_idx
                         )
-                        share.load_partial[0](loaded, partial_sum)
-                        var came = share.add_partial[0](
+                        slice.load_partial[0](loaded, partial_sum)
+                        var came = slice.add_partial[0](
                             sum, loaded, partial_sum, last_owner, block
                         )
                         are_all_there = are_all_there and came
@@ -143,14 +141,12 @@ struct Receiver[group: Group, dtype: DType, partial_dtype: DType](
                     owner = -1
                     owners = 0
                     row = NO_ROW
-                if share.idx < LaneShare.n_shares:
+                if slice.idx < Slice.n_slices:
                     comptime if Self.group.fused_shared_expert:
-                        share.add_shared(
+                        slice.add_shared(
                             sum,
-                            self.expert_rows.unsafe_offset(
-                                token_idx * LaneShare.row_bytes
-                            ),
+                            self.expert_rows.unsafe_offset(token_idx * Slice.row_bytes),
                         )
                     if is_broken:
                         sum = nan[DType.float32]()
-                    share.store_row(result, sum)
+                    slice.store_row(result, sum)

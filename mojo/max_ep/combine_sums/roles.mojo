@@ -23,7 +23,7 @@ comptime N_CONTROL = 2
 
 
 @always_inline
-def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
+def sum_receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
     """Schedules all warps, from the last down; those that do more come last."""
     return Schedule.of_receivers(warp_idx, n_warps, n_warps - N_WARPS_MIN + 1)
 

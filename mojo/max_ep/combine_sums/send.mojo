@@ -9,7 +9,7 @@ from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
 from ..layout import Group
 from ..token_format import BytePointer
-from .partials import from_all_blocks, n_rows_at_once, Share, sum_split
+from .partials import from_all_blocks, n_rows_at_once, LaneSlice, sum_split
 from .roles import NEXT_SEND, TokenRecord
 
 
@@ -31,7 +31,7 @@ def send_partials[
     prefetched: TokenRecord,
     block: Block[group],
 ):
-    comptime LaneShare = Share[group, dtype, partial_dtype]
+    comptime Slice = LaneSlice[group, dtype, partial_dtype]
     comptime n_others = group.n_ranks - 1
     comptime if n_others > 0:
         comptime if group.drops_rows:
@@ -43,7 +43,7 @@ def send_partials[
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
         var most = block.before.number[Word.MOST_RECEIVED]()
-        var split = sum_split[LaneShare.n_steps, are_few](most)
+        var split = sum_split[Slice.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True
         var from_all = from_all_blocks[group](most)
@@ -80,9 +80,9 @@ def send_partials[
                 + UInt64(group.partial_offset(my_rank, token_idx))
             )
             for step in range(chunk.begin, chunk.end):
-                var share = LaneShare(step * WARP_SIZE + lane)
-                var sum = LaneShare.Sum(0)
-                share.add_rows[n_rows_at_once[are_few]()](
+                var slice = Slice(step * WARP_SIZE + lane)
+                var sum = Slice.Sum(0)
+                slice.add_rows[n_rows_at_once[are_few]()](
                     sum, expert_rows, saved.row, saved.weight
                 )
                 if is_waiting:
@@ -90,4 +90,4 @@ def send_partials[
                     if not await_readers(block):
                         return
                     is_waiting = False
-                share.send(to, sum)
+                slice.send(to, sum)

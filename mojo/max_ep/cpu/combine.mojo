@@ -21,7 +21,7 @@ from ..formats.quantized_sums import QuantizedSums
 from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
 from ..kernel_argument import ImmPointer
 from ..layout import Group, MESSAGE_ALIGN
-from ..token_format import BytePointer, SharedRows
+from ..token_format import BytePointer, LocalRows
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
 from .rank import CpuRank
 
@@ -71,7 +71,7 @@ def _columns[
 @always_inline
 def _own_terms[
     group: Group, //, dtype: DType
-](expert_rows: SharedRows, source: Int, token_idx: Int, rank: CpuRank[group]) -> _Terms[
+](expert_rows: LocalRows, source: Int, token_idx: Int, rank: CpuRank[group]) -> _Terms[
     dtype, group.top_k
 ]:
     """Finds the rows of a token that the last `dispatch_wait` put here."""
@@ -92,7 +92,7 @@ def _own_terms[
 
 
 @always_inline
-def _row[group: Group, dtype: DType](expert_rows: SharedRows, row: Int) -> BytePointer:
+def _row[group: Group, dtype: DType](expert_rows: LocalRows, row: Int) -> BytePointer:
     return expert_rows.rows.unsafe_offset(
         row * group.hidden_size * size_of[Scalar[dtype]]()
     )
@@ -153,7 +153,7 @@ def _check_rows[
 
 def _send_rows[
     group: Group, //, dtype: DType
-](expert_rows: SharedRows, src_info: ImmPointer[Int32], rank: CpuRank[group]):
+](expert_rows: LocalRows, src_info: ImmPointer[Int32], rank: CpuRank[group]):
     comptime msg_bytes = group.combine_msg_bytes
     var n_rows = n_rows_of_pairs(rank.counters)
     var is_streaming = should_stream(n_rows, msg_bytes)
@@ -186,7 +186,7 @@ def _send_rows[
 
 def _send_sums[
     group: Group, //, dtype: DType, partial_dtype: DType
-](expert_rows: SharedRows, rank: CpuRank[group]):
+](expert_rows: LocalRows, rank: CpuRank[group]):
     """Sends one sum for each token of a peer that has rows here."""
     comptime msg_bytes = group.combine_msg_bytes
     var n_tokens_of = rank.counters.received_tokens()
@@ -244,9 +244,7 @@ def _send_sums[
 
 def cpu_combine_wait[
     dtype: DType, group: Group, //, partial_dtype: DType
-](
-    combined: CombinedTokens[dtype], expert_rows: SharedRows, rank: CpuRank[group]
-) raises:
+](combined: CombinedTokens[dtype], expert_rows: LocalRows, rank: CpuRank[group]) raises:
     var n_tokens = combined.n_tokens
     comptime width = _width[group.hidden_size]
     comptime has_sums = group.has_sums

@@ -26,7 +26,7 @@ from ..failures import Failure, RECEIVE, record_failure, SEND
 from ..flags import next_generation
 from ..layout import Group
 from ..token_format import BytePointer, TokenFormat
-from .receive import Receiver
+from .receive import SlotReceiver
 from .send import N_CONTROL, Sender, SendSchedule
 
 
@@ -96,7 +96,7 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                     n_shared = n_tokens
                 else:
                     n_shared = Int(counters.n_tokens_of(block.receiving())[])
-            var receiver = Receiver[group, Self.Format](
+            var receiver = SlotReceiver[group, Self.Format](
                 block, self.dispatched, n_shared
             )
             comptime if has_shared and not sends:

@@ -31,7 +31,7 @@ comptime _IN_FLIGHT = 8
 
 
 @fieldwise_init
-struct Receiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
+struct SlotReceiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable):
     """The warps of a block that receive."""
 
     comptime group = Self.group_

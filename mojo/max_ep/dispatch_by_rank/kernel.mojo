@@ -59,12 +59,12 @@ from ..failures import RECEIVE, SEND
 from ..layout import Group
 from ..token_format import TokenFormat
 from .choices import Choices, N_SHARED_CHOICES
-from .counts import SharedCounts
+from .row_offsets import SharedRowOffsets
 from .index_large import index_by_blocks
 from .index_small import index_one_by_one, LaneIndex
-from .numbers import SharedNumbers
+from .token_counts import SharedTokenCounts
 from .publish import publish_n_tokens, send_metadata
-from .receive import Receiver
+from .receive import TokenReceiver
 from .roles import (
     ELECTING_WARP,
     DONE_WARP,
@@ -216,8 +216,8 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         reads_in_place: Bool
     ](self, block: Block[Self.group], indexer: Int, n_own: Int):
         """Makes rows, with each warp; `n_own`: tokens that this rank sent."""
-        var shared = SharedCounts[Self.group](block, self.dispatched.tables)
-        var numbers = SharedNumbers[Self.group](block)
+        var shared = SharedRowOffsets[Self.group](block, self.dispatched.tables)
+        var token_counts = SharedTokenCounts[Self.group](block)
         if indexer >= 0:
             shared.lay_out_rows(
                 n_own if Self.group.fused_shared_expert else 0,
@@ -225,13 +225,13 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 indexer,
             )
         elif block.warp_idx == NUMBERS_WARP:
-            var are_there = numbers.share()
+            var are_there = token_counts.share()
             comptime if Self.Format.router_top_k > 0:
                 # Each rank gets every token.
                 var n_rows = 0
                 if are_there:
                     for src_rank in range(Self.group.n_ranks):
-                        n_rows += numbers.n_tokens(src_rank)
+                        n_rows += token_counts.n_tokens(src_rank)
                 Self.Format.end_metadata(
                     self.dispatched.rows,
                     n_rows,
@@ -239,18 +239,18 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                     Int(block_idx.x) * WARP_SIZE + block.lane,
                     Int(grid_dim.x) * WARP_SIZE,
                 )
-        if not numbers.await_all():
+        if not token_counts.await_all():
             return
-        var receiver = Receiver[Self.group, Self.Format, reads_in_place](
+        var receiver = TokenReceiver[Self.group, Self.Format, reads_in_place](
             self.dispatched,
             UInt64(Int(self.given.tokens)),
             block.recv_buf(),
             shared,
-            numbers,
+            token_counts,
             block,
         )
         comptime n_inline = Self.group.n_inline_tokens()
-        if numbers.most_tokens() <= n_inline:
+        if token_counts.most_tokens() <= n_inline:
             receiver.receive[are_all_inline=True]()
             return
         comptime if Self.group.max_tokens_per_rank > n_inline:

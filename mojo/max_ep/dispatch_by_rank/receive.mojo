@@ -17,11 +17,11 @@ from ..device.warp import any_lane, bytes_at, divmod_32, take_lane
 from ..flags import flag_at, generation_of
 from ..layout import Group, N_CHUNKS
 from ..token_format import BytePointer, TokenFormat
-from .counts import SharedCounts
+from .row_offsets import SharedRowOffsets
 from .entries import expert_of_entry, NO_POSITION, position_of_entry, value_of_word
 from .incoming import await_words, Steps, Token
-from .numbers import SharedNumbers
-from .roles import NEXT_RECEIVE, receive_schedule
+from .token_counts import SharedTokenCounts
+from .roles import NEXT_RECEIVE, token_receive_schedule
 
 
 @fieldwise_init
@@ -45,7 +45,7 @@ struct _Destination(TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct Receiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
+struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
     TrivialRegisterPassable
 ):
     """How each warp receives."""
@@ -55,8 +55,8 @@ struct Receiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
     """This rank's tokens, if `reads_in_place`."""
     var recv_buf: BytePointer
     """Loaded once: the block has it in shared memory."""
-    var shared: SharedCounts[Self.group]
-    var numbers: SharedNumbers[Self.group]
+    var shared: SharedRowOffsets[Self.group]
+    var token_counts: SharedTokenCounts[Self.group]
     var block: Block[Self.group]
 
     @always_inline
@@ -65,11 +65,11 @@ struct Receiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         comptime n_steps = n_steps_of[Self.Format]()
         comptime flagged = Split[n_steps, N_CHUNKS, N_CHUNKS](True)
         var steps = Steps[Self.Format, are_all_inline]()
-        var most = self.numbers.most_tokens()
+        var most = self.token_counts.most_tokens()
         var inline = inline_split[n_steps](most)
         var n_chunks = inline.n_chunks() if are_all_inline else flagged.n_chunks()
         var n_items = most * n_ranks * n_chunks
-        var schedule = receive_schedule(
+        var schedule = token_receive_schedule(
             self.block.warp_idx, Self.group.num_threads // WARP_SIZE
         )
         # A counter is a trip to shared memory: few items are scheduled, one a warp.
@@ -88,7 +88,7 @@ struct Receiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
                 return
             var chunk = inline.chunk(item) if are_all_inline else flagged.chunk(item)
             var token_idx, src_rank = divmod_32(chunk.whole, n_ranks)
-            var n_tokens = self.numbers.n_tokens(src_rank)
+            var n_tokens = self.token_counts.n_tokens(src_rank)
             if token_idx >= n_tokens:
                 continue
             var token = self._locate[are_all_inline](src_rank, token_idx, n_tokens)

@@ -84,7 +84,7 @@ def chunks_at_once_shift[
 
 
 @always_inline
-def receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
+def token_receive_schedule(warp_idx: Int, n_warps: Int) -> Schedule:
     """Schedules the receiving warps: those with another task first come last.
 
     Index warps have no round: some of them scan.

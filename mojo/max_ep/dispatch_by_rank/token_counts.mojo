@@ -60,7 +60,7 @@ def publish_decision(block: Block[...], word: UInt64, place: Int):
         store_relaxed_gpu(block.counters.decided(place), word)
 
 
-struct SharedNumbers[group: Group](TrivialRegisterPassable):
+struct SharedTokenCounts[group: Group](TrivialRegisterPassable):
     """Numbers of tokens of all sources, in shared memory of a block."""
 
     var block: Block[Self.group]

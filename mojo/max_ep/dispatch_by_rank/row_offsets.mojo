@@ -28,7 +28,7 @@ from ..kept_rows import largest_level
 from ..layout import Group, MESSAGE_ALIGN
 from ..row_tables import RowTables
 from ..token_format import BytePointer
-from .numbers import publish_decision, settle
+from .token_counts import publish_decision, settle
 from .roles import FAILED, N_INDEX_WARPS, SCANNED, SUMMED
 
 comptime _PAIRS_OF_LANE = 8
@@ -46,7 +46,7 @@ def pair_of_lane(first: Int, i: Int, lane: Int) -> Int:
     return first + (i // 2 * WARP_SIZE + lane) * 2 + i % 2
 
 
-struct SharedCounts[group: Group](TrivialRegisterPassable):
+struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
     """Row positions of all sources, in shared memory of a block."""
 
     comptime n_pairs = Self.group.n_pairs()
