@@ -18,6 +18,7 @@ from errors import raises, refused
 from max_ep.extension import mojo_dir
 from max_ep.torch import EventOverlap, dequantize, library
 from max_ep.torch.api import _device
+from max_ep.torch.normal_layout import in_int32
 from max_ep.torch.streams import Streams
 
 API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
@@ -232,3 +233,9 @@ def test_asynchronous_work_waits(streams: Streams) -> None:
     Stream.log = []
     streams.run(work, [tensor], False, event)
     assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
+
+
+def test_ids_beyond_32_bits_are_no_experts():
+    """2**32 + 3 would be 3 if its upper half were cut off."""
+    ids = torch.tensor([-1, 3, 2**32 + 3, 2**31, -(2**40)])
+    assert in_int32(ids).tolist() == [-1, 3, 2**31 - 1, 2**31 - 1, -(2**31)]

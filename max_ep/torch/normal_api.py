@@ -30,6 +30,7 @@ from .normal_layout import (
     bytes_of_row,
     check_ids,
     check_layout,
+    in_int32,
     scales_of_row,
 )
 from .streams import Config, EventOverlap, check_event
@@ -227,7 +228,7 @@ class Normal:
             if scales is not None:
                 of_scales.copy_(scales.contiguous().view(torch.int32))
             if received:
-                of_ids.copy_(topk_idx)
+                of_ids.copy_(in_int32(topk_idx))
                 of_weights.copy_(topk_weights.view(torch.int32))
             extras = handle.ids.new_full((handle.n_made, n_words), -1)
             self._dispatch_through(handle, [(rows, x, recv_x), (back[0], sent, extras)])

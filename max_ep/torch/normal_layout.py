@@ -159,6 +159,13 @@ def check_ids(comm: Communicator, topk_idx: torch.Tensor, n_experts: int) -> Non
         refuse("topk_idx", f"{what}; ids must be in [-1, {n_experts})")
 
 
+def in_int32(ids: torch.Tensor) -> torch.Tensor:
+    """Returns ids in the 32 bits that travel. One beyond them becomes the nearest: it
+    is no expert, where 2**32 + 3 would be 3."""
+    bounds = torch.iinfo(torch.int32)
+    return ids.clamp(bounds.min, bounds.max).to(torch.int32)
+
+
 def agree(
     comm: Communicator,
     rows: str,
