@@ -35,7 +35,7 @@ _PLACES_OF_MAX = ("MODULAR_CACHE_DIR", "MODULAR_HOME", "XDG_CACHE_HOME", "HOME")
 """Variables that say where MAX keeps its own cache."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOM_BYTES = 1 << 24
-"""What a disk that is not full has room for."""
+"""A disk with less free space is full."""
 _REMEDY = "Set MAX_EP_CACHE_DIR to a folder that you may write to"
 
 

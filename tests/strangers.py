@@ -48,7 +48,7 @@ def fingerprint(group: str) -> str:
 
 
 def member(group: str, node: int, pipe) -> None:
-    """Starts, waits until it is told, and says what it sees of the others."""
+    """Starts, waits for a line of its parent, and says what it sees of the others."""
     become(USER)
     presence.show(group, node)
     time.sleep(0.5)  # the attackers see it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint that MAX was told to serve: its checked ``config.json`` and files."""
+"""The checkpoint that MAX serves: its checked ``config.json`` and files."""
 
 from __future__ import annotations
 
