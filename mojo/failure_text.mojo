@@ -3,8 +3,8 @@
 
 Arguments: rank, time-out in ms, the words of the record. Prints the error.
 """
-from max_ep.counters import N_FAILURE_WORDS
-from max_ep.failures import GRAPH, raise_failure
+from max_ep.protocol.counters import N_FAILURE_WORDS
+from max_ep.protocol.failures import GRAPH, raise_failure
 from std.sys import argv
 
 

@@ -7,21 +7,21 @@ Arguments: what `op_config.mojo` reads of a group, and `value_bits`, `scale_bloc
 unless the name says otherwise. A `_word` is the first of its kind in the counters; an
 `_offset` is in the region.
 """
-from max_ep.counters import (
+from max_ep.protocol.counters import (
     choices_word,
     local_sync_counters_words,
     masked_word,
     N_FAILURE_WORDS,
     Word,
 )
-from max_ep.layout import (
+from max_ep.protocol.layout import (
     combine_msg_bytes_of,
     message_bytes,
     plain_token_bytes,
     scaled_token_bytes,
 )
-from max_ep.op_config import group_of, number_in
-from max_ep.setup import N_SETUP_WORDS
+from max_ep.launch.op_config import group_of, number_in
+from max_ep.launch.setup import N_SETUP_WORDS
 from std.sys import argv
 
 

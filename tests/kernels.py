@@ -39,7 +39,7 @@ VARIANTS["by_expert"].append("set_up.any")
 FOR_AMD = [*variants("codegen.mojo", "both"), "set_up.any"]
 
 
-def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
+def mojo_constant(name: str, path: str = "max_ep/protocol/layout.mojo") -> float:
     text = (mojo_dir() / path).read_text()
     values = re.findall(rf"^ *comptime {name}(?:: \w+)? = (.*)$", text, re.MULTILINE)
     assert len(values) == 1, f"{path}: `comptime {name}` stands {len(values)} times"
@@ -48,7 +48,7 @@ def mojo_constant(name: str, path: str = "max_ep/layout.mojo") -> float:
 
 def counter_word(name: str) -> int:
     """Finds a word of the counters' header by its name in `counters.mojo`."""
-    return int(mojo_constant(name, "max_ep/counters.mojo"))
+    return int(mojo_constant(name, "max_ep/protocol/counters.mojo"))
 
 
 @dataclass

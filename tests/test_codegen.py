@@ -154,7 +154,7 @@ FAILURES = {
 @kernels(but="set_up")
 def test_what_a_launch_refuses(it):
     """Each guard is there: it records a failure of its own."""
-    source = (mojo_dir() / "max_ep/failures.mojo").read_text()
+    source = (mojo_dir() / "max_ep/protocol/failures.mojo").read_text()
     codes = re.findall(r"comptime (\w+) = Int32\((\d+)\)", source)
     names = {code: name for name, code in codes}
     recorded = re.findall(r"\.cas\.b32\s[^\n]*, (\d+);", it.text)

@@ -81,7 +81,7 @@ def test_no_local_memory(it):
 
 
 def n_threads() -> int:
-    layout = (mojo_dir() / "max_ep/layout.mojo").read_text()
+    layout = (mojo_dir() / "max_ep/protocol/layout.mojo").read_text()
     return int(re.search(r"num_threads: Int = (\d+)", layout)[1])
 
 

@@ -310,7 +310,7 @@ def recipe(heading: str) -> set[str]:
 
 
 def test_recipe_of_a_format_names_what_the_traits_want():
-    source = (ROOT / "mojo/max_ep/token_format.mojo").read_text()
+    source = (ROOT / "mojo/max_ep/protocol/token_format.mojo").read_text()
     trait = source[source.index("\ntrait TokenFormat") :]
     trait = trait[: trait.index("\n\n\n")]
     wanted = set(re.findall(r"^    comptime (\w+): [^=\n]+$", trait, re.M))

@@ -16,7 +16,7 @@ from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
 
 MASKED_MS = 150
 DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS, TOO_MANY_ROWS = (
-    int(mojo_constant(name, "max_ep/failures.mojo"))
+    int(mojo_constant(name, "max_ep/protocol/failures.mojo"))
     for name in "DROPPED BAD_SOURCE NO_MESSAGE OTHER_ROWS TOO_MANY_ROWS".split()
 )
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 from children import ROOT, ran
 from mojo.run import subprocess_run_mojo
@@ -16,12 +17,10 @@ from test_docs import DOCS, MOJO_FILES, PAGES, PYTHON_FILES, name_of
 from max_ep import install
 from max_ep.extension import mojo_dir
 
-# Each module of the Mojo package may import only from those to its left.
+# Each folder of the Mojo package may import only from itself and those to its left.
 LAYERS = (
-    "kernel_argument layout flags kept_rows cpu_copy for_each counters failures "
-    "row_tables token_format formats transport shmem_modules arguments device "
-    "dispatch_by_expert dispatch_by_rank combine_rows combine_sums kernels cpu setup "
-    "launch watch missing api op_config ops routing routing_ops"
+    "protocol work formats device row_limit dispatch_by_expert dispatch_by_rank "
+    "combine_rows combine_sums cpu launch router"
 ).split()
 
 
@@ -45,7 +44,7 @@ def test_mojo_is_formatted():
 
 # What a new token format is read from: each parameter, argument and result has its
 # line. The launchers' and kernels' are listed once, in the docstrings of their modules.
-FULLY_DOCUMENTED = re.compile(r"/max_ep/token_format\.mojo:")
+FULLY_DOCUMENTED = re.compile(r"/protocol/token_format\.mojo:")
 
 
 def members_of_traits() -> set[str]:
@@ -101,7 +100,9 @@ def test_mojo_docstrings():
 
 def test_lists_have_every_parameter_and_argument():
     """Covers what Mojo users call; `mojo doc` looks in each own function only."""
-    texts = [(mojo_dir() / f"max_ep/{x}.mojo").read_text() for x in ("api", "kernels")]
+    texts = [
+        (mojo_dir() / f"max_ep/launch/{x}.mojo").read_text() for x in ("api", "kernels")
+    ]
     _, docstrings, codes = zip(*(text.split('"""', 2) for text in texts), strict=True)
     found = re.findall(
         r"^    (\w+(?:, \w+)*)(?: |$)", "".join(docstrings), re.MULTILINE
@@ -139,21 +140,36 @@ def test_atomics_live_in_flags(path):
         assert not re.search(r"std\.atomic|Atomic\[|fence\[", path.read_text())
 
 
-@pytest.mark.parametrize("path", MOJO_FILES, ids=name_of)
+def imports_of(path: Path) -> Iterator[tuple[str, ...]]:
+    """Yields the modules of the package that a module of it imports, from its root."""
+    folder = path.relative_to(mojo_dir() / "max_ep").parts[:-1]
+    found = re.findall(r"^from (\.+)([\w.]+) import", path.read_text(), re.MULTILINE)
+    for dots, module in found:
+        yield *folder[: len(folder) - len(dots) + 1], *module.split(".")
+
+
+PACKAGE_FILES = [
+    path
+    for path in MOJO_FILES
+    if path.is_relative_to(mojo_dir() / "max_ep") and path.name != "__init__.mojo"
+]
+
+
+@pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
 def test_layers_point_one_way(path):
-    package = mojo_dir() / "max_ep"
-    if (
-        package not in path.parents
-        or path.parent == package
-        and (path.name == "__init__.mojo")
-    ):
-        pytest.skip("not a layer")
-    relative = path.relative_to(package)
-    own = LAYERS.index(relative.parts[0].removesuffix(".mojo"))
-    pattern = r"^from (\.+)(\w+)" if relative.parts[1:] else r"^from (\.)(\w+)"
-    for dots, module in re.findall(pattern, path.read_text(), re.MULTILINE):
-        if len(dots) == len(relative.parts):
-            assert LAYERS.index(module) < own, f"{name_of(path)} imports {module}"
+    own = path.relative_to(mojo_dir() / "max_ep").parts[0]
+    for layer, *_ in imports_of(path):
+        if layer != own:
+            assert LAYERS.index(layer) < LAYERS.index(own), f"imports {layer}"
+
+
+def test_no_import_circle_in_mojo():
+    graph = nx.DiGraph()
+    for path in PACKAGE_FILES:
+        name = path.relative_to(mojo_dir() / "max_ep").with_suffix("").parts
+        graph.add_edges_from((name, module) for module in imports_of(path))
+    assert graph.number_of_edges() > 100
+    assert not list(nx.simple_cycles(graph))
 
 
 def test_serving_and_matmuls_stand_apart():

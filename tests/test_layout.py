@@ -32,12 +32,12 @@ EXPERTS_SOURCE = "max_ep_experts/fp8.mojo"
 @pytest.mark.parametrize(
     "value, name, path",
     [
-        (limits.MAX_TOP_K, "MAX_TOP_K", "max_ep/layout.mojo"),
-        (limits.MAX_RANKS, "MAX_RANKS", "max_ep/layout.mojo"),
-        (limits.TOKEN_ALIGN_BYTES, "MESSAGE_ALIGN", "max_ep/layout.mojo"),
-        (limits.MAX_EXPERTS, "MAX_EXPERTS", "max_ep/layout.mojo"),
-        (limits.METADATA_BYTES / 2, "ENTRY_BYTES", "max_ep/layout.mojo"),
-        (limits.SOURCE_INFO_BYTES, "SOURCE_INFO_BYTES", "max_ep/layout.mojo"),
+        (limits.MAX_TOP_K, "MAX_TOP_K", "max_ep/protocol/layout.mojo"),
+        (limits.MAX_RANKS, "MAX_RANKS", "max_ep/protocol/layout.mojo"),
+        (limits.TOKEN_ALIGN_BYTES, "MESSAGE_ALIGN", "max_ep/protocol/layout.mojo"),
+        (limits.MAX_EXPERTS, "MAX_EXPERTS", "max_ep/protocol/layout.mojo"),
+        (limits.METADATA_BYTES / 2, "ENTRY_BYTES", "max_ep/protocol/layout.mojo"),
+        (limits.SOURCE_INFO_BYTES, "SOURCE_INFO_BYTES", "max_ep/protocol/layout.mojo"),
         (limits.FP8_BLOCK, "FP8_BLOCK", FP8_SOURCE),
         (quantize.FP8_MAX, "FP8_MAX", "max_ep/formats/casts.mojo"),
         (quantize.FP8_MIN_AMAX, "FP8_MIN_AMAX", FP8_SOURCE),
@@ -46,8 +46,8 @@ EXPERTS_SOURCE = "max_ep_experts/fp8.mojo"
         (quantize.FP8_MAX, "FP8_MAX", EXPERTS_SOURCE),
         (quantize.FP8_MIN_AMAX, "FP8_MIN_AMAX", EXPERTS_SOURCE),
         (limits.FP8_COLUMNS, "BN", "max_ep_experts/tiles.mojo"),
-        (waits.N_HEADER_WORDS, "N_HEADER_WORDS", "max_ep/counters.mojo"),
-        (waits.MASKS, "MASKS_BIT", "max_ep/layout.mojo"),
+        (waits.N_HEADER_WORDS, "N_HEADER_WORDS", "max_ep/protocol/counters.mojo"),
+        (waits.MASKS, "MASKS_BIT", "max_ep/protocol/layout.mojo"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
@@ -66,7 +66,7 @@ def test_protocols_have_the_numbers_of_mojo():
 
 
 def test_entries_hold_what_the_config_lets_through():
-    bits = mojo_constant("ENTRY_FIELD_BITS", "max_ep/dispatch_by_rank/entries.mojo")
+    bits = mojo_constant("ENTRY_FIELD_BITS", "max_ep/protocol/entries.mojo")
     assert limits.MAX_OF_ENTRY == 2**bits - 1
 
 
@@ -173,7 +173,7 @@ def test_there_is_time_where_a_wait_can_be_met_later(
 def test_counters_hold_every_pair():
     """Two words a pair, of up to `n_experts + MAX_RANKS`; then experts of two
     dispatches and slots of one, for each choice."""
-    header = mojo_constant("N_HEADER_WORDS", "max_ep/counters.mojo")
+    header = mojo_constant("N_HEADER_WORDS", "max_ep/protocol/counters.mojo")
     case = CASES["two_ranks"]
     of_pairs = 2 * (case.n_experts + mojo_constant("MAX_RANKS") + 1)
     n_choices = case.max_tokens_per_rank * case.top_k

@@ -61,9 +61,9 @@ def test_round_trips_without_shmem() -> None:
 
 def test_mojo_and_python_agree(tmp_path):
     """The table's name; and MAX's own number for "the signal replaces the word"."""
-    modules = (mojo_dir() / "max_ep" / "shmem_modules.mojo").read_text()
+    modules = (mojo_dir() / "max_ep/device/shmem_modules.mojo").read_text()
     assert f'TABLE_VARIABLE = "{shmem._MODULES_VARIABLE}"\n' in modules
-    transport = (mojo_dir() / "max_ep" / "transport.mojo").read_text()
+    transport = (mojo_dir() / "max_ep/protocol/transport.mojo").read_text()
     program = tmp_path / "ask.mojo"
     program.write_text(
         "from shmem import SHMEM_SIGNAL_SET\ndef main():\n    print(SHMEM_SIGNAL_SET)\n"

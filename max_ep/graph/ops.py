@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds the EP ops to a graph: name, order, parameters, values, result types.
 
-This is the only file that knows how ``mojo/max_ep/ops.mojo`` names and types them.
+This is the only file that knows how ``launch/ops.mojo`` names and types them.
 """
 
 from __future__ import annotations

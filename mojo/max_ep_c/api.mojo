@@ -18,7 +18,7 @@ error.
 """
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
-from max_ep.arguments import (
+from max_ep.protocol.arguments import (
     Call,
     CombinedTokens,
     DispatchedRows,
@@ -27,7 +27,7 @@ from max_ep.arguments import (
     GivenTokens,
 )
 from max_ep.combine_rows.kernel import CombineRows
-from max_ep.counters import (
+from max_ep.protocol.counters import (
     choices_word,
     Counters,
     local_sync_counters_words,
@@ -37,15 +37,15 @@ from max_ep.counters import (
 )
 from max_ep.device.kernel import Kernel, kernel_entry, Queue
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
-from max_ep.failures import Caller, raise_failure
+from max_ep.protocol.failures import Caller, raise_failure
 from max_ep.formats.table import FormatOf
-from max_ep.kernel_argument import ImmPointer, MutPointer
-from max_ep.launch import launch_combine, launch_dispatch
-from max_ep.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
-from max_ep.setup import buffer_offsets, SetUp, start_set_up
-from max_ep.token_format import OutputTensors, LocalRows
-from max_ep.transport import PeerBuffers
-from max_ep.watch import launch_watch, watch_kernel
+from max_ep.protocol.kernel_argument import ImmPointer, MutPointer
+from max_ep.launch.launch import launch_combine, launch_dispatch
+from max_ep.protocol.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
+from max_ep.launch.setup import buffer_offsets, SetUp, start_set_up
+from max_ep.protocol.token_format import OutputTensors, LocalRows
+from max_ep.protocol.transport import PeerBuffers
+from max_ep.launch.watch import launch_watch, watch_kernel
 from std.memory.alloc import unsafe_alloc
 from std.sys import get_defined_int, get_defined_string, is_defined
 

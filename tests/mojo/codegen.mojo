@@ -5,9 +5,10 @@ Run by tests/test_codegen.py.
 """
 from emitting import emit, emit_amd, emit_phase
 from groups import BF16, ByExpert, FP8, Named, ROWS, RowsBack
-from max_ep.device.kernel import InputScales, Kernel
-from max_ep.layout import MAX_TOP_K
-from max_ep.setup import set_up_kernel
+from max_ep.device.kernel import Kernel
+from max_ep.protocol.arguments import InputScales
+from max_ep.protocol.layout import MAX_TOP_K
+from max_ep.launch.setup import set_up_kernel
 
 
 @__parameter

@@ -5,10 +5,10 @@ Run by tests/same_code.py alone.
 """
 from emitting import emit
 from groups import BF16, ByRank, HIDDEN
-from max_ep.for_each import work_kernel
+from max_ep.work.for_each import work_kernel
 from max_ep.formats.forwarded import JoinWords, QuantizeTokens
 from max_ep.formats.mxfp8 import MXFP8
-from max_ep.missing import FindDegraded
+from max_ep.row_limit.missing import FindDegraded
 
 
 def main() raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the router's kernel, for NVIDIA and AMD. Run by tests/test_router.py."""
 from emitting import emit, emit_amd
-from max_ep.for_each import work_kernel
-from max_ep.routing import ChooseExperts, ToReplicas
+from max_ep.work.for_each import work_kernel
+from max_ep.router.routing import ChooseExperts, ToReplicas
 
 
 def main() raises:

@@ -21,7 +21,7 @@ from groups import (
     TOP_K,
 )
 from max_ep.formats.plain import BF16TokenFormat
-from max_ep.token_format import TokenFormat
+from max_ep.protocol.token_format import TokenFormat
 
 comptime SHORT = BF16TokenFormat[2048, TOP_K]
 comptime B16 = DType.bfloat16

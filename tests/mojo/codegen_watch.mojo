@@ -5,7 +5,7 @@ Run by tests/test_stats.py.
 """
 from emitting import emit
 from groups import RowsBack, SumsBack
-from max_ep.watch import watch_kernel
+from max_ep.launch.watch import watch_kernel
 
 
 def main() raises:

@@ -6,7 +6,8 @@ makes of it. The programs `codegen*.mojo` use it; tests/test_codegen.py and
 tests/same_code.py read the files.
 """
 from max.gpu.host import get_gpu_target
-from max_ep.device.kernel import InputScales, Kernel, kernel_entry
+from max_ep.device.kernel import Kernel, kernel_entry
+from max_ep.protocol.arguments import InputScales
 from std.compile import compile_info
 from std.sys import argv
 

@@ -7,7 +7,7 @@ tests/test_emulated.py.
 from emitting import emit
 from max_ep.combine_rows.kernel import CombineRows
 from max_ep.combine_sums.kernel import CombineSums
-from max_ep.counters import local_sync_counters_words, masked_word
+from max_ep.protocol.counters import local_sync_counters_words, masked_word
 from max_ep.device.kernel import Kernel, kernel_entry
 from max_ep.dispatch_by_expert.kernel import DispatchByExpert
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
@@ -16,9 +16,9 @@ from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat
 from max_ep.formats.scale_layouts import RowByRow
-from max_ep.layout import Addressing, combine_msg_bytes, Group
-from max_ep.setup import set_up_kernel
-from max_ep.token_format import TokenFormat
+from max_ep.protocol.layout import Addressing, combine_msg_bytes, Group
+from max_ep.launch.setup import set_up_kernel
+from max_ep.protocol.token_format import TokenFormat
 from max_ep_experts.heads import heads_kernel
 
 comptime B16 = DType.bfloat16

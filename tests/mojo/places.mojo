@@ -12,7 +12,7 @@ from max_ep import (
     PlainTokenFormat,
     TokenFormat,
 )
-from max_ep.layout import (
+from max_ep.protocol.layout import (
     Addressing,
     BUFFER_ALIGN,
     FLAG_BYTES,

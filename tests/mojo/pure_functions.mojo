@@ -5,11 +5,11 @@ Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu import WARP_SIZE
 from max_ep.combine_sums.roles import sum_receive_schedule
-from max_ep.counters import Counters
+from max_ep.protocol.counters import Counters
 from max_ep.device.schedule import chunk_of, InlineSplit, Schedule
 from max_ep.dispatch_by_expert.send import SendSchedule
 from max_ep.dispatch_by_rank.row_offsets import pair_of_lane
-from max_ep.dispatch_by_rank.entries import (
+from max_ep.protocol.entries import (
     entry_word,
     expert_of_entry,
     position_of_entry,
@@ -23,7 +23,7 @@ from max_ep.dispatch_by_rank.roles import (
     N_WARPS_MIN,
     token_receive_schedule,
 )
-from max_ep.flags import (
+from max_ep.protocol.flags import (
     count_of,
     flag_word,
     generation_of,
@@ -33,8 +33,8 @@ from max_ep.flags import (
 from max_ep.formats.quantized_sums import QuantizedSums
 from max_ep.formats.table import NumbersOf
 from max_ep.formats.unused_words import unused_bytes, unused_scales, unused_values
-from max_ep.layout import Addressing, Group, N_CHUNKS
-from max_ep.token_format import BytePointer, LaneBytes, SENTINEL
+from max_ep.protocol.layout import Addressing, Group, N_CHUNKS
+from max_ep.protocol.token_format import BytePointer, LaneBytes, SENTINEL
 from std.testing import assert_equal, assert_not_equal, assert_true
 
 comptime NUM_THREADS = 512

@@ -3,8 +3,8 @@
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceContext
 from max_ep import EPLocalSyncCounters
-from max_ep.layout import Group
-from max_ep.setup import init, N_SETUP_WORDS
+from max_ep.protocol.layout import Group
+from max_ep.launch.setup import init, N_SETUP_WORDS
 from std.memory.alloc import unsafe_alloc
 
 comptime VectorLayout = type_of(row_major(Coord(Int64(0))))

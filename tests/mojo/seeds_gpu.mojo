@@ -16,17 +16,17 @@ from max_ep import (
     EPLocalSyncCounters,
     Float32TokenFormat,
 )
-from max_ep.device.kernel import InputScales
-from max_ep.flags import FlagPointer
+from max_ep.protocol.arguments import InputScales
+from max_ep.protocol.flags import FlagPointer
 from max_ep.formats.plain import PlainRows
-from max_ep.kernels import (
+from max_ep.launch.kernels import (
     combine_async_kernel,
     combine_wait_kernel,
     dispatch_async_kernel,
     dispatch_wait_kernel,
 )
-from max_ep.layout import Addressing, Group
-from max_ep.token_format import BytePointer, LocalRows
+from max_ep.protocol.layout import Addressing, Group
+from max_ep.protocol.token_format import BytePointer, LocalRows
 from ranks import MatrixLayout, set_up, Vector, vector
 from std.testing import assert_equal
 

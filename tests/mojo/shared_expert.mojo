@@ -14,8 +14,8 @@ from max_ep import (
     Float32TokenFormat,
 )
 from max_ep.formats.plain import PlainRows
-from max_ep.layout import Addressing, combine_msg_bytes, Group
-from max_ep.token_format import LocalRows
+from max_ep.protocol.layout import Addressing, combine_msg_bytes, Group
+from max_ep.protocol.token_format import LocalRows
 from ranks import Matrix, Ranks, tensor, vector
 from std.testing import assert_equal, assert_raises
 

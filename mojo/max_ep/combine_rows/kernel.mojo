@@ -12,24 +12,24 @@ phase: the result is complete, and every owner knows that its rows have been rea
 launch that fails writes NaN where it has no result.
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
-from std.utils.numerics import nan
 
-from ..arguments import Buffers, CombinedTokens, GivenRows
-from ..counters import Word
 from ..device.block import Block
 from ..device.done_words import publish_done
 from ..device.kernel import Kernel
+from ..device.no_result import fill_with_nan
 from ..device.shared import own_of
 from ..device.start import (
     await_launch_before,
-    load_and_check_header,
     elect_last_block,
+    load_and_check_header,
     mask_word,
 )
 from ..device.warp import in_32_bits
-from ..failures import Failure, RECEIVE, SEND
-from ..layout import Group
-from ..token_format import BytePointer
+from ..protocol.arguments import Buffers, CombinedTokens, GivenRows
+from ..protocol.counters import Word
+from ..protocol.failures import Failure, RECEIVE, SEND
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer
 from .reduce import reduce_tokens
 from .send import N_CONTROL, send_rows
 
@@ -95,15 +95,3 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
             )
         # AFTER: what is sent of this generation is on its way. What is received is
         # complete, and every owner may overwrite its rows here.
-
-
-@always_inline
-def fill_with_nan[group: Group](combined: CombinedTokens[...]):
-    """Fills a result that is not computed, with all blocks."""
-    var value = nan[DType.float32]().cast[combined.dtype]()
-    for i in range(
-        Int(block_idx.x) * group.num_threads + Int(thread_idx.x),
-        combined.n_tokens * group.hidden_size,
-        Int(grid_dim.x) * group.num_threads,
-    ):
-        combined.tokens[unsafe_offset=i] = value

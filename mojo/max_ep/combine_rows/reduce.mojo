@@ -7,15 +7,15 @@ from std.memory import bitcast
 from std.sys import size_of
 from std.utils.numerics import nan
 
-from ..arguments import CombinedTokens
-from ..counters import expert_of_choice, NO_EXPERT, row_of_own, Word
 from ..device.block import Block
-from ..device.kept import await_dropped, record_rows_found
 from ..device.warp import any_lane, in_32_bits, load16, store16
-from ..failures import Failure, is_fatal, RECEIVE
-from ..flags import count_of, flag_word, generation_of, message_flag
-from ..layout import Group, MESSAGE_ALIGN, plain_token_bytes
-from ..token_format import BytePointer, LaneBytes, LocalRows
+from ..protocol.arguments import CombinedTokens
+from ..protocol.counters import expert_of_choice, NO_EXPERT, row_of_own, Word
+from ..protocol.failures import Failure, is_fatal, RECEIVE
+from ..protocol.flags import count_of, flag_word, generation_of, message_flag
+from ..protocol.layout import Group, MESSAGE_ALIGN, plain_token_bytes
+from ..protocol.token_format import BytePointer, LaneBytes, LocalRows
+from ..row_limit.kept_counts import await_dropped, record_rows_found
 from .send import NEXT_CHUNK
 
 comptime ROWS_IN_FLIGHT = 8

@@ -3,17 +3,17 @@
 from max.gpu import barrier, block_idx, syncwarp, thread_idx
 from std.sys import size_of
 
-from ..arguments import GivenRows
-from ..counters import Word
 from ..device.block import Block
 from ..device.done_words import await_done_words
-from ..device.kept import publish_kept_counts
 from ..device.shared import shared
 from ..device.warp import bytes_at, copy_warp
-from ..failures import Failure, SEND
-from ..flags import message_flag, publish
-from ..layout import Group, plain_token_bytes
-from ..transport import put_message_warp
+from ..protocol.arguments import GivenRows
+from ..protocol.counters import Word
+from ..protocol.failures import Failure, SEND
+from ..protocol.flags import message_flag, publish
+from ..protocol.layout import Group, plain_token_bytes
+from ..protocol.transport import put_message_warp
+from ..row_limit.kept_counts import publish_kept_counts
 
 comptime NEXT_ROW = 0
 """Control word: next row to send."""

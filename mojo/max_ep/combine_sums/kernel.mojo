@@ -13,19 +13,19 @@ if ranks may share a GPU. A launch that fails writes NaN where it has no result.
 """
 from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
-from ..arguments import Buffers, CombinedTokens
-from ..combine_rows.kernel import fill_with_nan
-from ..counters import Word
 from ..device.block import Block
 from ..device.done_words import end_wait, poll_done_words, publish_earlier_reads
 from ..device.kernel import Kernel
+from ..device.no_result import fill_with_nan
 from ..device.schedule import Schedule
 from ..device.shared import share_addresses
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
-from ..failures import Failure, RECEIVE, SEND
-from ..layout import Group
-from ..token_format import BytePointer, LocalRows
+from ..protocol.arguments import Buffers, CombinedTokens
+from ..protocol.counters import Word
+from ..protocol.failures import Failure, RECEIVE, SEND
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer, LocalRows
 from .partials import FEW_TOKENS, LaneSlice, SOME_TOKENS, SumSplit
 from .receive import SumReceiver
 from .roles import (

@@ -6,7 +6,6 @@ from std.math import ceildiv, fma
 from std.memory import bitcast
 from std.sys import size_of
 
-from ..counters import blocks_share_work
 from ..device.block import Block
 from ..device.schedule import Split
 from ..device.warp import (
@@ -18,11 +17,12 @@ from ..device.warp import (
     store16,
     take_lane,
 )
-from ..failures import Failure
-from ..flags import load_relaxed_sys_16, store_relaxed_sys_16
 from ..formats.quantized_sums import QuantizedSums
-from ..layout import Group, MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes, SENTINEL
+from ..protocol.counters import blocks_share_work
+from ..protocol.failures import Failure
+from ..protocol.flags import load_relaxed_sys_16, store_relaxed_sys_16
+from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL
 
 
 @fieldwise_init

@@ -4,14 +4,14 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.utils.numerics import nan
 
-from ..counters import NO_ROW, rank_elsewhere, Taken, Word
 from ..device.block import Block
-from ..device.kept import await_dropped, record_rows_found
 from ..device.schedule import Schedule
 from ..device.warp import any_lane, any_of_lanes, has_bit
-from ..layout import Group
-from ..token_format import BytePointer, LaneBytes, SENTINEL
-from .partials import from_all_blocks, n_rows_at_once, LaneSlice, sum_split
+from ..protocol.counters import NO_ROW, rank_elsewhere, Taken, Word
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL
+from ..row_limit.kept_counts import await_dropped, record_rows_found
+from .partials import from_all_blocks, LaneSlice, n_rows_at_once, sum_split
 from .roles import NEXT_SUM, sum_receive_schedule, TokenRecord
 
 comptime MAX_PREFETCHED = 8

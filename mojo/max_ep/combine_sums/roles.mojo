@@ -2,9 +2,9 @@
 """Control words of a block of `CombineSums`, the roles of its warps, and what dispatch
 has recorded of a token. Each warp may send, and then takes part in adding up.
 """
-from ..counters import Counters, NO_ROW
 from ..device.schedule import Schedule
-from ..layout import Group
+from ..protocol.counters import Counters, NO_ROW
+from ..protocol.layout import Group
 
 comptime N_WARPS_MIN = 4
 """Fewest warps of a block. The last three have a task of their own first."""

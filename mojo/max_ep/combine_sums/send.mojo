@@ -2,14 +2,14 @@
 """How a warp sends partial sums to the ranks of the tokens that have a row here."""
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
-from ..counters import Taken, Word
 from ..device.block import Block
 from ..device.done_words import await_readers
-from ..device.kept import publish_kept_counts
 from ..device.warp import any_lane, bytes_at
-from ..layout import Group
-from ..token_format import BytePointer
-from .partials import from_all_blocks, n_rows_at_once, LaneSlice, sum_split
+from ..protocol.counters import Taken, Word
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer
+from ..row_limit.kept_counts import publish_kept_counts
+from .partials import from_all_blocks, LaneSlice, n_rows_at_once, sum_split
 from .roles import NEXT_SEND, TokenRecord
 
 

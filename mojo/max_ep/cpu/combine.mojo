@@ -13,15 +13,21 @@ overwrite what it sent.
 from std.math import fma, gcd
 from std.sys import size_of
 
-from ..arguments import CombinedTokens, GivenRows
-from ..counters import NO_ROW, Word
-from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
-from ..failures import Failure
 from ..formats.quantized_sums import QuantizedSums
-from ..flags import count_of, flag_word, generation_of, message_flag, next_generation
-from ..kernel_argument import ImmPointer
-from ..layout import Group, MESSAGE_ALIGN
-from ..token_format import BytePointer, LocalRows
+from ..protocol.arguments import CombinedTokens, GivenRows
+from ..protocol.counters import NO_ROW, Word
+from ..protocol.failures import Failure
+from ..protocol.flags import (
+    count_of,
+    flag_word,
+    generation_of,
+    message_flag,
+    next_generation,
+)
+from ..protocol.kernel_argument import ImmPointer
+from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.token_format import BytePointer, LocalRows
+from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
 from .rank import CpuRank
 

@@ -15,20 +15,24 @@ After `dispatch_async`: every peer has this generation's tokens, and counts that
 announce them. After `dispatch_wait`: the rows are in the order of `plan.mojo`, the
 same bits in both protocols, and every source may overwrite its tokens.
 """
-from ..arguments import DispatchedRows, GivenTokens, place_all_scales
-from ..counters import NO_ROW, Word
-from ..cpu_copy import copy_bytes, for_each_chunk, should_stream
-from ..device.kernel import InputScales
-from ..dispatch_by_rank.entries import (
+from ..protocol.arguments import (
+    DispatchedRows,
+    GivenTokens,
+    InputScales,
+    place_all_scales,
+)
+from ..protocol.counters import NO_ROW, Word
+from ..protocol.entries import (
     entry_word,
     expert_of_entry,
     position_of_entry,
     value_of_word,
     value_word,
 )
-from ..flags import count_of, flag_at, flag_word, generation_of, message_flag
-from ..layout import Group
-from ..token_format import BytePointer, TokenFormat
+from ..protocol.flags import count_of, flag_at, flag_word, generation_of, message_flag
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer, TokenFormat
+from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
 from .rank import CpuRank
 

@@ -4,13 +4,13 @@
 Positions are in token order, and rows are sorted by local expert, source rank, token,
 choice. So results do not depend on timing.
 """
-from ..arguments import given_id, load_id
-from ..counters import Counters
-from ..failures import Failure, what_failed
-from ..kept_rows import keep_rows
-from ..kernel_argument import ImmPointer
-from ..layout import Group
-from ..row_tables import RowTables
+from ..protocol.arguments import given_id, load_id
+from ..protocol.counters import Counters
+from ..protocol.failures import Failure, what_failed
+from ..protocol.kernel_argument import ImmPointer
+from ..protocol.layout import Group
+from ..protocol.row_tables import RowTables
+from ..row_limit.kept_rows import keep_rows
 from .rank import CpuRank
 
 comptime _NO_POSITION = Int32(-1)

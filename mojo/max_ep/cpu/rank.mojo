@@ -3,10 +3,10 @@
 
 docs/fault_tolerance.md says when a peer is late for ranks that mask it.
 """
-from ..arguments import Call
-from ..counters import Counters, N_FAILURE_WORDS, Word
-from ..failures import Caller, Failure, place_of, raise_failure, what_failed
-from ..flags import (
+from ..protocol.arguments import Call
+from ..protocol.counters import Counters, N_FAILURE_WORDS, Word
+from ..protocol.failures import Caller, Failure, place_of, raise_failure, what_failed
+from ..protocol.flags import (
     count_of,
     Deadline,
     flag_at,
@@ -20,9 +20,9 @@ from ..flags import (
     publish,
     SLEEP_SECONDS,
 )
-from ..layout import FLAG_BYTES, Group
-from ..token_format import BytePointer
-from ..transport import PeerBuffers
+from ..protocol.layout import FLAG_BYTES, Group
+from ..protocol.token_format import BytePointer
+from ..protocol.transport import PeerBuffers
 from std.time import sleep
 
 comptime _POLLS_PER_HEARTBEAT = 16

@@ -16,10 +16,10 @@ from max.gpu import (
     WARP_SIZE,
 )
 
-from ..arguments import Buffers
-from ..counters import blocks_share_work, Counters, LaunchHeader, Taken, Word
-from ..failures import Failure, is_missing, RECEIVE, record_failure, SEND
-from ..flags import (
+from ..protocol.arguments import Buffers
+from ..protocol.counters import blocks_share_work, Counters, LaunchHeader, Taken, Word
+from ..protocol.failures import Failure, is_missing, RECEIVE, record_failure, SEND
+from ..protocol.flags import (
     arrive_on_gpu,
     Deadline,
     fetch_add_block,
@@ -33,8 +33,8 @@ from ..flags import (
     POLLS_PER_CLOCK_READ,
     SharedWord,
 )
-from ..layout import Group
-from ..token_format import BytePointer
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer
 from .liveness import Liveness
 from .shared import share_addresses, shared, SharedAddresses
 from .start import check_header, mask_of

@@ -12,9 +12,9 @@ combine sends rows: that publishes no done words of dispatch.
 """
 from max.gpu import block_idx, syncwarp, WARP_SIZE
 
-from ..counters import Word
-from ..failures import Failure, record_failure, SEND
-from ..flags import (
+from ..protocol.counters import Word
+from ..protocol.failures import Failure, record_failure, SEND
+from ..protocol.flags import (
     count_of,
     flag_at,
     flag_word,
@@ -23,8 +23,8 @@ from ..flags import (
     load_acquire_sys,
     publish,
 )
-from ..layout import FLAG_BYTES, Group
-from ..transport import put_flag
+from ..protocol.layout import FLAG_BYTES, Group
+from ..protocol.transport import put_flag
 from .block import Block
 from .start import elect_last_block
 from .warp import any_lane, bytes_at

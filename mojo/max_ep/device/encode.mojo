@@ -2,9 +2,9 @@
 """Encodes a token with a warp, several steps at once. A step is 16 bytes per lane."""
 from max.gpu import WARP_SIZE
 
-from ..flags import store_relaxed_sys_16
-from ..layout import MESSAGE_ALIGN
-from ..token_format import LaneBytes, LaneWire, TokenFormat
+from ..protocol.flags import store_relaxed_sys_16
+from ..protocol.layout import MESSAGE_ALIGN
+from ..protocol.token_format import LaneBytes, LaneWire, TokenFormat
 from .schedule import vector_of_lane
 from .warp import ACCESSES_IN_FLIGHT, avoid_sentinel, bytes_at, store16
 

@@ -10,12 +10,10 @@ from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream, LaunchAtt
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.utils import StaticTuple
 
-from ..kernel_argument import KernelArgument, MutPointer
-from ..layout import Group
-from ..shmem_modules import register_module
-
-comptime InputScales = Optional[def[dtype: DType](Int) capturing -> Scalar[dtype]]
-"""Gives the factor of a token for an expert id, or None."""
+from ..protocol.arguments import InputScales
+from ..protocol.kernel_argument import KernelArgument, MutPointer
+from ..protocol.layout import Group
+from .shmem_modules import register_module
 
 
 trait Kernel(Copyable, KernelArgument):

@@ -4,8 +4,8 @@
 docs/fault_tolerance.md says when a rank is late. All this is read after some dozens of
 polls without success, never before.
 """
-from ..counters import Counters
-from ..flags import (
+from ..protocol.counters import Counters
+from ..protocol.flags import (
     count_of,
     Deadline,
     flag_at,
@@ -19,7 +19,7 @@ from ..flags import (
     store_relaxed_gpu,
     store_relaxed_sys,
 )
-from ..layout import Group
+from ..protocol.layout import Group
 from .shared import SharedAddresses
 from .warp import bytes_at
 

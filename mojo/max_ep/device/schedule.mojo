@@ -5,8 +5,8 @@ the numbers of tokens, warps and blocks of a launch.
 from max.gpu import WARP_SIZE
 from std.math import ceildiv
 
-from ..layout import MESSAGE_ALIGN
-from ..token_format import TokenFormat
+from ..protocol.layout import MESSAGE_ALIGN
+from ..protocol.token_format import TokenFormat
 from .warp import divmod_32
 
 

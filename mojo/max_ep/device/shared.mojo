@@ -4,9 +4,9 @@ from max.gpu import block_dim, thread_idx
 from std.memory import unsafe_stack_allocation
 from std.sys import align_of
 
-from ..flags import SharedPointer
-from ..kernel_argument import MutPointer
-from ..transport import mapped_address
+from ..protocol.flags import SharedPointer
+from ..protocol.kernel_argument import MutPointer
+from ..protocol.transport import mapped_address
 
 comptime SharedInts = SharedPointer[Int32]
 

@@ -8,11 +8,11 @@ import max.gpu.primitives.warp as warp
 from max.gpu import barrier, grid_dim, lane_id, warp_id, WARP_SIZE
 from std.sys import inlined_assembly
 
-from ..counters import Counters, N_HEADER_WORDS, wanted_word, Word
-from ..failures import Failure, is_fatal, record_failure
-from ..flags import arrive_on_gpu
-from ..kernel_argument import MutPointer
-from ..layout import Group
+from ..protocol.counters import Counters, N_HEADER_WORDS, wanted_word, Word
+from ..protocol.failures import Failure, is_fatal, record_failure
+from ..protocol.flags import arrive_on_gpu
+from ..protocol.kernel_argument import MutPointer
+from ..protocol.layout import Group
 from .warp import any_lane
 
 

@@ -8,8 +8,8 @@ from max.gpu import WARP_SIZE
 from std.bit import count_trailing_zeros
 from std.sys import _RegisterPackType, inlined_assembly, is_nvidia_gpu, llvm_intrinsic
 
-from ..layout import MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes, SENTINEL
+from ..protocol.layout import MESSAGE_ALIGN
+from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL
 
 
 @always_inline

@@ -14,18 +14,18 @@ rank, token, choice, and every source knows that they have been read.
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 
-from ..arguments import Buffers, DispatchedRows, GivenTokens
-from ..counters import Word
 from ..device.block import Block
 from ..device.done_words import publish_done
-from ..device.kernel import InputScales, Kernel
+from ..device.kernel import Kernel
 from ..device.shared import own_of
-from ..device.start import load_and_check_header, elect_last_block
+from ..device.start import elect_last_block, load_and_check_header
 from ..device.warp import in_32_bits
-from ..failures import Failure, RECEIVE, record_failure, SEND
-from ..flags import next_generation
-from ..layout import Group
-from ..token_format import BytePointer, TokenFormat
+from ..protocol.arguments import Buffers, DispatchedRows, GivenTokens, InputScales
+from ..protocol.counters import Word
+from ..protocol.failures import Failure, RECEIVE, record_failure, SEND
+from ..protocol.flags import next_generation
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer, TokenFormat
 from .receive import SlotReceiver
 from .send import N_CONTROL, Sender, SendSchedule
 

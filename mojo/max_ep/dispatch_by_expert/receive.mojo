@@ -5,13 +5,13 @@ follows, then messages as they arrive, slot by slot over all pairs.
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
 
-from ..arguments import DispatchedRows, place_all_scales
-from ..counters import own_row
 from ..device.block import Block
 from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane, copy_warp
-from ..failures import Failure, RECEIVE
-from ..flags import (
+from ..protocol.arguments import DispatchedRows, place_all_scales
+from ..protocol.counters import own_row
+from ..protocol.failures import Failure, RECEIVE
+from ..protocol.flags import (
     count_of,
     flag_at,
     generation_of,
@@ -20,8 +20,8 @@ from ..flags import (
     message_flag,
     store_release_block,
 )
-from ..layout import Group
-from ..token_format import BytePointer, TokenFormat
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer, TokenFormat
 from .send import NEXT_ITEM, PAIRS_READY, SendSchedule
 
 comptime _FAILED = UInt32(2)

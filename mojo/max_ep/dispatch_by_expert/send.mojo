@@ -5,17 +5,16 @@ block's choices, and publishes counts; the next warps send.
 import max.gpu.primitives.warp as warp
 from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx, WARP_SIZE
 
-from ..arguments import GivenTokens
-from ..counters import NO_EXPERT, Word
 from ..device.block import Block
 from ..device.done_words import await_done_words
 from ..device.encode import EncodedSteps, steps_in_flight
-from ..device.kernel import InputScales
 from ..device.schedule import n_steps_of, vector_of_lane
 from ..device.shared import shared
 from ..device.warp import bytes_at, in_32_bits, shuffle_address
-from ..failures import Failure, SEND
-from ..flags import (
+from ..protocol.arguments import GivenTokens, InputScales
+from ..protocol.counters import NO_EXPERT, Word
+from ..protocol.failures import Failure, SEND
+from ..protocol.flags import (
     fetch_add_block,
     flag_at,
     load_acquire_block,
@@ -25,9 +24,9 @@ from ..flags import (
     store_relaxed_sys,
     store_release_block,
 )
-from ..layout import Group, MESSAGE_ALIGN
-from ..token_format import TokenFormat
-from ..transport import put_flag, put_message_warp
+from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.token_format import TokenFormat
+from ..protocol.transport import put_flag, put_message_warp
 
 # Words of a block's control.
 comptime INDEXED = 0

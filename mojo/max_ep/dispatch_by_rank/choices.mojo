@@ -8,12 +8,12 @@ from max.gpu import block_dim, block_idx, grid_dim, lane_id, thread_idx, WARP_SI
 from std.math import ceildiv
 from std.memory import bitcast
 
-from ..arguments import load_id
-from ..counters import NO_EXPERT
 from ..device.shared import shared, SharedInts
 from ..device.warp import sum_of_lanes
-from ..kernel_argument import ImmPointer
-from ..layout import Group, MESSAGE_ALIGN
+from ..protocol.arguments import load_id
+from ..protocol.counters import NO_EXPERT
+from ..protocol.kernel_argument import ImmPointer
+from ..protocol.layout import Group, MESSAGE_ALIGN
 from .roles import N_INDEX_WARPS
 
 comptime N_LANE_CHOICES = 256

@@ -11,10 +11,10 @@ from std.memory import bitcast
 from ..device.block import Block
 from ..device.schedule import InlineSplit, n_steps_of, vector_of_lane
 from ..device.warp import ACCESSES_IN_FLIGHT, load16, store16
-from ..failures import Failure
-from ..flags import flag_at, flag_word, load_relaxed_sys, load_relaxed_sys_16
-from ..layout import MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes, SENTINEL, TokenFormat
+from ..protocol.failures import Failure
+from ..protocol.flags import flag_at, flag_word, load_relaxed_sys, load_relaxed_sys_16
+from ..protocol.layout import MESSAGE_ALIGN
+from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL, TokenFormat
 
 
 @always_inline

@@ -12,11 +12,16 @@ choice.
 from max.gpu import block_idx, grid_dim, named_barrier, WARP_SIZE
 from std.math import ceildiv
 
-from ..counters import NO_EXPERT
 from ..device.block import Block
 from ..device.shared import SharedInts
-from ..flags import fetch_add_block, load_acquire_block, SharedWord, store_release_block
-from ..layout import Group, MESSAGE_ALIGN
+from ..protocol.counters import NO_EXPERT
+from ..protocol.flags import (
+    fetch_add_block,
+    load_acquire_block,
+    SharedWord,
+    store_release_block,
+)
+from ..protocol.layout import Group, MESSAGE_ALIGN
 from .choices import Choices, n_shared_ids
 from .publish import publish_count, publish_entry
 from .roles import GAVE_UP, N_INDEX_WARPS

@@ -10,11 +10,11 @@ counts before any token: queued behind tokens they would arrive late.
 """
 from max.gpu import block_idx, grid_dim, lane_id, WARP_SIZE
 
-from ..counters import NO_EXPERT
 from ..device.block import Block
 from ..device.shared import SharedInts
 from ..device.warp import sum_of_lanes
-from ..layout import Group, MESSAGE_ALIGN
+from ..protocol.counters import NO_EXPERT
+from ..protocol.layout import Group, MESSAGE_ALIGN
 from .choices import Choice, Choices, n_counted, N_LANE_CHOICES, nth_expert_of_block
 from .publish import publish_count, publish_entry
 from .roles import N_INDEX_WARPS

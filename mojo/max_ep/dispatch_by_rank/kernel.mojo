@@ -43,7 +43,6 @@ A wait gives up at the deadline of the launch and records whom it has waited for
 """
 from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
-from ..arguments import Buffers, DispatchedRows, GivenTokens
 from ..device.block import Block
 from ..device.done_words import (
     await_readers,
@@ -55,26 +54,27 @@ from ..device.kernel import Kernel
 from ..device.shared import share_addresses
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
-from ..failures import RECEIVE, SEND
-from ..layout import Group
-from ..token_format import TokenFormat
+from ..protocol.arguments import Buffers, DispatchedRows, GivenTokens
+from ..protocol.failures import RECEIVE, SEND
+from ..protocol.layout import Group
+from ..protocol.token_format import TokenFormat
 from .choices import Choices, N_SHARED_CHOICES
-from .row_offsets import SharedRowOffsets
 from .index_large import index_by_blocks
 from .index_small import index_one_by_one, LaneIndex
-from .token_counts import SharedTokenCounts
 from .publish import publish_n_tokens, send_metadata
 from .receive import TokenReceiver
 from .roles import (
-    ELECTING_WARP,
     DONE_WARP,
+    ELECTING_WARP,
     N_CONTROL,
     N_INDEX_WARPS,
     n_send_warps,
     N_WARPS_MIN,
     NUMBERS_WARP,
 )
+from .row_offsets import SharedRowOffsets
 from .send import TokenSender
+from .token_counts import SharedTokenCounts
 
 
 @fieldwise_init

@@ -6,16 +6,16 @@ Each word holds its generation, so they need no order between their stores.
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.memory import bitcast
 
-from ..counters import NO_EXPERT, sent_choice
 from ..device.block import Block
 from ..device.done_words import await_readers
 from ..device.warp import bytes_at, divmod_32
-from ..failures import Failure, SEND
-from ..flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
-from ..layout import Group
-from ..token_format import LaneBytes
+from ..protocol.counters import NO_EXPERT, sent_choice
+from ..protocol.entries import entry_word, NO_ENTRY_EXPERT, NO_POSITION, value_word
+from ..protocol.failures import Failure, SEND
+from ..protocol.flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
+from ..protocol.layout import Group
+from ..protocol.token_format import LaneBytes
 from .choices import Choice, Choices
-from .entries import entry_word, NO_ENTRY_EXPERT, NO_POSITION, value_word
 from .roles import N_INDEX_WARPS
 
 

@@ -9,19 +9,24 @@ from max.gpu import block_idx, grid_dim, WARP_SIZE
 from std.bit import count_trailing_zeros
 from std.memory import bitcast
 
-from ..arguments import DispatchedRows
-from ..counters import NO_EXPERT, NO_ROW, own_row, row_elsewhere
 from ..device.block import Block
 from ..device.schedule import Chunk, inline_split, n_steps_of, Schedule, Split
 from ..device.warp import any_lane, bytes_at, divmod_32, take_lane
-from ..flags import flag_at, generation_of
-from ..layout import Group, N_CHUNKS
-from ..token_format import BytePointer, TokenFormat
-from .row_offsets import SharedRowOffsets
-from .entries import expert_of_entry, NO_POSITION, position_of_entry, value_of_word
+from ..protocol.arguments import DispatchedRows
+from ..protocol.counters import NO_EXPERT, NO_ROW, own_row, row_elsewhere
+from ..protocol.entries import (
+    expert_of_entry,
+    NO_POSITION,
+    position_of_entry,
+    value_of_word,
+)
+from ..protocol.flags import flag_at, generation_of
+from ..protocol.layout import Group, N_CHUNKS
+from ..protocol.token_format import BytePointer, TokenFormat
 from .incoming import await_words, Steps, Token
-from .token_counts import SharedTokenCounts
 from .roles import NEXT_RECEIVE, token_receive_schedule
+from .row_offsets import SharedRowOffsets
+from .token_counts import SharedTokenCounts
 
 
 @fieldwise_init

@@ -7,7 +7,7 @@ index warps send afterwards. All but the index warps receive, and they too where
 take work from a counter.
 """
 from ..device.schedule import Schedule
-from ..layout import Group, N_CHUNKS
+from ..protocol.layout import Group, N_CHUNKS
 
 comptime N_INDEX_WARPS = 8
 comptime N_WARPS_MIN = N_INDEX_WARPS + 2

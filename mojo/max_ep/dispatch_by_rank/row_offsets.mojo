@@ -12,8 +12,8 @@ from std.math import ceildiv
 from ..device.block import Block
 from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane, max_of_lanes, sum_of_lanes
-from ..failures import Failure, RECEIVE
-from ..flags import (
+from ..protocol.failures import Failure, RECEIVE
+from ..protocol.flags import (
     arrive_in_block,
     count_of,
     flag_at,
@@ -24,12 +24,12 @@ from ..flags import (
     load_relaxed_sys_2,
     store_release_block,
 )
-from ..kept_rows import largest_level
-from ..layout import Group, MESSAGE_ALIGN
-from ..row_tables import RowTables
-from ..token_format import BytePointer
-from .token_counts import publish_decision, settle
+from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.row_tables import RowTables
+from ..protocol.token_format import BytePointer
+from ..row_limit.kept_rows import largest_level
 from .roles import FAILED, N_INDEX_WARPS, SCANNED, SUMMED
+from .token_counts import publish_decision, settle
 
 comptime _PAIRS_OF_LANE = 8
 """Pairs that a lane reads at once: a load has two neighbouring words."""

@@ -9,7 +9,6 @@ import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, lane_id, syncwarp, warp_id, WARP_SIZE
 from std.bit import count_trailing_zeros, pop_count
 
-from ..counters import blocks_share_work, NO_EXPERT, Taken, Word
 from ..device.block import Block
 from ..device.done_words import await_readers
 from ..device.encode import EncodedSteps, steps_in_flight
@@ -29,10 +28,11 @@ from ..device.warp import (
     shuffle_address,
     take_lane,
 )
-from ..flags import flag_at, publish
-from ..kernel_argument import ImmPointer
-from ..layout import Group, MESSAGE_ALIGN, N_CHUNKS
-from ..token_format import TokenFormat
+from ..protocol.counters import blocks_share_work, NO_EXPERT, Taken, Word
+from ..protocol.flags import flag_at, publish
+from ..protocol.kernel_argument import ImmPointer
+from ..protocol.layout import Group, MESSAGE_ALIGN, N_CHUNKS
+from ..protocol.token_format import TokenFormat
 from .choices import Choices
 from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND
 

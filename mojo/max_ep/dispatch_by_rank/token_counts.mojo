@@ -5,13 +5,13 @@ silent counts as having none.
 import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, syncwarp, WARP_SIZE
 
-from ..counters import Word
 from ..device.block import Block
 from ..device.liveness import NEVER_DECIDED, UNDECIDED
 from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane
-from ..failures import Failure, RECEIVE, record_failure
-from ..flags import (
+from ..protocol.counters import Word
+from ..protocol.failures import Failure, RECEIVE, record_failure
+from ..protocol.flags import (
     count_of,
     flag_at,
     flag_word,
@@ -22,7 +22,7 @@ from ..flags import (
     store_relaxed_gpu,
     store_release_block,
 )
-from ..layout import Group
+from ..protocol.layout import Group
 from .roles import NO_NUMBERS, TOKENS_READY
 
 

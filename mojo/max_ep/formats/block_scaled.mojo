@@ -8,9 +8,15 @@ from std.bit import log2_floor
 from std.memory import bitcast
 from std.sys import size_of
 
-from ..kernel_argument import ImmPointer
-from ..layout import MESSAGE_ALIGN, scaled_token_bytes
-from ..token_format import BytePointer, LaneBytes, LaneWire, SENTINEL, TokenFormat
+from ..protocol.kernel_argument import ImmPointer
+from ..protocol.layout import MESSAGE_ALIGN, scaled_token_bytes
+from ..protocol.token_format import (
+    BytePointer,
+    LaneBytes,
+    LaneWire,
+    SENTINEL,
+    TokenFormat,
+)
 from .block_numbers import BlockNumbers, checked_block
 from .casts import WIDTH
 from .scale_layouts import ScaledRows

@@ -11,10 +11,16 @@ from std.bit import log2_floor
 from std.memory import bitcast, unsafe_memcpy
 from std.sys import is_gpu, size_of
 
-from ..for_each import Work
-from ..kernel_argument import ImmPointer
-from ..layout import MESSAGE_ALIGN
-from ..token_format import BytePointer, LaneBytes, LaneWire, SENTINEL, TokenFormat
+from ..protocol.kernel_argument import ImmPointer
+from ..protocol.layout import MESSAGE_ALIGN
+from ..protocol.token_format import (
+    BytePointer,
+    LaneBytes,
+    LaneWire,
+    SENTINEL,
+    TokenFormat,
+)
+from ..work.for_each import Work
 from .block_numbers import BlockNumbers
 from .block_scaled import BlockScaledTokenFormat
 from .casts import WIDTH

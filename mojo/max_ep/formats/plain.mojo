@@ -7,9 +7,15 @@ message (`Group.metadata_offset`) and is delivered as a routing map and probabil
 from std.memory import bitcast, unsafe_memcpy
 from std.sys import size_of
 
-from ..kernel_argument import ImmPointer, MutPointer, unused
-from ..layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
-from ..token_format import BytePointer, LaneWire, OutputRows, OutputTensors, TokenFormat
+from ..protocol.kernel_argument import ImmPointer, MutPointer, unused
+from ..protocol.layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
+from ..protocol.token_format import (
+    BytePointer,
+    LaneWire,
+    OutputRows,
+    OutputTensors,
+    TokenFormat,
+)
 
 
 @fieldwise_init

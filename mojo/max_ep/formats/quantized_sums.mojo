@@ -10,8 +10,8 @@ from std.math import fma
 from std.memory import bitcast
 from std.sys import size_of
 
-from ..kernel_argument import ImmPointer
-from ..token_format import BytePointer, LaneBytes, LaneWire
+from ..protocol.kernel_argument import ImmPointer
+from ..protocol.token_format import BytePointer, LaneBytes, LaneWire
 from .block_numbers import BlockNumbers
 from .block_scaled import BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8, FP8_BLOCK

@@ -6,8 +6,8 @@ On the wire a token's scales follow its values. A format is compiled for one lay
 from std.math import ceildiv
 from std.sys import size_of
 
-from ..kernel_argument import MutPointer
-from ..token_format import BytePointer, OutputRows, OutputTensors
+from ..protocol.kernel_argument import MutPointer
+from ..protocol.token_format import BytePointer, OutputRows, OutputTensors
 
 
 trait ScaledRows(OutputRows):

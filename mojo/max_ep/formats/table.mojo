@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All token formats, by the names that ops take (`max_ep/formats.py`)."""
-from ..token_format import TokenFormat
+from ..protocol.token_format import TokenFormat
 from .block_numbers import BlockNumbers
 from .block_scaled import BlockScaledTokenFormat
 from .blockwise_fp8 import BlockwiseFP8

@@ -5,7 +5,7 @@ Inline bytes are sent with the bits flipped between such a word and `SENTINEL`, 
 none look as if they had not arrived (docs/decisions/0026-what-no-token-has.md). A word
 is unused if `known_values` or `known_scales` replaces it.
 """
-from ..token_format import SENTINEL
+from ..protocol.token_format import SENTINEL
 from .block_numbers import BlockNumbers
 
 comptime _Known = def(UInt32) thin -> UInt32

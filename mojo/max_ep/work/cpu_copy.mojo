@@ -4,9 +4,9 @@ from max.algorithm import sync_parallelize
 from max.runtime.asyncrt import parallelism_level
 from std.memory import unsafe_memcpy
 
-from .flags import drain_stores
-from .kernel_argument import MutPointer
-from .layout import MESSAGE_ALIGN
+from ..protocol.flags import drain_stores
+from ..protocol.kernel_argument import MutPointer
+from ..protocol.layout import MESSAGE_ALIGN
 
 comptime INLINE_BYTES = 128 * 1024
 """Work below this many bytes stays on the calling thread: copying it takes

@@ -19,15 +19,21 @@ from layout import TensorLayout, TileTensor
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
 from std.utils import StaticTuple
 
-from .arguments import Buffers, CombinedTokens, DispatchedRows, GivenTokens, imm
-from .combine_rows.kernel import CombineRows
-from .counters import EPLocalSyncCounters
-from .device.kernel import InputScales
-from .dispatch_by_expert.kernel import DispatchByExpert
-from .flags import FlagPointer
-from .kernel_argument import ImmPointer, MutPointer, unused
-from .layout import Addressing, combine_msg_bytes, Group
-from .token_format import BytePointer, LocalRows, TokenFormat
+from ..combine_rows.kernel import CombineRows
+from ..dispatch_by_expert.kernel import DispatchByExpert
+from ..protocol.arguments import (
+    Buffers,
+    CombinedTokens,
+    DispatchedRows,
+    GivenTokens,
+    imm,
+    InputScales,
+)
+from ..protocol.counters import EPLocalSyncCounters
+from ..protocol.flags import FlagPointer
+from ..protocol.kernel_argument import ImmPointer, MutPointer, unused
+from ..protocol.layout import Addressing, combine_msg_bytes, Group
+from ..protocol.token_format import BytePointer, LocalRows, TokenFormat
 
 
 comptime _MostThreads[n: Int] = StaticTuple[Int32, 1](Int32(n))

@@ -11,8 +11,8 @@ from extensibility import (
 )
 from max.gpu.host import DeviceContext
 
-from .for_each import for_each
-from .kernel_argument import ImmPointer, unused
+from ..protocol.kernel_argument import ImmPointer, unused
+from ..work.for_each import for_each
 from .routing import ChooseExperts, Replicas, ToReplicas
 
 comptime Log2PhyTensor = MutableInputTensor[dtype=DType.int32, rank=3, ...]

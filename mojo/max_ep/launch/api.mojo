@@ -66,7 +66,7 @@ from layout import TileTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
-from .arguments import (
+from ..protocol.arguments import (
     Call,
     combined_tokens,
     CombinedTokens,
@@ -77,13 +77,13 @@ from .arguments import (
     given_tokens,
     GivenRows,
     GivenTokens,
+    InputScales,
     peer_buffers,
 )
-from .device.kernel import InputScales
-from .kernel_argument import ImmPointer, unused
+from ..protocol.kernel_argument import ImmPointer, unused
+from ..protocol.layout import Addressing, combine_msg_bytes, Group
+from ..protocol.token_format import LocalRows, TokenFormat
 from .launch import launch_combine, launch_dispatch
-from .layout import Addressing, combine_msg_bytes, Group
-from .token_format import LocalRows, TokenFormat
 
 
 def ep_dispatch_async_kernel_api[

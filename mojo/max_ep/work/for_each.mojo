@@ -5,8 +5,8 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu as is_gpu_target
 from std.math import ceildiv
 
+from ..protocol.kernel_argument import KernelArgument
 from .cpu_copy import for_each_chunk, INLINE_BYTES
-from .kernel_argument import KernelArgument
 
 comptime _NUM_THREADS = 128
 

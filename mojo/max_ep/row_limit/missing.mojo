@@ -2,10 +2,10 @@
 """What tokens and experts lack after a combine: rows that did not fit
 (`kept_rows.mojo`), and experts of ranks that are masked.
 """
-from .counters import Counters
-from .for_each import Work
-from .kernel_argument import ImmPointer, MutPointer
-from .layout import Group
+from ..protocol.counters import Counters
+from ..protocol.kernel_argument import ImmPointer, MutPointer
+from ..protocol.layout import Group
+from ..work.for_each import Work
 
 
 @fieldwise_init

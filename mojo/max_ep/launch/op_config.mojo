@@ -5,8 +5,8 @@ the same words.
 """
 from std.sys import size_of
 
-from .formats.table import FormatOf, NumbersOf
-from .layout import Addressing, combine_msg_bytes, Group
+from ..formats.table import FormatOf, NumbersOf
+from ..protocol.layout import Addressing, combine_msg_bytes, Group
 
 
 def has_word(config: StringSlice, word: StaticString) -> Bool:

@@ -18,6 +18,9 @@ from .row_tables import RowTables
 from .token_format import BytePointer, LocalRows, TokenFormat
 from .transport import PeerBuffers
 
+comptime InputScales = Optional[def[dtype: DType](Int) capturing -> Scalar[dtype]]
+"""Gives the factor of a token for an expert id, or None."""
+
 
 @fieldwise_init
 struct Form(TrivialRegisterPassable):

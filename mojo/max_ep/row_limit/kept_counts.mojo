@@ -10,10 +10,10 @@ import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE
 from std.bit import pop_count
 
-from ..counters import expert_of_choice, position_of_choice
-from ..flags import count_of, flag_at, generation_of, store_relaxed_sys
-from ..layout import Group
-from .block import Block
+from ..device.block import Block
+from ..protocol.counters import expert_of_choice, position_of_choice
+from ..protocol.flags import count_of, flag_at, generation_of, store_relaxed_sys
+from ..protocol.layout import Group
 
 
 @always_inline

@@ -6,10 +6,10 @@ from std.math import ceildiv, exp
 from std.memory import bitcast
 from std.sys import is_gpu, is_nvidia_gpu, llvm_intrinsic
 
-from .failures import as_no_expert
-from .for_each import Work
-from .kernel_argument import ImmPointer, KernelArgument, MutPointer
-from .layout import MAX_TOP_K
+from ..protocol.failures import as_no_expert
+from ..protocol.kernel_argument import ImmPointer, KernelArgument, MutPointer
+from ..protocol.layout import MAX_TOP_K
+from ..work.for_each import Work
 
 comptime _NONE = UInt32(0)
 """Key of what has been chosen, or is no expert."""

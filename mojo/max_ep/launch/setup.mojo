@@ -6,12 +6,17 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu as is_gpu_target
 from std.sys import is_gpu
 
-from .arguments import mut_
-from .counters import local_sync_counters_words, masked_word, wanted_word, Word
-from .flags import flag_at, flag_word, message_flag
-from .kernel_argument import KernelArgument, MutPointer
-from .layout import Group, N_GROUP_WORDS
-from .token_format import BytePointer, SENTINEL
+from ..protocol.arguments import mut_
+from ..protocol.counters import (
+    local_sync_counters_words,
+    masked_word,
+    wanted_word,
+    Word,
+)
+from ..protocol.flags import flag_at, flag_word, message_flag
+from ..protocol.kernel_argument import KernelArgument, MutPointer
+from ..protocol.layout import Group, N_GROUP_WORDS
+from ..protocol.token_format import BytePointer, SENTINEL
 
 comptime N_SETUP_WORDS = 14
 """Int64 words of `setup`: region address, rank, time-out in ms, whether the

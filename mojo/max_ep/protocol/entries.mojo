@@ -16,7 +16,7 @@ may be any 32 bits, and probability.
 """
 from std.memory import bitcast
 
-from ..flags import count_of, flag_word
+from .flags import count_of, flag_word
 
 comptime ENTRY_FIELD_BITS = 16
 """Bits of an expert id and of a position."""

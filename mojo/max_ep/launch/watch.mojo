@@ -18,12 +18,12 @@ from max.gpu import barrier, block_idx, thread_idx
 from max.gpu.host.info import is_gpu
 from std.time import sleep
 
-from .arguments import Buffers, Call
-from .counters import Counters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
-from .device.kernel import Queue
-from .device.shared import own_of, shared
-from .device.warp import bytes_at
-from .flags import (
+from ..device.kernel import Queue
+from ..device.shared import own_of, shared
+from ..device.warp import bytes_at
+from ..protocol.arguments import Buffers, Call
+from ..protocol.counters import Counters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
+from ..protocol.flags import (
     Deadline,
     flag_at,
     generation_of,
@@ -36,9 +36,9 @@ from .flags import (
     POLLS_PER_CLOCK_READ,
     SLEEP_SECONDS,
 )
-from .kernel_argument import MutPointer
-from .layout import Group
-from .token_format import BytePointer, SENTINEL
+from ..protocol.kernel_argument import MutPointer
+from ..protocol.layout import Group
+from ..protocol.token_format import BytePointer, SENTINEL
 
 comptime NEVER = Int64(-1)
 

@@ -44,8 +44,8 @@ Int32:
 """
 import max.gpu.primitives.warp as warp
 
-from .kernel_argument import KernelArgument, MutPointer
 from .flags import FlagPointer
+from .kernel_argument import KernelArgument, MutPointer
 from .layout import Group, MAX_RANKS, N_GROUP_WORDS, round_up
 
 comptime COUNTERS_MAGIC = 0x6D657031

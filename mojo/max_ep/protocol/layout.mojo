@@ -66,7 +66,7 @@ comptime BUFFER_ALIGN = 256
 comptime FLAG_BYTES = 8
 """Bytes of one flag or done word (UInt64)."""
 comptime ENTRY_BYTES = 8
-"""Bytes of a word of an entry (`dispatch_by_rank/entries.mojo`)."""
+"""Bytes of a word of an entry (`protocol/entries.mojo`)."""
 comptime METADATA_BYTES = 2 * ENTRY_BYTES
 """Bytes of routing metadata for one choice: two words of the form of an entry's."""
 comptime N_CHUNKS = 4

@@ -13,7 +13,7 @@ table, whose address is in the environment:
 from max.gpu.host import DeviceContext, DeviceFunction
 from max.gpu.host._nvidia_cuda import CUDA_MODULE
 from std.os import getenv
-from .kernel_argument import MutPointer
+from ..protocol.kernel_argument import MutPointer
 
 comptime TABLE_VARIABLE = "MAX_EP_SHMEM_MODULES"
 """Environment variable that holds the table's address in decimal."""

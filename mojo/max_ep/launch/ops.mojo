@@ -18,7 +18,9 @@ from extensibility import (
 )
 from max.gpu.host import DeviceContext
 
-from .arguments import (
+from ..formats.forwarded import JoinWords, QuantizeTokens
+from ..formats.table import NumbersOf
+from ..protocol.arguments import (
     Call,
     check_shape,
     check_size,
@@ -31,20 +33,18 @@ from .arguments import (
     given_tokens,
     GivenTokens,
     imm,
+    InputScales,
     mut_,
     n_choices_of,
     peer_buffers,
 )
-from .device.kernel import InputScales
-from .for_each import for_each
-from .formats.forwarded import JoinWords, QuantizeTokens
-from .formats.table import NumbersOf
-from .missing import CountDropped, FindDegraded
-from .op_config import check_entry, CombineGroup, FormatOfOp, group_of
-from .kernel_argument import unused
+from ..protocol.kernel_argument import unused
+from ..protocol.token_format import BytePointer, OutputTensors
+from ..row_limit.missing import CountDropped, FindDegraded
+from ..work.for_each import for_each
 from .launch import launch_combine, launch_dispatch
+from .op_config import check_entry, CombineGroup, FormatOfOp, group_of
 from .setup import init
-from .token_format import BytePointer, OutputTensors
 from .watch import launch_watch
 
 comptime WordsTensor = MutableInputTensor[dtype=DType.int32, rank=1, ...]

@@ -3,7 +3,15 @@
 from max.gpu.host.info import is_gpu
 from std.sys import size_of
 
-from .arguments import (
+from ..combine_rows.kernel import CombineRows
+from ..combine_sums.kernel import CombineSums
+from ..cpu.combine import cpu_combine_async, cpu_combine_wait
+from ..cpu.dispatch import cpu_dispatch_async, cpu_dispatch_wait
+from ..cpu.rank import CpuRank
+from ..device.kernel import enqueue, Queue
+from ..dispatch_by_expert.kernel import DispatchByExpert
+from ..dispatch_by_rank.kernel import DispatchByRank
+from ..protocol.arguments import (
     Call,
     check_dispatch,
     check_group,
@@ -12,21 +20,14 @@ from .arguments import (
     Form,
     GivenRows,
     GivenTokens,
+    InputScales,
     mapped_buffers,
 )
-from .combine_rows.kernel import CombineRows
-from .combine_sums.kernel import CombineSums
-from .counters import Word
-from .cpu.combine import cpu_combine_async, cpu_combine_wait
-from .cpu.dispatch import cpu_dispatch_async, cpu_dispatch_wait
-from .cpu.rank import CpuRank
-from .device.kernel import enqueue, InputScales, Queue
-from .dispatch_by_expert.kernel import DispatchByExpert
-from .dispatch_by_rank.kernel import DispatchByRank
-from .flags import now_ns
-from .failures import PHASES, place_of
-from .layout import Group, MESSAGE_ALIGN
-from .token_format import TokenFormat
+from ..protocol.counters import Word
+from ..protocol.failures import PHASES, place_of
+from ..protocol.flags import now_ns
+from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.token_format import TokenFormat
 
 
 def _begin[group: Group, //](call: Call[group], phase: Int) raises -> CpuRank[group]:
