@@ -14,7 +14,7 @@ from typing import Any
 
 from . import install
 from .cache import cache_dir, check_folder
-from .memory.shmem import missing_parts
+from .memory.shmem import missing_parts, versions
 
 _WANTED_MAX = "26.7."
 
@@ -74,8 +74,9 @@ def run_doctor(_: Any = None) -> int:
     if n_gpus > 1:
         say("peer access", *_peer_access(n_gpus), is_needed=False)
     missing = missing_parts()
-    text = "GPU ranks of several hosts can join"
-    if missing:
+    if not missing:
+        text = f"GPU ranks of several hosts can join: {versions()}"
+    else:
         text = (
             f"only GPU ranks of several hosts need it: lacks {', '.join(missing)} "
             f"({install.SHMEM})"

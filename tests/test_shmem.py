@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,38 @@ def test_mojo_and_python_agree(tmp_path):
     )
     number = run_mojo("run", str(program)).strip()
     assert f"_SIGNAL_SET = Int32({number})\n" in transport
+
+
+def test_kernels_link_with_nvshmem():
+    """What is installed has functions that Mojo's PTX can be assembled with."""
+    where = "-I", ".", "-I", str(HERE / "mojo"), "--bitcode-libs"
+    program = str(HERE / "mojo/linked_shmem.mojo")
+    printed = run_mojo("run", *where, str(shmem.bitcode_path()), program)
+    assert all(int(n_bytes) > 20_000 for n_bytes in printed.split())
+
+
+def test_files_of_other_versions(monkeypatch, tmp_path):
+    """From 3.7 each architecture has a file; that for sm_90 cannot be assembled."""
+    monkeypatch.setattr(
+        shmem, "_find", lambda _, path: shmem._first_file(tmp_path / path)
+    )
+    assert shmem.bitcode_path() is None
+    (folder := tmp_path / "nvshmem/lib").mkdir(parents=True)
+    for name in ("sm_90", "sm_80"):
+        (folder / f"libnvshmem_device_{name}.bc").touch()
+    assert shmem.bitcode_path() == folder / "libnvshmem_device_sm_80.bc"
+    (folder / "libnvshmem_device.bc").touch()
+    assert shmem.bitcode_path() == folder / "libnvshmem_device.bc"
+
+
+def test_doctor_names_the_versions(monkeypatch, run_cli):
+    monkeypatch.setattr("max_ep.doctor.missing_parts", list)
+    said = " ".join(run_cli("doctor").split())
+    installed = metadata.version(shmem.BITCODE_PACKAGE)
+    assert (
+        f"can join: device functions of NVSHMEM {installed} (libnvshmem_device.bc), "
+        "host library 3.7.0" in said
+    )
 
 
 def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,13 @@ import hashlib
 import importlib.util
 import os
 import queue
+import re
 import struct
 import sys
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 
 from .. import install
@@ -40,6 +42,11 @@ _REPORT_EVERY_S = 10.0
 
 BITCODE_PACKAGE = "nvidia-nvshmem-cu13"
 """PyPI package whose device bitcode is built into the kernels."""
+
+_DEVICE_FUNCTIONS = "libnvshmem_device.bc", "libnvshmem_device_sm_80.bc"
+"""NVSHMEM up to 3.6.5 has one file for all architectures, later ones a file for each.
+Functions for sm_80 run on every later GPU; those for sm_90 need PTX ISA 8.6, and Mojo
+emits 8.5 (docs/upstream.md)."""
 
 MPI_LIBRARY_VARIABLE = "MAX_EP_MPI_LIBRARY"
 """Environment variable that names Open MPI's ``libmpi.so.40``."""
@@ -58,7 +65,20 @@ def _find(package: str, path: str) -> Path | None:
 
 def bitcode_path() -> Path | None:
     """Returns NVSHMEM's device bitcode, or None if it is not installed."""
-    return _find("nvidia", "nvshmem/lib/libnvshmem_device.bc")
+    found = (_find("nvidia", f"nvshmem/lib/{name}") for name in _DEVICE_FUNCTIONS)
+    return next(filter(None, found), None)
+
+
+def versions() -> str:
+    """Says which NVSHMEM the device functions and the host library are of."""
+    path, host = bitcode_path(), host_library()
+    assert path is not None and host is not None
+    device = metadata.version(BITCODE_PACKAGE)
+    said = re.search(rb"NVSHMEM v(\d[\d.]*)", host.read_bytes())
+    return (
+        f"device functions of NVSHMEM {device} ({path.name}), host library "
+        f"{said[1].decode() if said else 'of an unknown version'}"
+    )
 
 
 def host_library() -> Path | None:
