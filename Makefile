@@ -4,7 +4,7 @@ PYTHON ?= python3
 # Its exact version finds a CPU build where there is one; it is installed
 # first, so that nothing else asks for a larger one.
 TORCH ?= torch==2.13.0
-# What `sanitize` looks for: see tests/sanitize.sh.
+# What `sanitize` looks for: see tests/gpu/sanitize.sh.
 CHECK ?= memcheck
 # How many ranks `faults` kills or stops.
 FAULTS ?= 1000
@@ -15,7 +15,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 # The kinds of difference that `same-code` lets pass, and renamed variants:
-# see tests/same_code.py.
+# see tests/codegen/same_code.py.
 ALLOW ?= machine
 RENAME ?=
 
@@ -40,19 +40,19 @@ test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -m gpu
 
 same-code: .venv/.installed-dev
-	$(BIN)/python tests/same_code.py $(BASE) --allow "$(ALLOW)" \
+	$(BIN)/python tests/codegen/same_code.py $(BASE) --allow "$(ALLOW)" \
 		$(foreach pair,$(RENAME),--rename '$(pair)')
 
 fuzz: .venv/.installed-dev
 	MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FUZZ_CASES=16 MAX_EP_FUZZ_EXAMPLES=400 \
-		$(BIN)/python -m pytest tests/test_fuzz.py
+		$(BIN)/python -m pytest tests/cpu/test_fuzz.py
 
 faults: .venv/.installed-dev
 	MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FAULTS=$(FAULTS) \
-		$(BIN)/python -m pytest tests/test_faults.py -k seed
+		$(BIN)/python -m pytest tests/processes/test_faults.py -k seed
 
 sanitize: .venv/.installed-dev
-	PYTHON=$(BIN)/python tests/sanitize.sh $(CHECK)
+	PYTHON=$(BIN)/python tests/gpu/sanitize.sh $(CHECK)
 
 bench: .venv/.installed-torch
 	$(BIN)/python -m bench.cpu_round_trip

@@ -31,7 +31,6 @@ import math
 import random
 import re
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -263,8 +262,7 @@ def main() -> None:
 
 
 def _tests() -> Any:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    import serving
+    from tests.serve import serving
 
     return serving
 

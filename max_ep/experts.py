@@ -22,7 +22,7 @@ Quantized = tuple[TensorValue, TensorValue]
 PACKAGE = "max_ep_experts"
 """The Mojo package with the ops."""
 
-# As in mojo/max_ep_experts/tile.mojo; tests/test_experts.py compares.
+# As in mojo/max_ep_experts/tile.mojo; tests/experts/test_experts.py compares.
 GPU_COLUMNS = 16
 """On GPUs ``n`` of a weight is a multiple of it."""
 GPU_K_STEP = 64

@@ -9,7 +9,8 @@ are in one process and nothing is sent: a list with one entry per rank is the gr
 
 `combine_sums` is the combine of `EPConfig.combine_mode="sums"`. NumPy has no bfloat16:
 its bits are kept as `uint16`. This file needs NumPy only. Number formats are in
-`quantize.py`; padded and dropped rows, which tests compare, in `tests/row_layouts.py`.
+`quantize.py`; padded and dropped rows, which tests compare, in
+`tests/oracle/row_layouts.py`.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ ALL_CASES = "MAX_EP_ALL_CASES" in os.environ
 """Whether what is slow is run, too."""
 slow = pytest.mark.skipif(not ALL_CASES, reason="slow; make test-all has it")
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-WHERE_WE_IMPORT = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+ROOT = Path(__file__).resolve().parents[1]
+MOJO_PROGRAMS = ROOT / "tests/mojo"
+WHERE_WE_IMPORT = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
 """The `PYTHONPATH` of a child that imports as this process does."""
 
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from children import compiled_mojo
+
+from tests.children import compiled_mojo
 
 ALL_CORES = os.sched_getaffinity(0)
 """Cores of the whole test run."""
@@ -146,11 +147,11 @@ def one_module(request, session) -> Iterator[SimpleNamespace]:
     A compilation costs much in any case, and an op that is in several graphs is
     compiled once. What `add_graphs` returns is `added`; its groups are set up.
     """
-    from harness import Groups, selected
     from max.graph import Module
 
     from max_ep import extension_path
     from max_ep.experts import PACKAGE
+    from tests.harness import Groups, selected
 
     module = Module()
     files = dict.fromkeys(item.module for item in request.session.items)
@@ -192,7 +193,7 @@ def gpu_session():
 @pytest.fixture(scope="session")
 def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
     """The compiled graphs of ranks in processes of their own."""
-    from process_graphs import compile_graphs
+    from tests.processes.process_graphs import compile_graphs
 
     path = tmp_path_factory.mktemp("graphs") / "processes.mef"
     compile_graphs(path, session)
@@ -202,9 +203,9 @@ def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
 @pytest.fixture(scope="session")
 def groups(graphs: str) -> Iterator[dict]:
     """The same ranks in one process, in turn; a group of each protocol."""
-    from generations import PHASED
-    from in_turn import Group
-    from processes import Engine
+    from tests.processes.generations import PHASED
+    from tests.processes.in_turn import Group
+    from tests.processes.processes import Engine
 
     engine = Engine(graphs)
     made = {name: Group(engine, case) for name, case in PHASED.items()}
@@ -216,7 +217,7 @@ def groups(graphs: str) -> Iterator[dict]:
 @pytest.fixture
 def it(request: pytest.FixtureRequest) -> Any:
     """One of the compiled kernels: `protocol name`."""
-    from kernels import compile_kernels
+    from tests.codegen.kernels import compile_kernels
 
     protocol, name = request.param.split()
     return compile_kernels(protocol)[name]

@@ -12,18 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cases import BF16, Case
-from drawn import Inputs, widen
 from max import driver
 from max.driver import Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue
-from oracle import Expected
-from row_layouts import PaddedResult, scales_of_tiles
 
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.quantize import float8_e8m0fnu_to_float32
+from tests.oracle.cases import BF16, Case
+from tests.oracle.drawn import Inputs, widen
+from tests.oracle.oracle import Expected
+from tests.oracle.row_layouts import PaddedResult, scales_of_tiles
 
 CPU = DeviceRef.CPU()
 

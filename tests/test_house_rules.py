@@ -10,12 +10,12 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
-from children import ROOT, ran
 from mojo.run import subprocess_run_mojo
-from test_docs import DOCS, MOJO_FILES, PAGES, PYTHON_FILES, name_of
 
 from max_ep import install
 from max_ep.extension import mojo_dir
+from tests.children import ROOT, ran
+from tests.docs.test_docs import DOCS, MOJO_FILES, PAGES, PYTHON_FILES, name_of
 
 # Each folder of the Mojo package may import only from itself and those to its left.
 LAYERS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from assembly import Op, parse_ptx
+from tests.codegen.assembly import Op, parse_ptx
 
 from .hopper import FIRST_MAP, RANK_SHIFT
 from .memory import Memory

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the GPU kernels by expert, for NVIDIA and AMD; see `emitting.mojo`.
 
-Run by tests/test_codegen.py.
+Run by tests/codegen/test_codegen.py.
 """
 from emitting import emit, emit_amd, emit_phase
 from groups import BF16, ByExpert, FP8, Named, ROWS, RowsBack

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the GPU kernels by rank, which NVIDIA's alone have; see `emitting.mojo`.
 
-Run by tests/test_codegen.py.
+Run by tests/codegen/test_codegen.py.
 """
 from emitting import emit_phase
 from groups import (

@@ -2,7 +2,7 @@
 """Compiles the experts' matmuls for a GPU that need not be there.
 
 Prints what they take at a time, as `n` and `k`, whole tiles of MAX's, and `n` and groups
-on Hopper. Run by tests/test_experts.py.
+on Hopper. Run by tests/experts/test_experts.py.
 """
 from emitting import emit
 from max_ep_experts.choices import add_kernel, sort_kernel

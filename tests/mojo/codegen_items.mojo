@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the small work around a dispatch, for a GPU that need not be there.
 
-Run by tests/same_code.py alone.
+Run by tests/codegen/same_code.py alone.
 """
 from emitting import emit
 from groups import BF16, ByRank, HIDDEN

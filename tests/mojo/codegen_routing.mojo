@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the router's kernel, for NVIDIA and AMD. Run by tests/test_router.py."""
+"""Compiles the router's kernel, for NVIDIA and AMD. Run by tests/experts/test_router.py."""
 from emitting import emit, emit_amd
 from max_ep.work.for_each import work_kernel
 from max_ep.router.routing import ChooseExperts, ToReplicas

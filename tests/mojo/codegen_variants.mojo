@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles kernel variants that a launcher can pick, beside those that tests read.
 
-Rank counts, SHMEM, formats and flags. Run by tests/same_code.py alone.
+Rank counts, SHMEM, formats and flags. Run by tests/codegen/same_code.py alone.
 """
 from emitting import emit_combine, emit_dispatch, emit_phase
 from groups import (

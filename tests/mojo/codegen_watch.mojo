@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles what watches, for a GPU that need not be there.
 
-Run by tests/test_stats.py.
+Run by tests/cli/test_stats.py.
 """
 from emitting import emit
 from groups import RowsBack, SumsBack

@@ -2,8 +2,8 @@
 """Compiles kernels for GPUs that need not be there, into the folder of `argv`.
 
 `<target>.<name>.s` is the assembly, `sm_90a.<name>.cubin` what NVIDIA's assembler
-makes of it. The programs `codegen*.mojo` use it; tests/test_codegen.py and
-tests/same_code.py read the files.
+makes of it. The programs `codegen*.mojo` use it; tests/codegen/test_codegen.py and
+tests/codegen/same_code.py read the files.
 """
 from max.gpu.host import get_gpu_target
 from max_ep.device.kernel import Kernel, kernel_entry

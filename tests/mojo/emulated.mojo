@@ -2,7 +2,7 @@
 """Compiles kernels of small groups, which `tests/emulator` runs without a GPU.
 
 Prints each group's name, what is where in its memory, and its words. Run by
-tests/test_emulated.py.
+tests/emulator/test_emulated.py.
 """
 from emitting import emit
 from max_ep.combine_rows.kernel import CombineRows

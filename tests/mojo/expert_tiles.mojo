@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of the experts' matmul for many rows, which are pure functions.
 
-Prints OK, or raises. Run by tests/test_experts.py.
+Prints OK, or raises. Run by tests/experts/test_experts.py.
 """
 from max_ep_experts import fp8, wgmma
 from max_ep_experts.hopper import is_hopper

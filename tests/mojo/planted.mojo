@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels with an error in each, for `tests/sanitize.sh control` to find.
+"""GPU kernels with an error in each, for `tests/gpu/sanitize.sh control` to find.
 
     mojo run planted.mojo overrun | unset | race | divergence
 

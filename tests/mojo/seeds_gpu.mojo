@@ -4,7 +4,7 @@
 All ranks send, then all receive, in one stream, so nobody waits. One generation is
 sent by the kernels, one by the launchers, both with MAX's lists alone; the factors of
 tokens are read from memory that a closure captures. Prints OK, or raises. Run by
-tests/test_mojo.py.
+tests/cpu/test_mojo.py.
 """
 from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceBuffer, DeviceContext

@@ -9,7 +9,7 @@ from .schedule import vector_of_lane
 from .warp import ACCESSES_IN_FLIGHT, avoid_sentinel, bytes_at, store16
 
 comptime ENCODED_IN_FLIGHT = 48
-"""Elements that fit into the registers with scales (tests/test_codegen.py)."""
+"""Elements that fit into the registers with scales (tests/codegen/test_codegen.py)."""
 
 
 def steps_in_flight[token_fmt_type: TokenFormat]() -> Int:

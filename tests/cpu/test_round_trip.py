@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine on CPU ranks, bit for bit against the oracle."""
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from max.graph import DeviceRef, Module
+
+from max_ep import EPCommInitializer
+from tests.children import ALL_CASES
+from tests.harness import (
+    Groups,
+    RankInputs,
+    all_round_trip,
+    assert_dispatched,
+    assert_round_trip,
+    assert_same_bits,
+    building,
+    flatten,
+    fused_round_trip,
+    round_trip,
+    selected,
+    to_numpy,
+)
+from tests.oracle.cases import (
+    BY_RANK_CASES,
+    CASES,
+    LARGE_CASES,
+    LAYOUT_CASES,
+    SMALL_CASES,
+    SMALL_CASES_OF_CI,
+    SUMS_CASES,
+    Case,
+)
+from tests.oracle.drawn import ROUTINGS, Inputs, make_inputs
+from tests.oracle.oracle import expected, expected_dispatch
+
+CPU = DeviceRef.CPU()
+
+TWO = CASES["two_ranks"]
+PADDED_SUMS = dict(output_layout="padded", protocol="by_rank", combine_mode="sums")
+ONE = Case("one", 1, 5, 3, 80, 7, scales="each")
+ONE_FP8 = Case("one_fp8", 1, 6, 2, 128, 7, "fp8_pow2")
+MASKING = ONE.config(on_timeout="mask")
+FORM_CASES = {
+    "two_ranks": TWO,
+    "one": ONE,
+    "one_fp8": ONE_FP8,
+    # What these have, `SMALL_CASES_OF_CI` has not.
+    "by_rank": BY_RANK_CASES["top_32_by_rank"],
+    "sums": SUMS_CASES["uneven_7_on_3_sums"],
+    "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
+    "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
+    "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
+    "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
+    "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
+}
+# Compiling a case for CPU ranks takes ten seconds.
+SWEPT = {n: SMALL_CASES[n] for n in (SMALL_CASES if ALL_CASES else SMALL_CASES_OF_CI)}
+# `test_processes` has as large ones in bfloat16 and with sums.
+LARGE = {n: c for n, c in LARGE_CASES.items() if ALL_CASES or n == "large_fp8"}
+
+# ------------------------------------------------------- cases times routings
+
+
+def add_alone(module: Module) -> None:
+    """One rank that may mask, whose ops are those of `one`."""
+    with building("alone", ONE, MASKING, module) as (manager, ranks, graph):
+        ((*_, result),) = fused_round_trip(manager, ranks)
+        degraded = manager.ep_degraded(ranks[0].ids, ranks[0].weights, 0)
+        graph.output(result, *degraded)
+
+
+def add_graphs(module: Module) -> dict[str, Groups]:
+    groups = {}
+    if "test_one_rank_has_nobody_to_mask" in selected:
+        add_alone(module)
+    if "run_small" in selected:
+        cases = {n: c for n, c in SWEPT.items() if n in selected}
+        groups["small"] = Groups(None, "small_cases", cases, module=module)
+    if "test_large_launches" in selected:
+        groups["large"] = Groups(None, "large_cases", LARGE, module=module)
+    if "forms" in selected:
+        groups["forms"] = Groups(
+            None, "forms", FORM_CASES | LAYERS, build_all=build_forms, module=module
+        )
+    return groups
+
+
+@pytest.fixture(scope="module")
+def run_small(added):
+    """Runs all selected cases with a routing and data, once for all tests."""
+
+    @functools.cache
+    def run(routing: str, data: str) -> SimpleNamespace:
+        groups = added["small"]
+        given = {n: make_inputs(c, routing, data) for n, c in groups.cases.items()}
+        got = groups.run(given)
+        # Computed after the run: what the run damaged cannot look right.
+        return SimpleNamespace(given=given, got=got)
+
+    return run
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("data", ["telling", "random"])
+@pytest.mark.parametrize("name", SWEPT)
+def test_round_trip_is_the_oracles(run_small, name, data, routing):
+    run = run_small(routing, data)
+    want = expected(SWEPT[name], run.given[name])
+    assert_round_trip(f"{name}, {routing}, {data}", run.got[name], want)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, c in SWEPT.items() if not c.is_quantized and not c.scales]
+)
+def test_dispatch_copies_any_bits(run_small, name):
+    """NaN payloads and infinities travel as they are; arithmetic comes later."""
+    run = run_small("uniform", "any_bits")
+    want = expected_dispatch(SWEPT[name], run.given[name])
+    assert_dispatched(f"{name}, any bits", run.got[name], want)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_bounds_are_kept_and_reached(run_small, name):
+    """Stats are upper bounds; `full` routing fills rank 0, or its fullest expert."""
+    case = SWEPT[name]
+    first = run_small("full", "random").got[name][0]
+    if case.is_padded:
+        assert first.recv_counts.max() == case.capacity == first.rows.shape[1]
+        return
+    assert [first.row_offsets[-1]] == case.rows_shape == [len(first.rows)]
+    for routing in ("full", "uniform", "all_silent"):
+        for rank, got in enumerate(run_small(routing, "random").got[name]):
+            where = f"{name}, {routing}, rank {rank}: stats {got.stats}"
+            rows_of = np.diff(got.row_offsets.astype(np.int64))
+            assert got.stats.dtype == np.uint32 and got.stats.shape == (2,), where
+            assert rows_of.max() <= got.stats[0], where
+            assert np.count_nonzero(rows_of) <= got.stats[1], where
+
+
+def moved(rows: np.ndarray) -> np.ndarray:
+    """Puts an array off a 16-byte boundary, as a caller's may be."""
+    memory = np.zeros(rows.size + 32, rows.dtype)
+    start = (-memory.ctypes.data % 64) // rows.itemsize + 1
+    there = memory[start : start + rows.size].reshape(rows.shape)
+    there[:] = rows
+    assert there.ctypes.data % 16 == rows.itemsize
+    return there
+
+
+@pytest.mark.parametrize("routing", ["uniform", "full", "masked"])
+def test_large_launches(added, routing):
+    """Launches spread over worker threads and writing past the caches."""
+    given = {}
+    for name, case in LARGE.items():
+        counts = [case.max_tokens_per_rank, case.max_tokens_per_rank - 3]
+        counts = None if routing == "full" else counts
+        given[name] = make_inputs(case, routing, counts=counts)
+    rows = given["large_fp8"].expert_rows
+    given["large_fp8"].expert_rows = list(map(moved, rows))
+    got = added["large"].run(given)
+    for name, case in LARGE.items():
+        want = expected(case, given[name])
+        assert_round_trip(f"{name}, {routing}", got[name], want)
+
+
+# -------------------------------------------------- forms, layers, generations
+
+FORMS = {
+    "two_ranks": [round_trip, all_round_trip],
+    "one": [fused_round_trip],
+    "one_fp8": [fused_round_trip, all_round_trip],
+    "by_rank": [all_round_trip],
+    "sums": [all_round_trip],
+    "sums_padded": [fused_round_trip],
+    "padded": [fused_round_trip],
+    "padded_three": [all_round_trip],
+    "shared": [fused_round_trip],
+    "shared_three": [all_round_trip],
+}
+"""`round_trip`, the form of the small cases, only where layers follow each other."""
+
+
+def build_forms(managers: dict, ranks: dict) -> dict:
+    """Builds every form of every group, and layers of `TWO`.
+
+    Each form is one generation of its group's one set of buffers. `layer_2` takes the
+    results of `round_trip` as its tokens, but routing and weights of its own. `other`
+    is a second set of buffers, and its steps stand between those of `between`, which
+    uses the first set.
+    """
+    built = {
+        (name, form.__name__): form(managers[name], ranks[name])
+        for name, forms in FORMS.items()
+        for form in forms
+    }
+    first = built["two_ranks", "round_trip"]
+    second = [
+        RankInputs(r[-1], x.ids, x.weights) for r, x in zip(first, ranks["second"])
+    ]
+    built["two_ranks", "layer_2"] = round_trip(managers["two_ranks"], second)
+
+    sides = [(managers[name], ranks[name]) for name in ("two_ranks", "other")]
+    each = range(TWO.n_ranks)
+    for rank in each:
+        for manager, given in sides:
+            manager.ep_dispatch_async(given[rank].tokens, given[rank].ids, rank)
+    between = [
+        [[*m.ep_dispatch_wait(r), m._src_info[r]] for m, _ in sides] for r in each
+    ]
+    for rank in reversed(each):
+        for (manager, _), d in zip(sides, between[rank]):
+            manager.ep_combine_async(d[0], rank)
+    for rank in each:
+        for (manager, given), d in zip(sides, between[rank]):
+            d.append(manager.ep_combine_wait(given[rank].weights, rank))
+    built["two_ranks", "between"], built["other", "between"] = zip(*between)
+    return built
+
+
+LAYERS = {"other": TWO, "second": TWO}
+
+
+def make_forms(routing: str, counts: list[int] | None = None) -> dict[str, Inputs]:
+    """Makes what the forms are given: for `counts`, tokens of `two_ranks`."""
+    given = {n: make_inputs(c, routing) for n, c in FORM_CASES.items()}
+    given["two_ranks"] = make_inputs(TWO, routing, counts=counts)
+    given["other"] = make_inputs(TWO, "masked", "telling")
+    n_tokens = [len(t) for t in given["two_ranks"].tokens]
+    given["second"] = make_inputs(TWO, "zipf", "telling", counts=n_tokens)
+    return given
+
+
+def check_forms(
+    forms: Groups, where: str, routing: str, counts: list[int] | None = None
+) -> None:
+    given = make_forms(routing, counts)
+    got = forms.run(given)
+    wants = {n: expected(c, given[n]) for n, c in (FORM_CASES | LAYERS).items()}
+    results = [r.result for r in got["two_ranks", "round_trip"]]
+    after = given["second"]
+    after = Inputs(results, after.ids, after.weights, None, None)
+    for (name, form), received in got.items():
+        want = expected(TWO, after) if form == "layer_2" else wants[name]
+        assert_round_trip(f"{where}, {name}, {form}", received, want)
+
+
+@pytest.fixture(scope="module")
+def forms(added) -> Groups:
+    return added["forms"]
+
+
+@pytest.mark.parametrize("routing", ["uniform", "full", "masked", "one_silent"])
+def test_every_form_gives_the_same(forms, routing):
+    """The oracle's bits, from whatever form the graph was built of.
+
+    Layers share one set of buffers, and two sets do not touch each other.
+    """
+    check_forms(forms, routing, routing)
+
+
+def test_200_generations_through_one_set_of_buffers(forms):
+    """Token counts change from run to run; nothing of an old one shows."""
+    rng = np.random.default_rng(3)
+    for i in range(200):
+        counts = rng.integers(0, TWO.max_tokens_per_rank + 1, 2).tolist()
+        routing = ["uniform", "masked", "zipf"][i % 3]
+        check_forms(forms, f"run {i}, tokens {counts}, {routing}", routing, counts)
+
+
+@pytest.mark.parametrize("routing", ["full", "masked"])
+def test_one_rank_has_nobody_to_mask(session, one_module, routing):
+    given = make_inputs(ONE, routing)
+    with EPCommInitializer(MASKING) as comm:
+        comm.ep_init(session)
+        assert comm.active_ranks() == [0]
+        comm.mask(0)
+        assert comm.active_ranks() == [0]
+        model = one_module.models["alone"]
+        outputs = model.execute(*flatten(given), *comm.model_inputs())
+        comm.check()
+    result, degraded, live_share = map(to_numpy, outputs)
+    assert_same_bits("result", result, expected(ONE, given).combine[0])
+    assert len(degraded) == len(given.ids[0]) > 0
+    assert not degraded.any() and (live_share == 1).all()
+
+
+def test_the_generation_may_wrap(forms):
+    """2**32 generations come to pass: at 3000 a second, after 17 days."""
+    try:
+        for comm in forms.comms.values():
+            comm._prepare_ranks(was_used=True, generations=2 * (2**32 - 3,))
+        for i, routing in enumerate(["uniform", "masked", "full", "masked"]):
+            check_forms(forms, f"around the wrap, run {i}", routing)
+    finally:
+        forms.reset()

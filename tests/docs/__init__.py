@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents, and what they say about MAX and Mojo."""

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents: links, paths, names, commands, error texts, and the site."""
+
+import ast
+import inspect
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from tests.children import ROOT, printed
+
+import max_ep
+from bench import report, runs
+from max_ep import limits
+from max_ep.config import EPConfig
+from max_ep.formats import TokenFormat
+from max_ep.torch import normal_layout
+
+DOCS = ROOT / "docs"
+MOJO_FILES = sorted((ROOT / "mojo").rglob("*.mojo"))
+PYTHON_FILES = sorted(
+    path
+    for folder in ("max_ep", "graphs", "bench", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("graphs/*.md")])
+GUIDE = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    pattern = rf"^```(?:{language})\n(.*?)^```"
+    return re.findall(pattern, path.read_text(), re.S | re.M)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+    kept = [re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles]
+    return {title.replace(" ", "-") for title in kept}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links(path):
+    """Each relative link finds a file, and each anchor a heading."""
+    wrong = []
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        page = (path.parent / target).resolve() if target else path
+        if not page.exists() or (anchor and anchor not in anchors_of(page)):
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_paths_exist(path):
+    named = re.findall(
+        r"(?<![\w/])((?:mojo|max_ep|graphs|tests|bench|docs|\.ci)/[\w./-]*\w)",
+        path.read_text(),
+    )
+    assert not [p for p in named if not (ROOT / p).exists()]
+
+
+def test_site_builds_without_warnings(tmp_path):
+    """What `make docs` does."""
+    command = sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path
+    printed(*command, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
+    for page in DOCS.glob("*.md"):
+        assert page.stem in ("index", *(p.name for p in tmp_path.iterdir()))
+
+
+def test_public_names_are_on_the_api_page():
+    """A name that users import has its docstring there."""
+    page = (DOCS / "api.md").read_text()
+    shown = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", page, re.M)}
+    own = {name for name, home in max_ep._HOME_OF.items() if home.startswith(".")}
+    torch_names = re.search(
+        r"__all__ = (\[.*?\])", (ROOT / "max_ep/torch/__init__.py").read_text()
+    )
+    assert own and torch_names
+    assert own | set(ast.literal_eval(torch_names[1])) <= shown
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_readme_commands_are_run():
+    """By CI, by a target that it makes, or by a test."""
+    commands = "".join(blocks(ROOT / "README.md", "sh|console")).splitlines()
+    run = (ROOT / ".ci/run").read_text() + (ROOT / "Makefile").read_text()
+    run = run.replace("$(PIP)", "pip install").replace("$(BIN)/", "")
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    commands = [" ".join(line.partition("#")[0].split()) for line in commands]
+    commands = [command for command in commands if command]
+    assert len(commands) >= 3
+    for command in commands:
+        assert command in run or f'"{command}"' in tests, f"nothing runs `{command}`"
+
+
+def test_every_field_of_ours_is_in_the_guide():
+    """docs/from_max.md lists what EPConfig has beyond MAX's."""
+    from max.nn.comm.ep import EPConfig as MaxEPConfig
+
+    text = (DOCS / "from_max.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M)
+    theirs = {field.name for field in fields(MaxEPConfig)}
+    ours = {f.name: f for f in fields(EPConfig) if f.name not in theirs}
+    assert {name for name, _ in listed} == set(ours)
+    for name, default in listed:
+        have = ours[name].default
+        assert name == "partial_dtype" or default == repr(have).replace("'", '"')
+
+
+def sources() -> str:
+    files = [*MOJO_FILES, *PYTHON_FILES]
+    return "\n".join(path.read_text() for path in files if path != Path(__file__))
+
+
+@pytest.mark.parametrize(
+    "page", ["protocol.md", "memory_model.md", "troubleshooting.md"]
+)
+def test_names_are_in_the_sources(page):
+    """What stands in backquotes and looks like a name of ours."""
+    text = (DOCS / page).read_text()
+    named = set(re.findall(r"`(_?[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]+)`", text))
+    assert len(named) > 2
+    assert named <= set(re.findall(r"\w+", sources()))
+
+
+def test_numbers_beside_a_name_are_the_constants():
+    """Where a page says `NAME` (64), so do the sources."""
+    values: dict[str, set[str]] = {}
+    for name, value in re.findall(
+        r"^(?:comptime )?(_?[A-Z][A-Z0-9_]+)(?:: \w+)? = ([\d_]+)$", sources(), re.M
+    ):
+        values.setdefault(name, set()).add(value.replace("_", ""))
+    n_compared = 0
+    for path in GUIDE:
+        if path.name.startswith(
+            ("performance", "measure")
+        ):  # of the commit that was measured
+            continue
+        text = path.read_text()
+        for name, number in re.findall(r"`(_?[A-Z][A-Z0-9_]+)` \((\d+)\)", text):
+            assert values.get(name) == {number}, (name_of(path), name, number)
+            n_compared += 1
+    assert n_compared >= 2
+
+
+def test_numbers_without_a_name_are_the_constants():
+    """Limits and times in pages for users."""
+    default_s = inspect.signature(max_ep.launch).parameters["timeout_s"].default
+    said = {
+        "concepts.md": [
+            f"`timeout_s={default_s:.0f}`",
+            f"most tokens of a rank | {limits.MAX_OF_ENTRY} |",
+            f"`start_timeout_s` ({limits.START_TIMEOUT_S:.0f} s)",
+        ],
+        "troubleshooting.md": [f"`timeout_s`, {default_s:.0f} s by default"],
+        "fault_tolerance.md": [f"within {limits.START_TIMEOUT_S:.0f} s"],
+        "pytorch.md": [
+            f"at most {limits.MAX_GPU_PAIRS} on GPUs",
+            f"{limits.MAX_OF_ENTRY}, normal {normal_layout._MOST_TOKENS}",
+        ],
+    }
+    for page, words in said.items():
+        text = (DOCS / page).read_text()
+        assert not [word for word in words if word not in text], page
+
+
+def test_bytes_in_the_notes_are_those_of_the_benchmark():
+    peers = dict(sums="with sums", rows="with rows", max="with MAX's EP")
+    text = " ".join((DOCS / "performance-notes.md").read_text().split())
+    for row in runs.load(report.DATA)["gpu"]:
+        size = row["ranks"], row["tokens"], row["dtype"], row["routing"], row["form"]
+        is_shape = row["shape"] == "h7168_e256_k8"
+        if is_shape and size == (4, 128, "bfloat16", "uniform", "fused"):
+            if words := peers.pop(row["peer"], None):
+                assert f"{row['wire_bytes'] / 1e6:.1f} MB {words}" in text
+    assert not peers
+
+
+def cells_of(path: Path) -> list[list[str]]:
+    rows = re.findall(r"^\|(.*)\|$", path.read_text(), re.M)
+    return [[cell.strip(" *") for cell in row.split("|")] for row in rows]
+
+
+def test_times_in_the_readme_are_those_of_the_performance_pages():
+    """Each row of the README's table is one of the measurements or of the notes."""
+    head, *rows = cells_of(ROOT / "README.md")
+    assert head[:3] == ["machine", "system", "delivers"]
+    pages = DOCS / "measurements.md", DOCS / "performance-notes.md"
+    measured = [row[2:8] for page in pages for row in cells_of(page)]
+    times = [row[3:] for row in rows[1:11]]
+    assert times[-1] and rows[10][1].startswith("NCCL")
+    assert not [row for row in times if row not in measured]
+
+
+def newest_of(n_gpus: int, gpu: str) -> dict[tuple, dict]:
+    """The newest row of each peer, format, routing and number of tokens."""
+    data = runs.load(report.DATA)
+    found = {}
+    for row in data["gpu"]:
+        run = data["runs"][row["run"]]
+        is_machine = row["ranks"] == n_gpus == run["n_gpus"] and gpu in run["gpu"]
+        is_form = row["form"] == ("all_gather" if row["peer"] == "nccl" else "fused")
+        if is_machine and is_form and row["shape"] == "h7168_e256_k8":
+            of = "peer dtype routing tokens".split()
+            found[tuple(row[name] for name in of)] = row
+    return found
+
+
+@pytest.mark.parametrize(
+    "n_gpus, gpu, peers",
+    [(2, "H100", "sums rows max"), (4, "H200", "sums rows max nccl")],
+)
+def test_times_of_a_machine_in_the_readme_are_of_one_run(n_gpus, gpu, peers):
+    newest = newest_of(n_gpus, gpu)
+    cases = [(peer, n) for peer in peers.split() for n in (1, 8, 32, 128, 512, 4096)]
+    of = {newest[peer, "bfloat16", "uniform", n]["run"] for peer, n in cases}
+    assert len(of) == 1
+
+
+def test_ratios_of_four_gpus_are_those_of_the_benchmark():
+    """In the README what sums save; in the notes FP8 and Zipf routing."""
+    newest = newest_of(4, "H200")
+
+    def us(n: int, peer="sums", dtype="bfloat16", routing="uniform") -> float:
+        return newest[peer, dtype, routing, n]["us"]
+
+    fp8 = [f"{us(n, dtype='fp8') / us(n):.2f}" for n in (128, 512, 4096)]
+    zipf = [f"{us(n, routing='zipf') / us(n):.2f}" for n in (32, 128, 512, 4096)]
+    saved = [round(100 * (1 - us(n) / us(n, "rows"))) for n in (128, 4096)]
+    notes = " ".join((DOCS / "performance-notes.md").read_text().split())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes {fp8[0]}, {fp8[1]} and {fp8[2]} of the time of bfloat16" in notes
+    assert f"takes {', '.join(zipf[:3])} and {zipf[3]} times at 32, 128, 512" in notes
+    said = "saves {} % of the time at 128 tokens and {} % at 4096"
+    assert said.format(*saved) in readme
+
+
+def test_ratios_in_the_serving_page_are_those_of_one_run():
+    data, places = runs.load(report.DATA), {}
+    for row in data["serving"]:
+        run = data["runs"][row["run"]]
+        machine = f"{run['n_gpus']} × {run['gpu'].split()[1]}", str(run["layers"])
+        place = places.setdefault((*machine, row["run"]), {})
+        size = row.get("clients", "prefill")
+        name = "step_ms" if "clients" in row else "execution_ms"
+        if "dtype" not in row:
+            place[row["peer"], size] = row[name][1]
+    peers = dict.fromkeys(("none", "tensor"), "max_tensor_parallel")
+    peers["expert"] = "max_expert_parallel"
+    rows = cells_of(DOCS / "serving.md")
+    table = [row for row in rows if len(row) == 7 and row[2] in peers]
+    assert len(table) >= 7
+    for gpus, layers, parallelism, *shown in table:
+        peer = peers[parallelism]
+        (of_run,) = (
+            found
+            for (*machine, _), found in places.items()
+            if machine == [gpus, layers] and {("max_ep", 1), (peer, 1)} <= {*found}
+        )
+        ratios = [
+            f"{of_run['max_ep', n] / of_run[peer, n]:.2f}"
+            if (peer, n) in of_run
+            else ""
+            for n in (1, 16, 64, "prefill")
+        ]
+        assert shown[:4] == ratios, (gpus, parallelism)
+
+
+def test_memory_in_the_readme_is_what_a_rank_takes():
+    from max.nn.comm.ep.ep_config import NUM_GROUPS, estimate_ep_memory_usage
+
+    bfloat16 = max_ep.config.DType.bfloat16
+    sizes = dict(hidden_size=7168, top_k=8, n_experts=256, max_tokens_per_rank=128)
+    sizes |= dict(n_gpus_per_node=4, n_nodes=1)
+    dtypes = dict(dispatch_dtype=bfloat16, combine_dtype=bfloat16)
+    given = dtypes | sizes | dict(target="gpu", protocol="by_rank")
+    sums, rows = (
+        EPConfig(**given, combine_mode=mode).estimate_memory_usage() / 2**20
+        for mode in ("sums", "rows")
+    )
+    theirs = NUM_GROUPS * estimate_ep_memory_usage(**dtypes, **sizes) / 2**20
+    said = (
+        f"needs {sums:.0f} MiB (`sums`) or {rows:.0f} MiB (`rows`) of symmetric "
+        f"memory; MAX's EP needs {theirs:.0f} MiB"
+    )
+    assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
+def recipe(heading: str) -> set[str]:
+    """What a table of the recipe names in its first column."""
+    text = (DOCS / "adding_a_format.md").read_text()
+    table = text[text.index(f"| {heading} |") :].partition("\n\n")[0]
+    cells = "".join(line.split("|")[1] for line in table.splitlines()[2:])
+    return set(re.findall(r"`(\w+)`", cells))
+
+
+def test_recipe_of_a_format_names_what_the_traits_want():
+    source = (ROOT / "mojo/max_ep/protocol/token_format.mojo").read_text()
+    trait = source[source.index("\ntrait TokenFormat") :]
+    trait = trait[: trait.index("\n\n\n")]
+    wanted = set(re.findall(r"^    comptime (\w+): [^=\n]+$", trait, re.M))
+    for member in re.split(r"^    (?=@staticmethod)", trait, flags=re.M)[1:]:
+        if member.rstrip().endswith("..."):  # no body: each format has its own
+            wanted.add(re.search(r"def (\w+)", member)[1])
+    assert recipe("member") == wanted
+    source = (ROOT / "mojo/max_ep/formats/block_numbers.mojo").read_text()
+    trait = source[source.index("\ntrait BlockNumbers") :]
+    trait = trait[: trait.index("\n\n\n")]
+    members = set(re.findall(r"^    (?:comptime|def) (\w+)", trait, re.M))
+    assert recipe("member of `BlockNumbers`") == members - {"value_bits"}
+    assert recipe("field") == {field.name for field in fields(TokenFormat)}
+
+
+def test_tests_that_pages_name_exist():
+    text = "\n".join(path.read_text() for path in GUIDE)
+    names = set(re.findall(r"`(test_\w+)`", text))
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    assert len(names) > 10
+    assert not [name for name in names if f"def {name}(" not in tests]
+
+
+def test_every_test_file_owns_a_claim():
+    text = (DOCS / "claims.md").read_text()
+    files = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    assert files.keys() == set(re.findall(r"`(test_\w+\.py)`", text))
+    owners = re.findall(r"`(test_\w+\.py)`: ((?:`test_\w+`(?:, )?)+)", text)
+    assert len(owners) > 50
+    for file, names in owners:
+        source = files[file].read_text()
+        assert all(f"def {name}(" in source for name in re.findall(r"\w+", names)), file
+
+
+def quoted_errors() -> list[str]:
+    """The first cells of the tables of errors."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| error says .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    return re.findall(r"^\| (.+?) \|", "".join(tables), re.M)
+
+
+def test_quoted_errors_are_those_of_the_sources():
+    """Each quotation's parts stand in one file, in that order; there strings that stand
+    one after another are one."""
+    files = [*(ROOT / "max_ep").rglob("*.py"), *MOJO_FILES]
+    joints, quoted = re.compile(r'["\']\s*[ft]?["\']'), quoted_errors()
+    sources = [joints.sub("", path.read_text()) for path in files]
+    assert len(quoted) >= 35
+    for quotation in quoted:
+        parts = (re.escape(part.strip()) for part in quotation.split("…"))
+        pattern = re.compile(r"[^\n]{0,200}?".join(parts))
+        assert any(map(pattern.search, sources)), quotation

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of an emulated group's ranks, and its launches."""
+
+import contextlib
+import functools
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from max_ep.quantize import bfloat16_to_float32, float32_to_bfloat16
+from max_ep.waits import N_HEADER_WORDS
+from tests.codegen.kernels import compiled, counter_word
+from tests.emulator import Clock, Emulated, Launch, Memory, Races, run
+
+N_THREADS, N_BLOCKS = 320, 2
+LONG_MS = 1 << 30
+MASKS_BIT = 8
+SPLIT = ("many", "shared", "expert")
+"""Groups whose launches only send or receive."""
+
+
+@functools.cache
+def kernel(name: str, program: str = "emulated.mojo") -> Emulated:
+    """Reads one of the kernels that a program compiles."""
+    return Emulated((compiled(program) / f"sm_90a.{name}.s").read_text())
+
+
+@dataclass
+class Sizes:
+    """What `emulated.mojo` prints of a group."""
+
+    hidden: int
+    region: int
+    counters: int
+    masked: int
+    dispatch_recv: int
+    dispatch_counts: int
+    combine_recv: int
+    combine_counts: int
+    is_shared: int
+    n_experts: int
+    n_ranks: int
+    max_tokens: int
+    top_k: int
+    dispatch_msg: int
+    combine_msg: int
+    protocol: int
+
+    @property
+    def n_local(self) -> int:
+        return -(-self.n_experts // self.n_ranks)
+
+    def experts_of(self, rank: int) -> list[int]:
+        """The experts whose rows a rank makes, in their order."""
+        first = rank * self.n_local
+        shared = [self.n_experts] * self.is_shared
+        return shared + [*range(first, first + self.n_local)]
+
+
+def bf16(x: np.ndarray) -> bytes:
+    return float32_to_bfloat16(x.astype(np.float32)).tobytes()
+
+
+def of_bf16(memory: Memory, at: int, n_rows: int, n: int) -> np.ndarray:
+    return bfloat16_to_float32(memory.array(at, np.uint16, n_rows, n))
+
+
+def words(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+class World:
+    """The memory of all ranks of a group, and its launches."""
+
+    def __init__(self, name: str, timeout_ms=LONG_MS, finds_races=True):
+        lines = (compiled("emulated.mojo") / "printed").read_text().splitlines()
+        (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
+        self.sizes = s = Sizes(*map(int, line))
+        self.name, self.seed = name, 0
+        self.has_sums = s.protocol % MASKS_BIT == 3
+        self.memory, self.clock = Memory(1 << 24), Clock()
+        self.timeout_ms = timeout_ms
+        self.forms = ("_async", "_wait") if name in SPLIT else ("",)
+        self.queues: dict[int, list] | None = None
+        self.finds_races = finds_races
+        ranks = range(s.n_ranks)
+        self.regions = [self.memory.allocate(s.region) for _ in ranks]
+        self.counters = [self.memory.allocate(4 * s.counters) for _ in ranks]
+        self.spare = [self.memory.allocate(4 * s.counters) for _ in ranks]
+        # A lane loads each word of the header; launches record the last ones meanwhile.
+        unwatched = [*range(counter_word("BROKEN"), N_HEADER_WORDS)]
+        self.unwatched = []
+        if s.protocol & MASKS_BIT:
+            # Blocks need not agree on who is masked, nor when heartbeats came.
+            unwatched += range(s.masked, s.masked + s.n_ranks + 1)
+            end = s.counters - s.max_tokens - s.n_local
+            unwatched += range(end - 2 * s.n_ranks, end)
+            first = s.dispatch_counts + 8 * (s.n_local + 2) * s.n_ranks
+            beats = range(first, first + 8 * s.n_ranks, 4)
+            self.unwatched = [x + i for x in self.regions for i in beats]
+        self.unwatched += [x + 4 * i for x in self.counters for i in unwatched]
+        self.n_tokens = [0] * s.n_ranks
+        for rank in ranks:
+            # All flags seem to be of the first generation, and all data to be there.
+            at = self.regions[rank]
+            self.memory.bytes[at : at + s.region] = words(1 << 32) * (s.region // 8)
+            self.set_up(rank, timeout_ms=timeout_ms)
+
+    def set_up(self, rank, readmitted=-1, timeout_ms=LONG_MS, done=(0, 0)):
+        s = self.sizes
+        group = (s.n_experts, s.n_ranks, s.max_tokens, s.top_k)
+        group += (s.dispatch_msg, s.combine_msg, s.protocol)
+        setup = struct.pack(
+            "<Qii?3x7iiII4x",
+            *(self.regions[rank], rank, timeout_ms, True),
+            *(*group, readmitted, *done),
+        )
+        params = [words(self.counters[rank]), words(self.spare[rank]), setup]
+        launch = Launch(kernel("set_up"), params, 2, 64)
+        run([[launch]], self.memory, self.clock)
+
+    def buffers(self, rank: int, recv: int, counts: int) -> list[int]:
+        found = [region + recv for region in self.regions]
+        return found + [x + counts for x in self.regions] + [self.counters[rank]]
+
+    def run(self, phase: str, params: dict[int, list[int]]) -> None:
+        made, shape = kernel(f"{phase}.{self.name}"), (N_BLOCKS, N_THREADS)
+        self._enqueue(
+            {rank: Launch(made, [words(*x)], *shape) for rank, x in params.items()}
+        )
+
+    def _enqueue(self, of_ranks: dict[int, Launch | Callable[[], None]]) -> None:
+        if self.queues is None:
+            with self.without_waiting():
+                return self._enqueue(of_ranks)
+        for rank, launch in of_ranks.items():
+            self.queues.setdefault(rank, []).append(launch)
+
+    @contextlib.contextmanager
+    def without_waiting(self) -> Iterator[None]:
+        """Runs at its end all that is in it: no rank waits till others have ended."""
+        self.queues = {}
+        yield
+        queues, self.queues = self.queues, None
+        self.seed += 1
+        # Where ranks have a deadline, warps that are slow would miss it.
+        is_even = self.timeout_ms != LONG_MS
+        # There several warps settle the same count, or count the same rows.
+        lets_equal = self.name in ("masks", "drops")
+        how = self.unwatched, lets_equal
+        found = Races(len(queues), N_BLOCKS, N_THREADS, *how)
+        how = self.seed, is_even, found if self.finds_races else None
+        run(queues.values(), self.memory, self.clock, *how)
+
+    def word(self, rank: int, name: str) -> int:
+        return self.memory.load(self.counters[rank] + 4 * counter_word(name), 4)
+
+    def masked(self, rank: int, counters: list[int] | None = None) -> list[int]:
+        at = (counters or self.counters)[rank] + 4 * self.sizes.masked
+        return [self.memory.load(at + 4 * i, 4) for i in range(self.sizes.n_ranks)]
+
+    def dispatch(self, tokens, ids, weights, forms=None, ranks=None, n_rows_max=None):
+        """Returns the outputs of each rank."""
+        s, memory = self.sizes, self.memory
+        params, outputs = {}, {}
+        ranks = range(s.n_ranks) if ranks is None else ranks
+        for rank in ranks:
+            n_rows = n_rows_max or max(1, sum(map(len, rows_of(rank, ids, s))))
+            self.n_tokens[rank] = len(tokens[rank])
+            given = [
+                memory.put(bf16(tokens[rank])),
+                memory.put(ids[rank].astype(np.int32).tobytes()),
+                memory.put(weights[rank].astype(np.float32).tobytes()),
+                len(tokens[rank]),
+            ]
+            out = [
+                memory.allocate(n_rows * s.hidden * 2),
+                memory.allocate(4 * (s.n_local + s.is_shared + 1)),
+                memory.allocate(4 * (s.n_local + s.is_shared)),
+                memory.allocate(8 * n_rows),
+            ]
+            scales = memory.allocate(n_rows * s.hidden // 8)
+            rows = {"fp8": [scales, n_rows], "nvfp4": [scales]}.get(self.name, [0] * 3)
+            params[rank] = [*given, out[0], *rows, n_rows, *out[1:]]
+            params[rank] += self.buffers(rank, s.dispatch_recv, s.dispatch_counts)
+            params[rank] += [0] * s.n_ranks  # put buffers
+            made = memory.allocate(n_rows * s.hidden * 2)
+            outputs[rank] = Output(self, rank, n_rows, *out, scales, made)
+        for form in forms or self.forms:
+            self.run(f"dispatch{form}", params)
+        return outputs
+
+    def combine(self, outputs, weights, forms=None):
+        """Runs the experts, then a combine; returns where each rank's results are, and
+        how many."""
+        s, memory = self.sizes, self.memory
+        params, results = {}, {}
+        for rank, output in outputs.items():
+            given = [output.made, output.n_rows_max]
+            n = self.n_tokens[rank]
+            results[rank] = memory.allocate(max(1, n * s.hidden * 2)), n
+            router = memory.put(weights[rank].astype(np.float32).tobytes())
+            combined = [*results[rank], router]
+            if not self.has_sums:
+                given.append(output.src_info)
+            params[rank] = given + combined
+            params[rank] += self.buffers(rank, s.combine_recv, s.combine_counts)
+            params[rank] += [0] * s.n_ranks
+        self._enqueue({rank: output.run_experts for rank, output in outputs.items()})
+        for form in forms or self.forms:
+            self.run(f"combine{form}", params)
+        return results
+
+    def numbers(self, at: int, n_rows: int) -> np.ndarray:
+        return of_bf16(self.memory, at, n_rows, self.sizes.hidden)
+
+
+@dataclass
+class Output:
+    """What a dispatch has delivered to a rank."""
+
+    world: World
+    rank: int
+    n_rows_max: int
+    rows: int
+    offsets: int
+    expert_ids: int
+    src_info: int
+    scales: int
+    made: int
+    """What experts make of the rows."""
+
+    def read(self) -> tuple[np.ndarray, ...]:
+        s, memory = self.world.sizes, self.world.memory
+        offsets = memory.array(self.offsets, np.uint32, s.n_local + s.is_shared + 1)
+        n_rows = int(offsets[-1])
+        info = memory.array(self.src_info, np.int32, n_rows, 2)
+        return offsets, self.world.numbers(self.rows, n_rows), info
+
+    def run_experts(self) -> None:
+        """Adds its expert's number to each row."""
+        offsets, rows, _ = self.read()
+        sizes = self.world.sizes
+        made = np.zeros((self.n_rows_max, sizes.hidden))
+        experts = np.repeat(sizes.experts_of(self.rank), np.diff(offsets.astype(int)))
+        made[: len(rows)] = rows + experts[:, np.newaxis]
+        self.world.memory.bytes[self.made : self.made + 2 * made.size] = bf16(made)
+
+
+def rows_of(rank, ids, sizes) -> list[list[tuple[int, int, int]]]:
+    """Lists source, token and k of the rows of each expert of a rank, in order."""
+    found: list[list] = []
+    for expert in sizes.experts_of(rank):
+        if expert == sizes.n_experts and sizes.is_shared and not found:
+            found.append([(rank, token, -1) for token in range(len(ids[rank]))])
+            continue
+        found.append([])
+        for src, of_rank in ids.items():
+            if expert < sizes.n_experts:
+                choices = [(src, *x) for x in np.argwhere(of_rank == expert).tolist()]
+                found[-1] += choices[: sizes.max_tokens]
+    return found

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU kernels of small groups, run in an emulator and compared row by row.
+
+A wrong index, bound, role or generation shows as wrong rows. What nothing orders is a
+race: a missing barrier, a flag before its data, a write to what was not read yet. All
+ranks' launches run at once, warps in an order that a seed draws.
+"""
+
+import numpy as np
+import pytest
+
+from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
+from tests.codegen.kernels import mojo_constant
+from tests.emulator.emulated_world import World, bf16, rows_of, words
+from tests.oracle.row_layouts import kept_rows
+
+MASKED_MS = 150
+DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS, TOO_MANY_ROWS = (
+    int(mojo_constant(name, "max_ep/protocol/failures.mojo"))
+    for name in "DROPPED BAD_SOURCE NO_MESSAGE OTHER_ROWS TOO_MANY_ROWS".split()
+)
+
+
+def draw(sizes, counts, seed, n_wrong=0.15, experts=None):
+    """Draws tokens, ids some of which are of nobody, and weights."""
+    rng = np.random.default_rng(seed)
+    tokens, ids, weights = {}, {}, {}
+    for rank, n in enumerate(counts):
+        tokens[rank] = rng.integers(-60, 60, (n, sizes.hidden)).astype(float)
+        of = range(sizes.n_experts) if experts is None else experts
+        draws = [rng.permutation(of)[: sizes.top_k] for _ in range(n)]
+        ids[rank] = np.array(draws, int).reshape(n, sizes.top_k)
+        wrong = rng.random(ids[rank].shape) < n_wrong
+        ids[rank] = np.where(wrong, -1, ids[rank])
+        weights[rank] = rng.choice([0.5, 1, 2, -1], ids[rank].shape)
+    return tokens, ids, weights
+
+
+def check_rows(world, outputs, tokens, ids) -> set[tuple[int, int, int]]:
+    """Returns the choices that have a row."""
+    stays = set()
+    for rank, output in outputs.items():
+        offsets, rows, info = output.read()
+        wanted = rows_of(rank, ids, world.sizes)
+        ends = np.cumsum([0, *map(len, wanted)])
+        np.testing.assert_array_equal(offsets, ends, f"offsets of rank {rank}")
+        flat = [x for of_expert in wanted for x in of_expert]
+        for i, (src, token, k) in enumerate(flat):
+            where = f"rank {rank}, row {i}: token {token}, k {k} of rank {src}"
+            np.testing.assert_array_equal(info[i], [token, k], where)
+            np.testing.assert_array_equal(rows[i], tokens[src][token], where)
+        stays |= set(flat)
+    return stays
+
+
+def check_results(world, results, tokens, ids, weights, stays=None):
+    """`stays`: the choices that have a row, if not all have."""
+    for rank, result in results.items():
+        for token, row in enumerate(world.numbers(*result)):
+            wanted = np.zeros(world.sizes.hidden)
+            if world.sizes.is_shared:
+                wanted += tokens[rank][token] + world.sizes.n_experts
+            for k, expert in enumerate(ids[rank][token]):
+                if 0 <= expert < world.sizes.n_experts and (
+                    stays is None or (rank, token, k) in stays
+                ):
+                    wanted += weights[rank][token, k] * (tokens[rank][token] + expert)
+            close = dict(rtol=2**-6, atol=1.5, err_msg=f"rank {rank}, token {token}")
+            if world.name == "fp8_sums":  # of up to three numbers of up to 2 * 67
+                close["atol"] = 3 * 2 * 67 * 2**-4
+            np.testing.assert_allclose(row, wanted, **close)
+
+
+def check_step(world, outputs, tokens, ids, weights):
+    """Compares rows, then the results of a combine of those choices that have one."""
+    stays = check_rows(world, outputs, tokens, ids)
+    results = world.combine(outputs, weights)
+    check_results(world, results, tokens, ids, weights, stays)
+
+
+def check_header(world, ranks, step):
+    """All has ended, and nobody has failed."""
+    for rank in ranks:
+        for phase in ("DISPATCH", "COMBINE"):
+            assert world.word(rank, f"{phase}_SENT") == step
+            assert world.word(rank, f"{phase}_RECEIVED") == step
+        for name in ("BROKEN", "FAILURE", "BLOCKS_ARRIVED"):
+            assert world.word(rank, name) == 0, name
+
+
+def check_done_words(world, step):
+    """By expert, all ranks have published that they have read the last step."""
+    s = world.sizes
+    after = (s.dispatch_counts, s.n_local * s.n_ranks), (s.combine_counts, s.n_experts)
+    for region in world.regions:
+        for begin, n in after:
+            first = region + begin + 8 * n
+            done = [world.memory.load(first + 8 * i + 4, 4) for i in range(s.n_ranks)]
+            assert done == [step] * s.n_ranks
+
+
+def run_steps(world, steps, n_wrong=0.15, seed=0):
+    """Runs steps: a dispatch of so many tokens, and several combines, or none. Then
+    nothing but done words keeps a rank from overwriting what another has not read."""
+    runs = []
+    with world.without_waiting():
+        for i, (counts, n_combines) in enumerate(steps):
+            given = draw(world.sizes, counts, seed + i, n_wrong)
+            outputs = world.dispatch(*given)
+            combines = range(n_combines)
+            results = [world.combine(outputs, given[2]) for _ in combines]
+            runs.append((given, outputs, results))
+    for (tokens, ids, weights), outputs, results in runs:
+        check_rows(world, outputs, tokens, ids)
+        for result in results:
+            check_results(world, result, tokens, ids, weights)
+
+
+@pytest.mark.parametrize("name", ["shared", "expert_shared", "fp8_sums"])
+def test_variants(name):
+    world = World(name)
+    run_steps(world, [([5, 2, 4], 0), ([0, 5, 1], 2)])
+    check_header(world, range(3), 2)
+
+
+@pytest.mark.parametrize("name", ["sums", "rows", "expert"])
+def test_rows_and_results(name):
+    world = World(name)
+    # A warp that sends takes several of the most tokens.
+    most = world.sizes.max_tokens
+    steps = [([most, 2, 4], 0), ([0, most, 1], 0), ([2, 1, most], 3)]
+    if name == "sums":  # Whoever receives polls for who sends next.
+        steps += [([1, 0, 1], 1), ([0, 1, 2], 1)]
+    run_steps(world, steps)
+    check_header(world, range(3), len(steps))
+    if name == "expert":
+        check_done_words(world, len(steps))
+    world.finds_races = False
+    tokens, ids, weights = draw(world.sizes, [5, 5, 5], 2)
+    ids[1][2, 1] = world.sizes.n_experts  # Nobody's, and recorded.
+    given = tokens, ids, weights
+    check_step(world, world.dispatch(*given), *given)
+    assert [world.word(rank, "FAILURE") for rank in range(3)] == [0, DROPPED, 0]
+    # More choices of an expert than it has places for: the later ones are dropped.
+    ids[0][:] = 4
+    check_step(world, world.dispatch(*given, n_rows_max=30), *given)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_tokens_are_quantized(name):
+    """Bit for bit as the oracle; the last scales of a token do not fill 16 bytes."""
+    world = World(name)
+    tokens, ids, weights = draw(world.sizes, [5, 3, 4], 0)
+    outputs = world.dispatch(tokens, ids, weights)
+    for rank, output in outputs.items():
+        _, _, info = output.read()
+        flat = [x for of_expert in rows_of(rank, ids, world.sizes) for x in of_expert]
+        assert [tuple(x) for x in info.tolist()] == [x[1:] for x in flat]
+        given = np.stack([tokens[src][token] for src, token, _ in flat])
+        quantize = dict(fp8=quantize_blockwise_fp8, nvfp4=quantize_nvfp4)[name]
+        values, scales = (x.view(np.uint8) for x in quantize(given.astype(np.float32)))
+        found = world.memory.array(output.rows, np.uint8, *values.shape)
+        np.testing.assert_array_equal(found, values)
+        if name == "fp8":
+            n_blocks, n = world.sizes.hidden // 128, output.n_rows_max
+            shape = n_blocks, n, 4
+            of_blocks = world.memory.array(output.scales, np.uint8, *shape)
+            found = of_blocks.transpose(1, 0, 2).reshape(n, -1)
+        else:
+            found = world.memory.array(output.scales, np.uint8, *scales.shape)
+        np.testing.assert_array_equal(found, scales)
+
+
+def test_tokens_in_chunks():
+    """Choices that blocks share, then so many that blocks index them; launches that
+    only send or receive. Of one source all tokens are inline, of the other none."""
+    world = World("many")
+    steps = [([65, 5], 2), ([257, 1], 0), ([257, 2], 1)]
+    run_steps(world, steps, n_wrong=0.985)
+    check_header(world, range(2), 3)
+
+
+def test_all_blocks_share_work():
+    """Each launch counts from 0, in the half that the one before has cleared."""
+    world = World("work")
+    steps = [([257, 1, 0], 1), ([1, 0, 2], 1), ([257, 0, 1], 1)]
+    run_steps(world, steps, n_wrong=0.97)
+    check_header(world, range(3), 3)
+    # Sums, sums to send, tokens to send: each the half of step 4, then of step 3.
+    at = world.counters[0] + 4 * (world.sizes.masked - 6 * 32)
+    halves = [world.memory.load(at + 4 * 32 * i, 4) for i in range(6)]
+    assert halves[::2] == [0] * 3
+    assert halves[1] > 0 and halves[5] > 0  # Rank 0 has many tokens, its peers few.
+
+
+def test_a_rank_is_masked_and_comes_back():
+    world = World("masks", timeout_ms=MASKED_MS)
+    run_steps(world, [([5, 2, 4], 1)])
+    here = [0, 1]
+    for step in (1, 2):
+        given = draw(world.sizes, [4, 5, 0], step)
+        begin = world.clock.ns
+        outputs = world.dispatch(*given, ranks=here)
+        # It sends no heartbeats, so it is masked as soon as it is late.
+        n_ms = (world.clock.ns - begin) // 1_000_000
+        assert (n_ms >= MASKED_MS) == (step == 1) and n_ms < 2 * MASKED_MS
+        check_step(world, outputs, *given)
+        check_header(world, here, step + 1)
+        assert [world.masked(rank) for rank in here] == [[0, 0, 1]] * 2
+    for rank in here:
+        # MAX may give either set of counters to a launch.
+        world.memory.stores[4](world.spare[rank] + 4 * (world.sizes.masked + 2), 1)
+    for rank in here:
+        world.set_up(rank, readmitted=2, timeout_ms=MASKED_MS, done=(3, 3))
+        assert world.masked(rank) == world.masked(rank, world.spare) == [0, 0, 0]
+    world.set_up(2, timeout_ms=MASKED_MS, done=(3, 3))
+    run_steps(world, [([3, 5, 5], 1)], seed=3)
+    check_header(world, range(3), 4)
+
+
+def test_two_ranks_are_masked_at_once():
+    """One load reads the counts of both. That of the first stays 0 while the second is
+    awaited; what stands in memory is of the generation before."""
+    world = World("masks", timeout_ms=MASKED_MS)
+    run_steps(world, [([5, 5, 5], 1)])
+    for step in (1, 2):
+        given = draw(world.sizes, [4, 0, 0], step)
+        check_step(world, world.dispatch(*given, ranks=[0]), *given)
+        check_header(world, [0], step + 1)
+        assert world.masked(0) == [0, 1, 1]
+
+
+def test_a_rank_that_waits_is_not_masked():
+    """Rank 2 waits long for rank 1, which rank 0 has masked. Rank 0 waits for rank 2,
+    and hears that it lives."""
+    world = World("masks", timeout_ms=MASKED_MS)
+    world.set_up(2, timeout_ms=3 * MASKED_MS)
+    at = world.counters[0] + 4 * world.sizes.masked
+    world.memory.stores[4](at + 4, 1)
+    tokens, ids, weights = draw(world.sizes, [5, 0, 5], 1, n_wrong=0)
+    with world.without_waiting():
+        outputs = world.dispatch(tokens, ids, weights, ranks=[0, 2])
+        world.combine(outputs, weights)
+    assert world.clock.ns // 1_000_000 >= 3 * MASKED_MS
+    assert world.masked(0) == world.masked(2) == [0, 1, 0]
+    check_header(world, outputs, 1)
+
+
+def test_rows_that_do_not_fit_are_dropped():
+    world = World("drops")
+    sizes = world.sizes
+    experts = [0, 1, 90, 179, 269]  # So many that several warps count rows.
+    for step, n_rows in enumerate([40, 7]):
+        tokens, ids, weights = draw(sizes, [5, 4, 5], step, experts=experts)
+        outputs = world.dispatch(tokens, ids, weights, n_rows_max=n_rows)
+        stays = set()
+        for rank, output in outputs.items():
+            wanted = rows_of(rank, ids, sizes)
+            pairs = [
+                [x for x in of_expert if x[0] == src]
+                for of_expert in wanted
+                for src in range(sizes.n_ranks)
+            ]
+            numbers = kept_rows(np.array([*map(len, pairs)]), n_rows)
+            flat = [x for pair, n in zip(pairs, numbers) for x in pair[:n]]
+            stays |= set(flat)
+            _, rows, info = output.read()
+            assert [tuple(x) for x in info] == [(token, k) for _, token, k in flat]
+            for row, (src, token, _) in zip(rows, flat):
+                np.testing.assert_array_equal(row, tokens[src][token])
+        results = world.combine(outputs, weights)
+        check_results(world, results, tokens, ids, weights, stays)
+        check_header(world, range(3), step + 1)
+
+
+@pytest.mark.parametrize("name", ["sums", "rows", "expert", "expert_shared"])
+def test_rows_that_do_not_fit_are_refused(name):
+    """A refused dispatch writes no rows."""
+    world = World(name)
+    tokens, ids, weights = draw(world.sizes, [5, 4, 5], 3, n_wrong=0)
+    outputs = world.dispatch(tokens, ids, weights, n_rows_max=3)
+    assert len(sum(rows_of(0, ids, world.sizes), [])) > 3
+    assert world.word(0, "FAILURE") == TOO_MANY_ROWS
+    assert not outputs[0].read()[0].any()
+
+
+@pytest.mark.parametrize("n_tokens", [4, 257])
+def test_what_does_not_come_is_not_used(n_tokens):
+    """Part of a token, or the flag of a chunk, is lost on the way."""
+    world = World("many", timeout_ms=MASKED_MS, finds_races=False)
+    sizes, memory = world.sizes, world.memory
+    tokens, ids, weights = draw(sizes, [n_tokens, 1], 7, n_wrong=0.985)
+    ids[0][3, 0] = sizes.n_experts - 1  # It has a row on the other rank.
+    world.dispatch(tokens, ids, weights, ["_async"])
+    begin, end = world.regions[1], world.regions[1] + sizes.dispatch_counts
+    if n_tokens == 4:
+        lost = bf16(tokens[0][3])[-16:]
+        at = memory.bytes.index(lost, begin, end)
+        memory.bytes[at : at + 16] = b"\xff" * 16
+    else:
+        flag = words(1 << 32)
+        places = [
+            at for at in range(begin, end, 8) if memory.bytes[at : at + 8] == flag
+        ]
+        memory.bytes[places[-1] : places[-1] + 8] = words(0)
+    world.dispatch(tokens, ids, weights, ["_wait"], ranks=[1])
+    assert world.word(1, "FAILURE") == NO_MESSAGE and world.word(1, "BROKEN")
+
+
+@pytest.mark.parametrize("word, number", [(0, 5), (0, -1), (1, 3), (1, -1)])
+def test_sources_that_cannot_be_are_refused(word, number):
+    """A token, or a k, that its rank has no place for."""
+    world = World("rows", timeout_ms=MASKED_MS, finds_races=False)
+    tokens, ids, weights = draw(world.sizes, [2, 2, 2], 9, n_wrong=0)
+    outputs = world.dispatch(tokens, ids, weights)
+    for i in range(outputs[1].n_rows_max):
+        at = outputs[1].src_info + 8 * i + 4 * word
+        world.memory.stores[4](at, number & 0xFFFF_FFFF)
+    world.combine(outputs, weights)
+    assert world.word(1, "FAILURE") == BAD_SOURCE
+
+
+def test_sums_are_those_of_the_last_dispatch():
+    """Another one between both halves of a combine has other rows."""
+    world = World("many", finds_races=False)
+    tokens, ids, weights = draw(world.sizes, [3, 5], 1)
+    outputs = world.dispatch(tokens, ids, weights)
+    world.combine(outputs, weights, ["_async"])
+    world.dispatch(tokens, ids, weights)
+    world.combine(outputs, weights, ["_wait"])
+    assert [world.word(rank, "FAILURE") for rank in range(2)] == [OTHER_ROWS] * 2

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matmuls for GPUs, as far as it shows without one.
+
+What it computes is compared with torch in tests/experts/test_experts_gpu.py.
+"""
+
+import re
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+
+from max_ep import experts
+from max_ep.extension import run_mojo
+from max_ep.serve import hopper
+from tests.children import WHERE_WE_IMPORT, ran, slow
+from tests.codegen.assembly import nvidia_resources
+from tests.codegen.kernels import PROGRAMS, compiled
+from tests.errors import raises, refused
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return compiled("codegen_experts.mojo")
+
+
+def test_python_refuses_what_the_kernel_cannot_take(folder):
+    taken = (folder / "printed").read_text().split()
+    # Rows of a whole tile are as many where Python puts zeros behind them.
+    wanted = [experts.GPU_COLUMNS, experts.GPU_K_STEP, hopper.TILE_ROWS]
+    wanted += [experts.GATHER_COLUMNS, experts.GATHER_EXPERTS]
+    assert [int(n) for n in taken] == wanted
+
+
+def test_few_rows_assembly(folder):
+    """Loads of 16 bytes, and `mma`."""
+    kernels = [*folder.glob("*.grouped_matmul*.s"), *folder.glob("*.linear.s")]
+    assert len(kernels) == 3
+    for path in kernels:
+        text = path.read_text()
+        loads = re.findall(r"ld\.global\.nc(?:\.\w+)*?((?:\.v\d)?\.b\d+) ", text)
+        wide = [width for width in loads if width == ".v4.b32"]
+        assert len(wide) > 20 and set(loads) <= {".v4.b32", ".b32"}
+        assert "mma.sync.aligned.m16n8k16.row.col.f32" in text
+
+
+def test_a_fence_before_each_product_of_gathered_rows(folder):
+    """What threads have copied is then seen by `wgmma`."""
+    text = (folder / "sm_90a.wgmma.gathered.s").read_text()
+    fence = r"fence\.proxy\.async\.shared::cta;((?!mma_async)[\s\S])*?wgmma\.fence"
+    assert len(re.findall(fence, text)) == text.count("wgmma.fence") > 0
+
+
+def test_rows_of_a_token_are_loaded_together(folder):
+    text = (folder / "sm_90a.add.s").read_text()
+    loads = [m.start() for m in re.finditer(r"ld\.global\.nc\.v4\.b32", text)]
+    assert len(loads) == 8 and loads[-1] < text.index("fma.rn.f32")
+    n_registers, _ = nvidia_resources((folder / "sm_90a.add.cubin").read_bytes())
+    assert n_registers > 8 * 4 + 8  # fewer: the assembler has moved loads
+
+
+@pytest.mark.parametrize(
+    "name, widths",
+    [
+        ("wgmma.swiglu", ["b16", "b32"]),
+        ("wgmma", ["b32", "v2.b32"]),
+        ("fp8.swiglu", ["b32", "v2.b16"]),
+        ("fp8", ["v4.b32"]),
+    ],
+)
+def test_a_lane_stores_adjacent_columns_at_once(folder, name, widths):
+    text = (folder / f"sm_90a.{name}.s").read_text()
+    assert sorted(set(re.findall(r"st\.global\.([\w.]+)", text))) == widths
+
+
+def test_no_registers_are_spilled(folder):
+    cubins = list(folder.glob("*.cubin"))
+    assert len(cubins) == 10
+    for path in cubins:
+        n_registers, stack_bytes = nvidia_resources(path.read_bytes())
+        # In FP8 there are half as many sums more; a few registers are saved.
+        assert stack_bytes <= (16 if "fp8" in path.name else 0)
+        assert ".local" not in path.with_suffix(".s").read_text()
+        # Three warpgroups of the one kernel, three blocks of four warps of the others,
+        # 32 warps of the sort.
+        assert n_registers * (1024 if "sort" in path.name else 3 * 128) <= 2**16
+
+
+def test_each_tile_is_computed_once():
+    printed = run_mojo("run", "-I", ".", str(PROGRAMS / "expert_tiles.mojo"))
+    assert printed.strip() == "OK"
+
+
+OPS = """
+import os
+import sys
+from max.driver import (
+    Accelerator, set_virtual_device_api, set_virtual_device_count,
+    set_virtual_device_target_arch,
+)
+set_virtual_device_api("cuda")
+set_virtual_device_target_arch("sm_90a")
+set_virtual_device_count(1)
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType
+from max_ep.experts import grouped_swiglu, routed_swiglu
+
+gpu, bf16 = DeviceRef.GPU(0), DType.bfloat16
+types = [
+    TensorType(bf16, ["n_rows", 512], gpu),
+    TensorType(bf16, [8, 512, 512], gpu),
+    TensorType(bf16, [8, 512, 256], gpu),
+    TensorType(DType.uint32, [9], gpu),
+    TensorType(DType.int32, [8], gpu),
+    TensorType(DType.int32, ["n_tokens", 4], gpu),
+    TensorType(DType.float32, ["n_tokens", 4], gpu),
+]
+fp8 = DType.float8_e4m3fn
+for shape, of_scales in (
+    (["n_rows", 512], [4, "n_rows"]),
+    ([8, 512, 512], [8, 4, 4]),
+    ([8, 512, 256], [8, 4, 2]),
+):
+    types += [TensorType(fp8, shape, gpu), TensorType(DType.float32, of_scales, gpu)]
+with Graph("experts", input_types=types) as graph:
+    x, gate_up, down, *groups, ids, weights = (v.tensor for v in graph.inputs[:7])
+    layer = routed_swiglu(x, ids, weights, gate_up, down)
+    given = [v.tensor for v in graph.inputs[7:]]
+    of_fp8 = grouped_swiglu(*zip(given[::2], given[1::2]), *groups)
+    graph.output(grouped_swiglu(x, gate_up, down, *groups), layer, of_fp8)
+InferenceSession(devices=[Accelerator(0)], export_mefs=sys.argv[1]).load(graph)
+print("compiled", flush=True)
+os._exit(0)
+"""
+"""Compiles SwiGLU experts of rows, of tokens, and of rows in FP8. Virtual devices are
+for a whole process."""
+
+
+@slow
+def test_ops_compile_for_hopper(tmp_path):
+    """In a graph, whose GPU has another name than that of `mojo build`."""
+    how = dict(PYTHONPATH=WHERE_WE_IMPORT)
+    done = ran(sys.executable, "-c", OPS, tmp_path, **how)
+    assert "compiled" in done.stdout, done.stderr[-2000:]
+    (model,) = tmp_path.glob("*.mef")
+    kernels = re.findall(rb"\.text\.(max_ep_experts_hopper\w+)", model.read_bytes())
+    assert len(set(kernels)) == 5
+
+
+BF16, F32 = DType.bfloat16, DType.float32
+
+
+F8 = DType.float8_e4m3fn
+
+
+@refused("""
+"grouped_matmul", [F32, F32], [2, 32, 64] | takes bfloat16
+"grouped_matmul", [BF16, BF16], [2, 24, 64] | are [2, 24, 64]
+"grouped_matmul", [BF16, BF16], [2, 32, 96] | are [2, 32, 96]
+"grouped_gate_up", [F32, F32], [2, 32, 64] | takes bfloat16; grouped_matmul_ragged
+"grouped_gate_up", [BF16, BF16], [2, 24, 64] | are [2, 24, 64]
+"linear", [F32, F32], [32, 64] | linear takes; MAX's linear
+"linear", [BF16, F32], [32, 64] | weights DType.float32
+"linear", [BF16, BF16], [24, 64] | are [24, 64]
+"linear", [BF16, BF16], [32, 128] | 64 columns; need 128
+"grouped_matmul", [BF16, F8], [2, 256, 128], [2, 2, 1] | e4m3fn; given DType.bf
+"grouped_matmul", [F8, F8], [2, 128, 128], [2, 1, 1] | n a multiple of 256
+"grouped_matmul", [F8, F8], [2, 256, 256], [2, 2, 2] | given 128, [2, 256, 256]
+"grouped_matmul", [F8, F8], [2, 256, 128], [2, 2, 2] | n / 128, k / 128
+""")
+def test_refusals(arguments, words):
+    op, dtypes, weights, *scales = eval(arguments, globals())
+    gpu = DeviceRef.GPU(0)
+    types = [TensorType(dtypes[0], ["n_rows", 128 if scales else 64], gpu)]
+    types += [TensorType(F32, [1, "n_rows"], gpu)] * len(scales)
+    types += [TensorType(dtypes[1], weights, gpu)]
+    types += [TensorType(F32, of_weights, gpu) for of_weights in scales]
+    if op.startswith("grouped"):
+        types += [TensorType(DType.uint32, [3], gpu), TensorType(DType.int32, [2], gpu)]
+
+    def multiply(*given):
+        if scales:
+            given = given[:2], given[2:4], *given[4:]
+        return getattr(experts, op)(*given)
+
+    with raises((TypeError, ValueError), words):
+        Graph("refused", multiply, types)
+
+
+@refused("""
+"sm_80", "cuda", BF16, "" | taken
+"sm_90a", "cuda", F8, "" | taken
+"gfx942", "hip", BF16, "" | gfx942; NVIDIA GPUs only; MAX's grouped_matmul_ragged
+"sm_100a", "cuda", F8, "" | sm_100a; Hopper (sm_90) only
+"cpu", "cpu", F8, "cpu" | no kernel for the CPU; max_ep.dequantize; float32
+"cpu", "cpu", DType.uint8, "cpu" | rows are DType.uint8; bfloat16 and float32
+"cpu", "cpu", DType.float64, "cpu" | rows are DType.float64
+""")
+def test_a_device_without_a_kernel_is_refused(monkeypatch, arguments, words):
+    """When the graph is built, not by a compiler after minutes."""
+    arch, api, dtype, place = eval(arguments, globals())
+    monkeypatch.setattr(experts, "accelerator_api", lambda: api)
+    monkeypatch.setattr(experts, "accelerator_architecture_name", lambda: arch)
+    device = DeviceRef.CPU() if place else DeviceRef.GPU(0)
+    sizes = [(dtype, [9, 128]), (dtype, [2, 256, 128])]
+    if dtype == F8:  # MAX has no tensors of it on the CPU
+        dtype = DType.uint8 if place else F8
+        sizes = [(dtype, [9, 128]), (F32, [1, 9])]
+        sizes += [(dtype, [2, 256, 128]), (F32, [2, 2, 1])]
+    sizes += [(DType.uint32, [3]), (DType.int32, [2])]
+
+    def multiply(*given):
+        if len(given) == 6:
+            given = given[:2], given[2:4], *given[4:]
+        return experts.grouped_matmul(*given)
+
+    types = [TensorType(of, shape, device) for of, shape in sizes]
+    is_taken = words == "taken"
+    with nullcontext() if is_taken else raises((TypeError, ValueError), words):
+        Graph("refused", multiply, types)
+
+
+def test_each_group_has_an_offset():
+    sizes = (
+        (F32, [9, 128]),
+        (F32, [2, 256, 128]),
+        (DType.uint32, [4]),
+        (DType.int32, [2]),
+    )
+    types = [TensorType(dtype, shape, DeviceRef.CPU()) for dtype, shape in sizes]
+    with pytest.raises(ValueError, match="have 4 elements and expert_ids 2"):
+        Graph("refused", experts.grouped_matmul, types)
+
+
+def test_rows_in_fp8_are_not_gathered():
+    gpu = DeviceRef.GPU(0)
+    sizes = (F8, [9, 128]), (F32, [1, 9]), (F8, [2, 256, 128]), (F32, [2, 2, 1])
+    sizes += (DType.uint32, [3]), (DType.int32, [2]), (DType.int32, [9])
+    types = [TensorType(dtype, shape, gpu) for dtype, shape in sizes]
+
+    def gather(x, of_x, w, of_w, *groups):
+        return experts.grouped_gate_up((x, of_x), (w, of_w), *groups)
+
+    with pytest.raises(ValueError, match="gathers no rows in FP8"):
+        Graph("refused", gather, types)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine on GPU ranks, and what is run there by hand."""

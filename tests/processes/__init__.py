@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks in processes of their own: meeting, waiting, failing, joining."""

@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model served by MAX with max_ep: the same tokens as Hugging Face transformers.
+
+On CPU four ranks share it; on GPUs a rank is a GPU. The served model has random
+weights, so its answers have no meaning, but every bit of it is compared.
+"""
+
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+from openai import APIStatusError, BadRequestError
+from safetensors.torch import load_file, save_file
+
+from graphs.serve import run
+from graphs.serve.checkpoint import (
+    BLOCKWISE_FP8,
+    DEEPSEEK_SIZES,
+    SIZES,
+    make_checkpoint,
+    quantize_matrices,
+)
+from graphs.serve.run import LIMITS
+from graphs.serve.server import POOL_VARIABLE, Server
+from max_ep.balance import Placement, plan
+from max_ep.checkpoint import Stored, read_tensors
+from max_ep.serve import hopper, model, qwen3_moe, weights
+from max_ep.serve.settings import PLACEMENT_VARIABLE
+from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
+from tests.children import ALL_CASES, WHERE_WE_IMPORT, ran, slow
+from tests.oracle.cases import CASES
+from tests.serve.serving import (
+    MORE_TOKEN,
+    NOISES,
+    TOLERANCES,
+    Reference,
+    ask_greedily,
+    prompts,
+    store_uncommonly,
+    widened,
+    write_widened,
+)
+
+READY_S = 900
+
+COMPILED = os.environ.get("MAX_EP_COMPILED")
+"""A folder with graphs by ``max warm-cache``, such as ``small_2``: size and GPUs."""
+
+
+def placement_of(size: str, n_ranks: int) -> Placement:
+    """Gives the busy experts of a model replicas, a quarter more."""
+    n_layers, top_k = 2, 8
+    if size in DEEPSEEK_SIZES:
+        sizes = DEEPSEEK_SIZES[size]
+        n, n_layers = sizes["n_routed_experts"], sizes["num_hidden_layers"] - 1
+    else:
+        n, top_k = (SIZES[size][f"num_experts{x}"] for x in ("", "_per_tok"))
+    counts = np.outer(1 + np.arange(n_layers), 1000 / np.arange(1, n + 1))
+    return plan(counts, n_ranks, n // 4, top_k=top_k)
+
+
+IMPORTS_ONCE = {"MODULAR_MAX_ALLOCATOR": "system"}
+"""With its other allocator MAX's command starts Python, and imports all, anew."""
+
+FP8 = "fp8"
+"""Among the flags of a server: its checkpoint is in blockwise FP8."""
+
+UNCOMMON = "tiny_uncommon"
+"""A size whose fields MAX's own model does not read; its files are uncommon, too."""
+
+# GPUs, ranks of the CPU, size of the model, flags.
+WHERE = {
+    "four_ranks_of_the_cpu": (0, 4, UNCOMMON),
+    "one_gpu": (1, 0, "small"),
+    "one_gpu_minimax": (1, 0, "minimax_small"),
+    "one_gpu_captured": (1, 0, "small", CAPTURED_DECODE),
+    "two_gpus": (2, 0, "small"),
+    "two_gpus_captured": (2, 0, "small", CAPTURED_DECODE),
+    "four_gpus": (4, 0, "small"),
+    "two_gpus_placed": (2, 0, "small", PLACEMENT_VARIABLE),
+    "two_gpus_deepseek": (2, 0, "deepseek"),
+    "two_gpus_deepseek_placed": (2, 0, "deepseek", PLACEMENT_VARIABLE),
+}
+
+if ALL_CASES:
+    WHERE["four_ranks_of_the_cpu_plain"] = (0, 4, "tiny")
+    WHERE["four_ranks_of_the_cpu_fp8"] = (0, 4, "tiny", FP8)
+    WHERE["four_ranks_of_the_cpu_placed"] = (0, 4, "tiny", PLACEMENT_VARIABLE)
+    # MAX's compiler takes two minutes for it, and once it wanted more than 17 GB.
+    for n in (1, 2, 4):
+        WHERE[f"{n}_ranks_of_the_cpu_minimax"] = (0, n, "minimax_tiny")
+
+LOAD_S = {"float32": 0, "bfloat16": 60}
+"""For how long requests come at once; one round of them at least."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(where, id=name, marks=[pytest.mark.gpu(where[0])] * bool(where[0]))
+        for name, where in WHERE.items()
+    ],
+)
+def served(request, tmp_path_factory):
+    n_gpus, n_cpu_ranks, size, *more = request.param
+    folder = tmp_path_factory.mktemp("served")
+    dtype = "bfloat16" if n_gpus else "float32"
+    model = reference = folder / "model"
+    if size == UNCOMMON:
+        make_checkpoint(reference, size, "float16")
+        model = store_uncommonly(reference, folder / "uncommon")
+    else:
+        make_checkpoint(model, size, "float8" if FP8 in more else dtype)
+    if FP8 in more:
+        more.remove(FP8)
+        reference = write_widened(model, folder / "widened")
+    command = ("max-ep", "serve")
+    flags = ["--gpus", "0", "--ranks", str(n_cpu_ranks), *LIMITS, *more]
+    if n_gpus:  # `max-ep serve` would capture all; the reference needs room, too
+        command = ("max", "serve", "--model-path")
+        flags = [*LIMITS, *device_flags(n_gpus, 0), *CUSTOM_ARCHITECTURES, *more]
+        flags += ["--device-memory-utilization", "0.2"]
+    placed = "_placed" * (PLACEMENT_VARIABLE in more)
+    if n_gpus and COMPILED:
+        flags += ["--precompiled-mefs", f"{COMPILED}/{size}_{n_gpus}{placed}"]
+    variables = {POOL_VARIABLE: "30"}
+    if PLACEMENT_VARIABLE in flags:  # three of the 16 experts have replicas
+        flags.remove(PLACEMENT_VARIABLE)
+        variables[PLACEMENT_VARIABLE] = str(folder / "placement.npz")
+        placement_of(size, n_gpus or n_cpu_ranks).save(folder / "placement.npz")
+    server = Server(model, flags, folder / "server.log", variables, command=command)
+    try:
+        server.wait_until_ready(READY_S, print)
+        noises = NOISES if size in DEEPSEEK_SIZES else ()
+        yield SimpleNamespace(
+            server=server,
+            flags=flags,
+            model=model,
+            dtype=dtype,
+            # MAX's server returns none on GPUs, nor of a model with thinking tokens.
+            has_logprobs=dtype == "float32" and size in SIZES,
+            tolerance=TOLERANCES[dtype],
+            reference=Reference(reference, dtype == "bfloat16", noises=noises),
+        )
+    finally:
+        server.stop()
+        print(server.log_end(200))
+
+
+def test_greedy_tokens_are_those_of_transformers(served):
+    reference = served.reference
+    answers = ask_greedily(served.server, served.model, 20, 32, served.has_logprobs)
+    for asked, tokens, logprobs in answers:
+        reference.check(asked, tokens, served.tolerance, logprobs)
+    tally = reference.tally
+    print(tally)
+    assert tally.n_tokens == 20 * 32
+    if served.dtype == "float32":
+        assert tally.n_ties == 0
+    else:
+        # About as many as transformers has in bfloat16 (12, where 11 were served).
+        assert tally.n_ties <= 2 * tally.n_ties_bfloat16
+        # Only DeepSeek has any; with as much noise as there may be, 3 in 60 are.
+        assert tally.n_by_noise <= tally.n_tokens // 20
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(served):
+    """The server goes on. Without the check MAX's gather fails, and with it the
+    server."""
+    n = served.reference.tokenizer.vocab_size
+    wanted = served.server.complete([5, n - 1], 3)
+    for ids in ([5, n], [-1], [10**6, 5], [2**70]):
+        with pytest.raises(BadRequestError, match=rf"{max(ids, key=abs)}.*\[0, {n}\)"):
+            served.server.complete(ids, 3)
+    if served.model != served.reference.folder:
+        with pytest.raises(BadRequestError, match=rf"the token id {n};"):
+            served.server.complete(f"A rank {MORE_TOKEN}", 3)
+        with pytest.raises(APIStatusError):
+            list(served.server.chat(MORE_TOKEN, 3))
+    assert served.server.complete([5, n - 1], 3) == wanted
+
+
+def test_the_log_says_who_serves(served):
+    line = (
+        r"max_ep: \d ranks? on [CG]PU, protocol \w+, \d+ tokens a rank, "
+        r"[\d.]+ MiB of symmetric memory each, time-out 30 s"
+    )
+    alone = "max_ep: all experts on one GPU; they gather their tokens"
+    assert re.search(f"{line}|{alone}", served.server.log.read_text())
+
+
+def test_the_program_talks_with_it(served, monkeypatch, capsys):
+    """`make serve`, with the server of these tests, which it would start."""
+    if served.flags != ["--gpus", "0", "--ranks", "4", *LIMITS]:
+        pytest.skip("it starts another server")
+    started = []
+
+    @contextmanager
+    def started_before(*where: object, command: Sequence[str]) -> Iterator[Server]:
+        started.append((where[1], command))
+        yield served.server
+
+    monkeypatch.setattr(run, "Server", started_before)
+    run.main()
+    assert started == [(served.flags, ("max-ep", "serve"))]
+    said = capsys.readouterr().out
+    assert f"> {run._QUESTION}" in said and said.endswith("stopped\n")
+
+
+def test_many_at_once_some_cancelled(served):
+    """Answers are those given one by one; on GPUs, but for ties of the reference. There
+    batches differ in size, and so do roundings."""
+    server, tokenizer = served.server, served.reference.tokenizer
+    # On the CPU few: there a step takes long.
+    texts = prompts(16 if served.dtype == "float32" else 64, seed=1)
+    asked = [tokenizer(text).input_ids for text in texts]
+    random.seed(2)
+    n_tokens = [random.randint(1, 48) for _ in asked]
+
+    def ask(prompt: list[int], n: int) -> list[int]:
+        return server.complete(prompt, n, return_token_ids=True)["token_ids"]
+
+    alone = [ask(p, n) for p, n in zip(asked, n_tokens)]
+    stop = threading.Event()
+
+    def leave_midway() -> int:
+        n = 0
+        while not stop.is_set():
+            answer = server.chat(random.choice(texts), 200)
+            for _, _piece in zip(range(3), answer):
+                pass
+            answer.close()
+            n += 1
+        return n
+
+    rounds = []
+    begin = time.monotonic()
+    with ThreadPoolExecutor(72) as pool:
+        leavers = [pool.submit(leave_midway) for _ in range(8)]
+        try:
+            while not rounds or time.monotonic() - begin < LOAD_S[served.dtype]:
+                rounds.append(list(pool.map(ask, asked, n_tokens)))
+        finally:
+            stop.set()
+        assert sum(leaver.result() for leaver in leavers) >= 8
+    print(f"{len(rounds)} rounds of {len(asked)} requests")
+    for prompt, one_by_one, *answers in zip(asked, alone, *rounds):
+        for answer in {tuple(answer) for answer in answers} - {tuple(one_by_one)}:
+            assert served.dtype != "float32" and len(answer) == len(one_by_one)
+            served.reference.check(prompt, list(answer), served.tolerance)
+    print(served.reference.tally)
+
+
+def adapted(folder, monkeypatch, device, **fields) -> dict:
+    """Runs the weight adapter of Qwen3-MoE on whatever a file has."""
+    stored = {name: Stored(tensor) for name, tensor in read_tensors(folder).items()}
+    monkeypatch.setattr(weights, "stored_in", lambda *_: stored)
+    config = SimpleNamespace(num_experts=16, num_experts_per_tok=4, **fields)
+    config.hidden_size, config.moe_intermediate_size = 256, 128
+    encoding = "float32" if device == "cpu" else "bfloat16"
+    specs = [SimpleNamespace(device_type=device)]
+    flags = SimpleNamespace(device_specs=specs, quantization_encoding=encoding)
+    (adapt,) = qwen3_moe.architecture.weight_adapters.values()
+    pipeline = SimpleNamespace(model=flags)
+    return adapt({}, huggingface_config=config, pipeline_config=pipeline)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("scales", [torch.float32, torch.float8_e8m0fnu])
+def test_fp8_matrices_are_widened(tmp_path, monkeypatch, device, scales):
+    """With their scales, also where the last blocks are smaller; on a GPU experts'
+    stay. Other weights are cast."""
+    dense, expert = "self_attn.q_proj.weight", "mlp.experts.3.up_proj.weight"
+    original = torch.randn(300, 200, dtype=torch.bfloat16)
+    original[128:] *= 100
+    path = tmp_path / "model.safetensors"
+    names = [f"model.layers.0.{name}" for name in (dense, expert)]
+    save_file({name: original.clone() for name in names}, path)
+    quantize_matrices(tmp_path)
+    stored = load_file(path) | {"model.norm.weight": original[0].clone()}
+    for name in names:
+        stored[f"{name}_scale_inv"] = stored[f"{name}_scale_inv"].to(scales)
+    save_file(stored, path)
+    now = adapted(tmp_path, monkeypatch, device, quantization_config=BLOCKWISE_FP8)
+    encoding = "float32" if device == "cpu" else "bfloat16"
+    wanted = widened(tmp_path)[f"model.layers.0.{dense}"].to(getattr(torch, encoding))
+    if scales == torch.float32:
+        near = original.abs() / 12 + 0.02
+        assert ((wanted - original).abs() <= near).all()
+    kept = [f"{expert}_scale"] if device == "gpu" else []
+    assert now.pop("norm.weight").dtype == getattr(DType, encoding)
+    assert set(now) == {f"layers.0.{name}" for name in (dense, expert, *kept)}
+    assert torch.equal(torch.from_dlpack(now[f"layers.0.{dense}"]), wanted)
+    dtype = now[f"layers.0.{expert}"].dtype
+    assert dtype == (DType.float8_e4m3fn if kept else DType.float32)
+    for name in kept:
+        assert now[f"layers.0.{name}"].dtype == DType.float32
+        factors = stored[f"{names[1]}_scale_inv"].float()
+        assert torch.equal(torch.from_dlpack(now[f"layers.0.{name}"]), factors)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_come_in_the_dtype_of_the_model(tmp_path, monkeypatch, device, dtype):
+    """Rounded once; a router's bias is float32 in all."""
+    drawn = (torch.randn(3, 5) / 7).to(dtype)
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+    stored = {"model.norm.weight": drawn, bias: drawn[0].clone()}
+    save_file(stored, tmp_path / "model.safetensors")
+    now = adapted(tmp_path, monkeypatch, device)
+    wanted = drawn.to(torch.float32 if device == "cpu" else torch.bfloat16)
+    assert torch.equal(torch.from_dlpack(now["norm.weight"]), wanted)
+    (of_router,) = (value for name, value in now.items() if "bias" in name)
+    assert torch.equal(torch.from_dlpack(of_router), drawn[0].float())
+
+
+def test_a_failed_launch_ends_the_next_step(monkeypatch):
+    """A replayed step begins as any other: with its inputs."""
+
+    class MaxsModel:
+        def prepare_initial_token_inputs(self, batches: list) -> list:
+            return batches
+
+    class Served(model.ExpertParallelModel, MaxsModel):
+        pass
+
+    def fail() -> None:
+        raise RuntimeError("rank 1 did not come")
+
+    served = Served()
+    assert served.prepare_initial_token_inputs([7]) == [7]
+    served.ep_comm_initializer = SimpleNamespace(check=lambda: None)
+    assert served.prepare_initial_token_inputs([7]) == [7]
+    served.ep_comm_initializer.check = fail
+    assert served.prepare_initial_token_inputs([7]) == [7]  # asked not long ago
+    monkeypatch.setattr(model, "_CHECK_EVERY_S", 0)
+    with pytest.raises(RuntimeError, match="did not come"):
+        served.prepare_initial_token_inputs([7])
+
+
+TWO_LAYERS = dict(dispatch=2, combine=2)
+IN_PLACE = dict(sort_choices=2, add_rows=2)
+PLACED = dict.fromkeys(("dispatch", "combine", "softmax_top_k", "balance_ids"), 4)
+SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
+
+
+@pytest.mark.parametrize(
+    "where, size, wanted",
+    [
+        # One of the two layers has experts, and each GPU dispatches and combines.
+        ("two_gpus", "deepseek_tiny", TWO_LAYERS | dict(balance_ids=2)),
+        # Two layers on two GPUs, with replicas of busy experts.
+        ("two_gpus", "tiny", PLACED),
+        # The router is an op of ours.
+        pytest.param("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2), marks=slow),
+        ("one_gpu", "tiny_wide", IN_PLACE | dict(softmax_top_k=2)),
+        ("one_gpu", "tiny_wide_fp8", TWO_LAYERS | dict(softmax_top_k=2)),
+        # The routers' biases are bfloat16 in the checkpoint, float32 in the graph.
+        pytest.param("one_gpu", "minimax_tiny", TWO_LAYERS, marks=slow),
+        ("two_ranks_of_the_cpu", "minimax_tiny", SPLIT_ON_TWO_RANKS),
+    ],
+)
+def test_graph_has_our_ops(tmp_path, where, size, wanted):
+    """Each architecture has our dispatch and combine, or on one GPU experts that gather
+    their tokens; nothing is compiled."""
+    dtype = "bfloat16" if "gpu" in where else "float32"
+    fp8 = "_fp8" if "fp8" in size else ""
+    size = size.removesuffix("_fp8")
+    make_checkpoint(tmp_path / "model", size, "float8" if fp8 else dtype)
+    folders = tmp_path / "model", tmp_path / "mefs"
+    command = sys.executable, "-m", "tests.serve.served_graph", where, *folders
+    how = dict(HF_HUB_OFFLINE="1", PYTHONPATH=WHERE_WE_IMPORT, **IMPORTS_ONCE)
+    if "balance_ids" in wanted:
+        how[PLACEMENT_VARIABLE] = str(tmp_path / "placement.npz")
+        placement_of(size, 2).save(tmp_path / "placement.npz")
+    done = ran(*command, timeout=READY_S, **how)
+    line = next((x for x in done.stdout.splitlines() if x.startswith("ops: ")), None)
+    assert line, done.stdout[-2000:] + done.stderr[-2000:]
+    ops = json.loads(line.removeprefix("ops: "))
+    of_ours = tuple(
+        f"max_ep.{x}"
+        for x in ("dispatch", "combine", "softmax", "balance", "sort", "add")
+    )
+    assert {op: n for op, n in ops.items() if op.startswith(of_ours)} == {
+        f"max_ep.{name}": n for name, n in wanted.items()
+    }
+    assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
+    assert f"max_ep.grouped_matmul{fp8}" in ops
+    # One op for the heads of Qwen3's attention on one GPU.
+    has_one = where == "one_gpu" and size.startswith("tiny")
+    assert ("max_ep.norm_rope_store" in ops) == has_one
+    first = "_gathered" if "sort_choices" in wanted else fp8
+    for op in ("max_ep.gpu_linear", f"max_ep.grouped_gate_up{first}"):
+        assert (op in ops) == ("gpu" in where)
+
+
+def test_shared_experts_outside_of_dispatch_are_added(monkeypatch):
+    """Where MAX's decoder for several GPUs runs our layers."""
+    monkeypatch.setattr(hopper, "through_experts", lambda _manager, xs, *_: list(xs))
+    types = [TensorType(DType.float32, ["n_tokens", 64], DeviceRef.CPU())]
+    shard = SimpleNamespace(gate=lambda x: (x, x), num_experts_per_token=4)
+    shard.has_shared_experts, shard.shared_experts = True, lambda x: x * 3
+    n_added = []
+    for fused in (False, True):
+        config = SimpleNamespace(fused_shared_expert=fused)
+        shard.ep_batch_manager = shard._ep_batch_manager = SimpleNamespace(
+            config=config
+        )
+        with Graph("layer", input_types=types) as graph:
+            graph.output(*hopper.forward_layers([shard], [graph.inputs[0].tensor]))
+        n_added.append(str(graph).count(".add("))
+    assert n_added[0] == n_added[1] + 1
+
+
+def test_a_server_that_does_not_use_max_ep_says_so(caplog):
+    served = model.ExpertParallelModel.__new__(model.ExpertParallelModel)
+    with caplog.at_level("INFO"):
+        served._init_distributed_runtime(None, SimpleNamespace(ep_config=None))
+    assert "max_ep: not used; without --ep-size" in caplog.text
+
+
+def test_what_by_expert_costs_is_logged_before_memory_is_asked_for(caplog, monkeypatch):
+    def fail(config: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(model, "gathers", lambda *_: False)
+    monkeypatch.setattr(model, "EPCommInitializer", fail)
+    shape = SimpleNamespace(of=lambda _: SimpleNamespace(moe_dim=64))
+    monkeypatch.setattr(model, "MoeShape", shape)
+    served = model.ExpertParallelModel.__new__(model.ExpertParallelModel)
+    served.huggingface_config = None
+    for n_tokens in (65535, 65536):
+        with pytest.raises(MemoryError):
+            sizes = dict(protocol="by_expert", max_tokens_per_rank=n_tokens)
+            config = CASES["two_ranks"].config(**sizes)
+            config = SimpleNamespace(ep_config=config)
+            served._init_distributed_runtime(None, config)
+        words = "by_expert': max_tokens_per_rank=65536 is above 65535"
+        assert (words in caplog.text) == (n_tokens > 65535)
+    assert "lower --max-batch-input-tokens" in caplog.text
+
+
+def test_a_group_that_cannot_run_ends_the_server_before_weights_are_read(tmp_path):
+    """What else the memory plan refuses, `test_serve_plan.py` has."""
+    make_checkpoint(tmp_path / "model")
+    flags = [*LIMITS, *device_flags(0, 4), *CUSTOM_ARCHITECTURES, "--ep-size", "3"]
+    with Server(tmp_path / "model", flags, tmp_path / "log", IMPORTS_ONCE) as server:
+        with pytest.raises(RuntimeError, match="before it was ready"):
+            server.wait_until_ready(READY_S)
+        log = server.log_end(2000)
+    assert "16 experts cannot be loaded on --ep-size 3 ranks" in log
+    assert "Building model" not in log

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are served, and what is refused of one, in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GenerationConfig,
+    MiniMaxM2Config,
+    Qwen3MoeConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+from graphs.serve.checkpoint import make_checkpoint
+from max_ep.checkpoint import (
+    Rope,
+    check_config,
+    check_tensors,
+    config_in,
+    loaded_bytes,
+    read_tensors,
+)
+from max_ep.checkpoint.fields import FIELDS, GENERATION
+from max_ep.checkpoint.files import INDEX, SINGLE
+from max_ep.checkpoint.rule import NEEDED
+from max_ep.moe_shape import SUPPORTED
+from tests.serve.serving_configs import PUBLISHED
+
+IN_TRANSFORMERS = {
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "MiniMaxM2ForCausalLM": MiniMaxM2Config,
+    "DeepseekV3ForCausalLM": DeepseekV3Config,
+}
+QWEN = PUBLISHED["Qwen3-30B-A3B"]
+MINIMAX, DEEPSEEK = PUBLISHED["MiniMax-M2"], PUBLISHED["DeepSeek-V3"]
+
+
+@pytest.mark.parametrize("architecture", FIELDS)
+def test_each_field_of_transformers_is_on_the_list(architecture):
+    """With its default. Fails when a version of transformers adds a field, or changes a
+    default: compare what it does, and serve it or refuse it."""
+    assert set(FIELDS) == set(SUPPORTED)
+    rules = FIELDS[architecture]
+    for field in dataclasses.fields(IN_TRANSFORMERS[architecture]):
+        assert field.name in rules
+        default = rules[field.name].default
+        assert default is NEEDED or default == field.default, field.name
+    dropped = set(GenerationConfig._get_default_generation_params())
+    assert dropped == {*GENERATION, "use_cache"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoints_are_served(name):
+    check_config(PUBLISHED[name])
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+DEEPSEEK_YARN = DEEPSEEK["rope_scaling"]
+
+
+def without(config: dict[str, Any], name: str) -> dict[str, Any]:
+    return {field: value for field, value in config.items() if field != name}
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        # Other results than those of transformers.
+        (QWEN | {"use_sliding_window": True}, "use_sliding_window=True is not served"),
+        (QWEN | {"attention_bias": True}, "attention_bias=True"),
+        (QWEN | {"hidden_act": "gelu"}, "hidden_act='gelu' is not served"),
+        (QWEN | {"a\nb": 0.5}, r"'a\\nb'=0.5 is not on max_ep's list"),
+        (QWEN | {"num_labels": 2**31 - 1}, "num_labels=2147483647 is not served"),
+        (QWEN | {"initializer_range": 1}, "initializer_range=1 is not served"),
+        (QWEN | {"attention_multiplier": 0.5}, "attention_multiplier=0.5 is not on"),
+        (QWEN | {"logits_scaling": 2.0}, "logits_scaling=2.0 is not on max_ep's list"),
+        (QWEN | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        (QWEN | {"n_shared_experts": 1}, "n_shared_experts=1 is not on"),
+        (QWEN | {"shared_expert_intermediate_size": 64}, "shared_expert_inter"),
+        (QWEN | {"layer_types": ["sliding_attention"] * 48}, "layer_types="),
+        (QWEN | {"layer_types": ["full_attention"]}, "layer_types has 1 elements"),
+        (QWEN | {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not served"),
+        (QWEN | {"num_local_experts": 64}, "num_local_experts=64 does not fit to"),
+        (QWEN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (QWEN | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        (QWEN | {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+        (QWEN | {"rope_scaling": YARN | {"mrope_section": [1]}}, "has mrope_section"),
+        (QWEN | {"rope_scaling": without(YARN, "factor")}, "has no factor"),
+        (MINIMAX | {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        (MINIMAX | {"attn_type_list": [0] * 62}, "attn_type_list="),
+        (MINIMAX | {"rope_scaling": YARN}, "rope_scaling of type 'yarn' is not served"),
+        (MINIMAX | {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+        (MINIMAX | {"partial_rotary_factor": 1.0}, "rotary_dim=64 does not fit to"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method='greedy'"),
+        (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob=False is not served"),
+        (DEEPSEEK | {"q_lora_rank": None}, "q_lora_rank=None"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave=False"),
+        (DEEPSEEK | {"rope_scaling": None}, "rope_parameters of type 'default'"),
+        (DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 0.7}}, "mscale=0.7"),
+        (DEEPSEEK | {"num_key_value_heads": 64}, "num_key_value_heads=64"),
+        (DEEPSEEK | {"head_dim": 128}, "head_dim=128 does not fit"),
+        # What no model has.
+        ([], "holds no names"),
+        ({}, "'no architecture' is not supported; there are Qwen3MoeForCausalLM"),
+        (QWEN | {"architectures": [["x"]]}, r"architectures=\[\['x'\]\] must be a"),
+        (QWEN | {"architectures": "Qwen3MoeForCausalLM"}, "architectures='Qwen3"),
+        (QWEN | {"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' is not"),
+        (QWEN | {"num_experts": "8"}, "num_experts='8' is not served"),
+        (QWEN | {"num_experts": -1}, "num_experts=-1 is not served"),
+        (QWEN | {"num_experts": 7.5}, "num_experts=7.5 is not served"),
+        (QWEN | {"num_experts": 1e30}, "num_experts=1e.30 is not served"),
+        (QWEN | {"num_experts": True}, "num_experts=True is not served"),
+        (QWEN | {"num_experts": None}, "num_experts=None is not served"),
+        (QWEN | {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is not"),
+        (QWEN | {"num_experts": 10**9}, "num_experts=1000000000 does not fit to num_h"),
+        (QWEN | {"hidden_size": 256.0}, "hidden_size=256.0 is not served"),
+        (QWEN | {"hidden_size": 2**61}, "hidden_size=.* is not served"),
+        (QWEN | {"num_experts_per_tok": 33}, "num_experts_per_tok=33 does not fit"),
+        (QWEN | {"num_experts": 4}, "num_experts_per_tok=8 does not fit to num_exp"),
+        (QWEN | {"num_key_value_heads": 5}, "num_key_value_heads=5 does not fit"),
+        (QWEN | {"mlp_only_layers": [48]}, "mlp_only_layers has 48"),
+        (QWEN | {"mlp_only_layers": 3}, "mlp_only_layers=3 is not served"),
+        (QWEN | {"eos_token_id": "x"}, "eos_token_id='x' is not served"),
+        (QWEN | {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not served"),
+        (QWEN | {"norm_topk_prob": 1}, "norm_topk_prob=1 is not served"),
+        (QWEN | {"rope_theta": "1e6"}, "rope_theta='1e6'"),
+        (QWEN | {"rope_scaling": 3}, "rope_scaling=3 must be an object"),
+        (QWEN | {"rope_scaling": {"rope_type": ["yarn"]}}, r"of type \['yarn'\]"),
+        (QWEN | {"rope_scaling": YARN | {"factor": 0}}, "has factor=0"),
+        (QWEN | {"quantization_config": 3}, "quantization_config=3 must be an object"),
+        (QWEN | {"quantization_config": {}}, "quantization_config={} must be an obj"),
+        (QWEN | {"quantization_config": {"quant_method": "awq"}}, "in 'awq' without"),
+        *(
+            (
+                QWEN | {"quantization_config": DEEPSEEK["quantization_config"] | more},
+                words,
+            )
+            for more, words in (
+                ({"activation_scheme": "static"}, "activation_scheme='static'"),
+                ({"fmt": "e5m2"}, "fmt='e5m2' is not served"),
+                ({"weight_block_size": [128]}, r"weight_block_size=\[128\]"),
+                ({"kv_cache_scheme": {}}, "kv_cache_scheme={} is not on"),
+            )
+        ),
+        *(
+            (without(QWEN, name), f"not complete: it has no {name}")
+            for name in ("hidden_size", "num_experts", "vocab_size")
+        ),
+    ],
+)
+def test_fields_that_are_refused_by_name(config, words):
+    with pytest.raises(ValueError, match=words) as raised:
+        check_config(config)
+    assert "\n" not in str(raised.value)
+
+
+def test_rope_is_that_of_transformers():
+    """Within a few roundings of float32. Fails if a field of a kind is not read."""
+    llama3 = dict(low_freq_factor=1.0, high_freq_factor=4.0)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"rope_type": "linear", "factor": 3.0},
+        {"type": "llama3", "factor": 8.0, **llama3},
+        YARN,
+        {"type": "yarn", "factor": 4.0},
+        YARN | {"attention_factor": 0.5, "beta_fast": 16, "beta_slow": 2},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+        YARN | {"factor": 40.0, "original_max_position_embeddings": 64},
+    ]
+    for kind in kinds:
+        for config in (
+            QWEN | {"rope_scaling": kind},
+            without(QWEN, "head_dim") | {"rope_parameters": kind, "rope_theta": None},
+        ):
+            given = (
+                without(config, "rope_theta") if not config["rope_theta"] else config
+            )
+            theirs = Qwen3MoeConfig(**json.loads(json.dumps(given)))
+            name = theirs.rope_parameters["rope_type"]
+            wanted, factor = (
+                ROPE_INIT_FUNCTIONS[name](theirs, "cpu")
+                if name != "default"
+                else Qwen3MoeRotaryEmbedding.compute_default_rope_parameters(theirs)
+            )
+            ours, our_factor = Rope.of(check_config(given)).inverse_frequencies()
+            assert ours.dtype == np.float32
+            np.testing.assert_allclose(ours, wanted.numpy(), rtol=5e-7, err_msg=kind)
+            assert our_factor == pytest.approx(factor)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Callable[[str], Path]:
+    """Returns a function that makes a checkpoint once."""
+    folder = tmp_path_factory.mktemp("made")
+
+    def make(size: str, dtype: str = "float32") -> Path:
+        path = folder / f"{size}_{dtype}"
+        if not path.exists():
+            make_checkpoint(path, size, dtype)
+        return path
+
+    return make
+
+
+def check(folder: Path) -> dict[str, Any]:
+    return check_tensors(check_config(config_in(folder)), read_tensors(folder))
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize("size", ["tiny", "minimax_tiny", "deepseek_tiny"])
+def test_what_transformers_saves_is_served(size, made, tmp_path):
+    """Also its own names, with experts in tensors of three dimensions."""
+    model = AutoModelForCausalLM.from_pretrained(made(size))
+    model.save_pretrained(tmp_path, save_original_format=False)
+    shutil.copy(made(size) / "config.json", tmp_path)
+    separate, fused = check(made(size)), check(tmp_path)
+    assert set(separate) == set(fused)
+    assert {place.expert for place in fused.values()} == {None, *range(16)}
+    n_bytes = sum(place.tensor.n_bytes for place in separate.values())
+    assert loaded_bytes(check_config(config_in(tmp_path)), 1) == n_bytes // 2
+
+
+def test_leftovers_are_skipped(made, tmp_path):
+    """By a list; what is not on it is refused."""
+    shutil.copytree(made("tiny"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / SINGLE)
+    before = check(tmp_path)
+    attention = "model.layers.1.self_attn"
+    for name in ("rotary_emb.inv_freq", "k_scale", "k_proj.k_scale", "attn.v_scale"):
+        weights[f"{attention}.{name}"] = torch.zeros(4)
+    save_file(weights, tmp_path / SINGLE)
+    assert set(check(tmp_path)) == set(before)
+    weights[f"{attention}.q_proj.bias"] = torch.zeros(128)
+    save_file(weights, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=r"model.safetensors: .*q_proj.bias: Qwen3Moe"):
+        check(tmp_path)
+    # The copy of tied embeddings does not count.
+    del weights[f"{attention}.q_proj.bias"]
+    save_file(weights, tmp_path / SINGLE)
+    change_config(tmp_path, tie_word_embeddings=True)
+    assert set(before) - set(check(tmp_path)) == {"lm_head.weight"}
+
+
+def test_layers_that_predict_further_tokens_are_skipped(made, tmp_path):
+    shutil.copytree(made("deepseek_tiny"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / SINGLE)
+    weights["model.layers.2.eh_proj.weight"] = torch.zeros(4)
+    save_file(weights, tmp_path / SINGLE)
+    check(tmp_path)
+    weights["model.layers.3.eh_proj.weight"] = torch.zeros(4)
+    save_file(weights, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=r"model.layers.3.eh_proj.weight: Deepseek"):
+        check(tmp_path)
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "size, dtype, change, words",
+    [
+        ("tiny", "float32", {Q_PROJ: None}, f"has no tensor {Q_PROJ} of shape .128, "),
+        ("tiny", "float32", {EXPERT: None, Q_PROJ: None}, "and 1 other, which"),
+        ("tiny", "float32", {Q_PROJ: torch.zeros(127, 128)},
+         rf"model.safetensors: {Q_PROJ} has shape \[127, 128\], and config.json wants"),
+        ("tiny", "float32", {Q_PROJ: torch.zeros(128, 128, dtype=torch.float64)},
+         f"{Q_PROJ} has dtype F64; served is BF16 or F16 or F32"),
+        ("tiny", "float32", {Q_PROJ: torch.zeros(128, 128).to(torch.float8_e4m3fn)},
+         f"{Q_PROJ} has dtype F8_E4M3; served is BF16 or F16 or F32$"),
+        ("tiny", "float32", {EXPERT: torch.zeros(64, 128, dtype=torch.int8)},
+         f"{EXPERT} has dtype I8"),
+        ("tiny", "float32",
+         {"model.layers.1.mlp.experts.down_proj": torch.zeros(16, 128, 64)},
+         "mlp.experts.down_proj: Qwen3Moe.* has no such tensor"),
+        ("tiny", "float8", {f"{EXPERT}_scale_inv": None},
+         f"{EXPERT} is in FP8 without {EXPERT}_scale_inv"),
+        ("tiny", "float8", {f"{EXPERT}_scale_inv": torch.zeros(2, 1)},
+         rf"{EXPERT}_scale_inv has shape \[2, 1\], and config.json wants \[1, 1\]"),
+        ("tiny", "float8", {f"{EXPERT}_scale_inv": torch.zeros(1, 1, dtype=torch.int8)},
+         "has dtype I8; served is BF16 or F16 or F32 or F8_E8M0"),
+        ("tiny", "float8", {EXPERT: torch.zeros(64, 128)}, "_scale_inv: Qwen3Moe"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_refused_by_name(size, dtype, change, words, made, tmp_path):
+    shutil.copytree(made(size, dtype), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / SINGLE) | change
+    save_file({n: w for n, w in weights.items() if w is not None}, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=words) as raised:
+        check(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_experts_that_stay_in_fp8_must_be_in_it(made, tmp_path):
+    shutil.copytree(made("tiny_wide"), tmp_path, dirs_exist_ok=True)
+    block = dict(quant_method="fp8", weight_block_size=[128, 128])
+    change_config(tmp_path, quantization_config=block)
+    config, tensors = check_config(config_in(tmp_path)), read_tensors(tmp_path)
+    check_tensors(config, tensors)
+    with pytest.raises(ValueError, match="is in F32, and config.json says"):
+        check_tensors(config, tensors, keeps_fp8=True)
+
+
+@pytest.fixture
+def shards(made, tmp_path) -> Path:
+    """A checkpoint in three files, with an index."""
+    model = AutoModelForCausalLM.from_pretrained(made("tiny"))
+    model.save_pretrained(tmp_path, max_shard_size="400KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    return tmp_path
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def with_header(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def rewrite(header: dict[str, Any], n_data: int = 8) -> Callable[[Path], None]:
+    text = json.dumps(header).encode()
+    return lambda folder: files_of(folder)[1].write_bytes(
+        with_header(text, bytes(n_data))
+    )
+
+
+def cut(folder: Path) -> None:
+    file = files_of(folder)[1]
+    file.write_bytes(file.read_bytes()[:-500])
+
+
+def lengthen(folder: Path) -> None:
+    file = files_of(folder)[1]
+    file.write_bytes(file.read_bytes() + bytes(3))
+
+
+def change_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps(change(index)))
+
+    return apply
+
+
+def renamed(index: dict[str, Any], file: Any) -> dict[str, Any]:
+    return index | {"weight_map": index["weight_map"] | {Q_PROJ: file}}
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (cut, r"-00002-of-\d+.safetensors is cut: its header wants \d+ bytes, and "
+         r"there are \d+; download it again"),
+        (lengthen, r"-00002-of-\d+.safetensors is too long: its header wants \d+"),
+        (lambda folder: files_of(folder)[1].write_bytes(b""), "is cut: its header has"),
+        (lambda folder: files_of(folder)[1].write_bytes(b"\xff" * 99), "has 18446744"),
+        (lambda folder: files_of(folder)[1].write_bytes(with_header(b"{")),
+         "safetensors cannot be read: Expecting"),
+        (lambda folder: files_of(folder)[1].write_bytes(with_header(b"[]")),
+         "it holds no names"),
+        (lambda folder: files_of(folder)[1].write_bytes(with_header(b"[" * 99999)),
+         "cannot be read: maximum recursion"),
+        (lambda folder: files_of(folder)[1].write_bytes(
+            with_header(b'{"a": {}, "a": {}}')), "'a' stands twice"),
+        # MAX's reader ends in a segmentation fault.
+        (rewrite({"__metadata__": None, "a": ENTRY}), "__metadata__ be an object of"),
+        (lambda folder: files_of(folder)[1].write_bytes(with_header(b" {}")),
+         "its header must begin with {"),
+        (rewrite({"a\nb": ENTRY, "c": ENTRY}), "c begins at byte 0"),
+        (rewrite({"a\nb": ENTRY | {"shape": []}}), r"'a\\nb' has data_offsets"),
+        (rewrite({"a": 3}), "a has shape None"),
+        (rewrite({"a": ENTRY | {"shape": [2.0]}}), r"a has shape \[2.0\]"),
+        (rewrite({"a": ENTRY | {"shape": [-2]}}), r"a has shape \[-2\]"),
+        (rewrite({"a": ENTRY | {"dtype": "F4"}}), "a has dtype 'F4', which is not"),
+        (rewrite({"a": ENTRY | {"dtype": ["F32"]}}), r"a has dtype \['F32'\]"),
+        (rewrite({"a": ENTRY | {"data_offsets": [0]}}), r"has data_offsets \[0\], and"),
+        (rewrite({"a": ENTRY | {"data_offsets": [8, 0]}}), "and F32 of shape"),
+        (rewrite({"a": ENTRY | {"shape": [2**62, 2**62]}}), "and F32 of shape"),
+        (rewrite({"a": ENTRY, "b": ENTRY}), "b begins at byte 0 of the data"),
+        (rewrite({"a": ENTRY | {"data_offsets": [4, 12]}}), "a begins at byte 4"),
+        (lambda folder: files_of(folder)[1].unlink(),
+         rf"{INDEX} names model-00002-of-.*, which is not there, for model"),
+        (rewrite({"a": ENTRY}), f"00002.* does not have .*, which {INDEX} says"),
+        (lambda folder: (folder / INDEX).write_text("{"), f"{INDEX} cannot be read"),
+        (change_index(lambda index: [index]), f"{INDEX} cannot be read: it holds no"),
+        (change_index(lambda index: {}), "has no weight_map"),
+        (change_index(lambda index: renamed(index, 3)), f"{Q_PROJ} is in 3, which"),
+        (change_index(lambda index: renamed(index, "../x")), "is in '../x', which is"),
+        (lambda folder: shutil.copy(files_of(folder)[0], folder / SINGLE),
+         "has model.safetensors and .*json, which does not name it"),
+        (lambda folder: (folder / INDEX).unlink() or shutil.copy(
+            files_of(folder)[0], folder / "model-9.safetensors"),
+         r"model-9.safetensors: .* is in model-00001.*, too, and no"),
+        (lambda folder: [x.unlink() for x in (folder / INDEX, *files_of(folder))],
+         r"has no \*.safetensors"),
+    ],
+)  # fmt: skip
+def test_files_that_are_refused(damage, words, shards):
+    check(shards)
+    damage(shards)
+    with pytest.raises(ValueError, match=words) as raised:
+        check(shards)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_index_decides(shards):
+    """What a later file has under the same name, or no file of the index, is not
+    read."""
+    before = check(shards)
+    first, *_, last = files_of(shards)
+    copies = {name: torch.zeros(1) for name in load_file(first)}
+    save_file(load_file(last) | copies, last)
+    save_file(copies, shards / "zzz.safetensors")
+    assert check(shards) == before
+
+
+def test_one_file_counts_alone(made, tmp_path):
+    """Without an index, as in transformers; MAX would read others, too."""
+    shutil.copytree(made("tiny"), tmp_path, dirs_exist_ok=True)
+    shutil.copy(tmp_path / SINGLE, tmp_path / "old.safetensors")
+    files = {place.tensor.file.name for place in check(tmp_path).values()}
+    assert files == {SINGLE}
+    given = [tmp_path / "old.safetensors"]
+    files = {tensor.file.name for tensor in read_tensors(tmp_path, given).values()}
+    assert files == {"old.safetensors"}
+
+
+def test_a_config_that_cannot_be_read(tmp_path):
+    for text in ("{", "\xff", "[" * 99999, ""):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=re.escape("config.json is not JSON")):
+            config_in(tmp_path)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`max-ep serve`: what it finds, chooses and refuses. `test_serve.py` runs it."""
+
+import json
+import math
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from max_ep import cli
+from max_ep.checkpoint import check_config
+from max_ep.checkpoint.files import DTYPE_BYTES
+from max_ep.checkpoint.tensors import needed_tensors
+from max_ep.moe_shape import PLACES, SUPPORTED
+from max_ep.serve_command import gpus_of_machine
+from tests.children import ROOT, ran
+from tests.serve.serving_configs import PUBLISHED
+
+# It has 1.2 GB of experts and 1.2 GB of other weights, in bfloat16.
+QWEN = PUBLISHED["Qwen3-30B-A3B"] | {
+    "num_hidden_layers": 1,
+    "vocab_size": 140000,
+    "quantization_config": None,
+}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8_QWEN = QWEN | {"quantization_config": BLOCKS}
+H100 = "NVIDIA H100 80GB HBM3, 81559, 9.0"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Returns a function that gives this machine other GPUs."""
+
+    def have(*gpus: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\ncat <<END\n" + "\n".join(gpus) + "\nEND\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def started(*_: object) -> None:
+        raise AssertionError("a server would have been started")
+
+    monkeypatch.setattr(os, "execv", started)  # which does not return
+    have()
+    return have
+
+
+def test_hidden_gpus_are_not_counted(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    cases = f"*--id=7) exit 6;; *--id=*) echo {H100};; *) echo {H100}; echo {H100};;"
+    program.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert len(gpus_of_machine()) == 2
+    for visible, n in {"": 0, "-1": 0, "1": 1}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(gpus_of_machine()) == n
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ValueError, match="finds no CUDA_VISIBLE_DEVICES='7'"):
+        gpus_of_machine()
+
+
+def checkpoint(folder: Path, config: dict, dtype: str = "BF16") -> str:
+    """Writes a checkpoint of these sizes, all bytes of it a hole."""
+    folder = folder / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        needed = needed_tensors(check_config(config))
+    except ValueError:
+        needed = {}
+    header, end = {}, 0
+
+    def add(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        nonlocal end
+        begin, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = dict(dtype=dtype, shape=shape, data_offsets=[begin, end])
+
+    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    for name, tensor in needed.items():
+        is_fp8 = tensor.is_matrix and block
+        add(name, "F8_E4M3" if is_fp8 else dtype, tensor.shape)
+        if is_fp8:
+            scales = tuple(-(-n // b) for n, b in zip(tensor.shape, block))
+            add(f"{name}_scale_inv", "F32", scales)
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return str(folder)
+
+
+def flags_in(said: str, model: str) -> str:
+    """Returns the command of a dry run, without what all have in common."""
+    (line,) = [x for x in said.splitlines() if "command" in x]
+    _, _, rest = line.partition("max serve --model-path ")
+    named, _, flags = rest.partition(" --custom-architectures max_ep.serve ")
+    assert named == model
+    return flags
+
+
+@pytest.mark.parametrize(
+    "gpus, words, flags",
+    [
+        ((), (), "--devices cpu --quantization-encoding float32 --ep-size 4"),
+        ((), ("--ranks", "8", "--port", "1"), "--devices cpu --quantization-encoding "
+         "float32 --ep-size 8 --port 1"),
+        ([H100], (), "--devices gpu:0 --quantization-encoding bfloat16 "
+         "--device-graph-capture"),
+        ([H100] * 2, (), "--devices gpu:0,1 --quantization-encoding bfloat16 "
+         "--data-parallel-degree 2 --ep-size 2 --device-graph-capture"),
+        ([H100] * 2, ("--gpus", "1"), "--devices gpu:0 --quantization-encoding "
+         "bfloat16 --device-graph-capture"),
+        ([H100], ("--gpus", "0"), "--devices cpu --quantization-encoding float32 "
+         "--ep-size 4"),
+    ],
+)  # fmt: skip
+def test_flags(gpus, words, flags, machine, tmp_path, run_cli):
+    machine(*gpus)
+    model = checkpoint(tmp_path, QWEN)
+    assert flags_in(run_cli("serve", model, "--dry-run", *words), model) == flags
+
+
+def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, run_cli):
+    """In bfloat16 they would not fit: see the refusals below."""
+    machine("NVIDIA H100, 1900, 9.0")
+    model = checkpoint(tmp_path, FP8_QWEN)
+    assert "--devices gpu:0" in run_cli("serve", model, "--dry-run")
+
+
+def test_float32_is_halved_on_gpus(machine, tmp_path, run_cli):
+    machine("NVIDIA H100, 2400, 9.0")
+    said = run_cli("serve", checkpoint(tmp_path, QWEN, "F32"), "--dry-run")
+    assert "4.8 GB of weights" in said and "--devices gpu:0" in said
+
+
+def test_files_of_a_checkpoint_in_float16_are_named(machine, tmp_path, run_cli):
+    """MAX finds none by itself that have no dtype that it serves."""
+    model = checkpoint(tmp_path, QWEN, "F16")
+    flags = flags_in(run_cli("serve", model, "--dry-run"), model)
+    assert flags.endswith(f"--ep-size 4 --weight-path {model}/model.safetensors")
+    said = run_cli("serve", model, "--dry-run", "--weight-path", "x")
+    assert flags_in(said, model).endswith("--ep-size 4 --weight-path x")
+
+
+def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
+    model = checkpoint(tmp_path, dict(QWEN, num_experts=9))
+    said = run_cli("serve", model, "--dry-run")
+    assert flags_in(said, model).endswith("--ep-size 3")
+
+
+@pytest.mark.parametrize(
+    "gpus, config, words, text",
+    [
+        ((), {"architectures": ["LlamaForCausalLM"]}, (),
+         "'LlamaForCausalLM' is not supported; there are Qwen3MoeForCausalLM, "),
+        ((), {}, (), "'no architecture' is not supported"),
+        ((), QWEN | {"quantization_config": {"quant_method": "fp8"}}, (),
+         "Qwen3MoeForCausalLM in 'fp8' without weight_block_size is not supported; "
+         "take a checkpoint in bfloat16"),
+        ((), QWEN | {"hidden_size": 2046}, (),
+         "hidden_size=2046 is not served; served are multiples of 4"),
+        ([H100], QWEN | {"hidden_size": 2044}, (),
+         "hidden_size=2044 is not served; served are multiples of 8"),
+        ((), QWEN | {"use_sliding_window": True}, (),
+         "use_sliding_window=True is not served"),
+        # On several GPUs, and with other sizes of experts or blocks, in bfloat16.
+        (["NVIDIA H100, 1700, 9.0"] * 2, FP8_QWEN, (),
+         "3.6 GB of weights do not fit into 3.6 GB"),
+        (["NVIDIA H100, 1700, 9.0"], FP8_QWEN, (),
+         "1.8 GB of weights do not fit into 1.8 GB"),
+        (["NVIDIA H100, 1900, 9.0"], FP8_QWEN | {"moe_intermediate_size": 704}, (),
+         "2.3 GB of weights do not fit into 2.0 GB"),
+        (["NVIDIA H100, 1900, 9.0"],
+         FP8_QWEN | {"quantization_config": BLOCKS | {"weight_block_size": [64, 64]}},
+         (), "2.4 GB of weights do not fit into 2.0 GB"),
+        ((), PUBLISHED["DeepSeek-V3"], (), "is not served on the CPU, but on several"),
+        ([H100] * 2, PUBLISHED["MiniMax-M2"], (),
+         "is not served on several GPUs, but on the CPU and one GPU"),
+        (["NVIDIA A100, 81559, 8.0"], QWEN, (),
+         "need an H100 or H200, this GPU is NVIDIA A100"),
+        (["NVIDIA H100, 2200, 9.0"], QWEN, (),
+         "2.4 GB of weights do not fit into 2.3 GB"),
+        # Each GPU has all but the 1.2 GB of the experts.
+        (["NVIDIA H100, 1700, 9.0"] * 2, QWEN, (),
+         "3.6 GB of weights do not fit into 3.6 GB"),
+        ([H100], QWEN, ("--gpus", "2"), "--gpus 2: this machine has 1"),
+        ((), QWEN, ("--ranks", "3"), "--ranks 3 does not divide 128 experts"),
+        ((), QWEN, ("--ranks", "0"), "--ranks 0 does not divide 128 experts"),
+    ],
+)  # fmt: skip
+def test_refusals(gpus, config, words, text, machine, tmp_path, run_cli):
+    machine(*gpus)
+    model = checkpoint(tmp_path, config)
+    assert text in run_cli("serve", model, *words, status=1)
+
+
+def test_a_file_that_is_cut_is_refused(machine, tmp_path, run_cli):
+    """What else is refused of a checkpoint, `test_serve_checkpoint.py` has."""
+    model = checkpoint(tmp_path, QWEN)
+    file = Path(model) / "model.safetensors"
+    n = file.stat().st_size
+    with file.open("rb+") as opened:
+        opened.truncate(n - 500)
+    said = run_cli("serve", model, "--dry-run", status=1)
+    assert f"model.safetensors is cut: its header wants {n} bytes, and" in said
+    assert f"there are {n - 500}; download it again" in said
+
+
+def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, run_cli):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "has no config.json" in run_cli("serve", tmp_path, status=1)
+    for text, said in (("{", "config.json is not JSON: "), ("[]", "holds no names")):
+        (tmp_path / "config.json").write_text(text)
+        assert said in run_cli("serve", tmp_path, "--dry-run", status=1)
+    said = run_cli("serve", "nobody/nothing", status=1)
+    assert "the Hugging Face hub does not give it" in said
+
+
+def test_what_is_supported_is_said_once():
+    """The documents' table, the command's, and what MAX registers."""
+    from max_ep.serve import ARCHITECTURES
+
+    assert {a.name for a in ARCHITECTURES} == set(SUPPORTED)
+    page = (ROOT / "docs/serving.md").read_text()
+    rows = re.findall(
+        r"^\| (\S+) \| (yes|no)\b(.*)\| (yes|no)\b(.*)\| (yes|no)\b", page, re.M
+    )
+    said = {name.replace("-", "").lower(): (a, b, c) for name, a, _, b, _, c in rows}
+    assert said == {
+        name.removesuffix("ForCausalLM").lower(): tuple(
+            "yes" if place in places else "no" for place in PLACES
+        )
+        for name, places in SUPPORTED.items()
+    }
+
+
+def test_no_max_is_loaded():
+    program = "import sys, max_ep.serve_command; sys.exit('max' in sys.modules)"
+    assert ran(sys.executable, "-c", program).returncode == 0
+
+
+def test_other_commands_take_no_other_flags(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--port", "1"])
+    assert "unrecognized arguments: --port 1" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From PyTorch: DeepEP's Buffer, one process a rank, against the oracle.
+
+What a launch of processes does is in `torch_member.py`. On GPUs: `pytest -m gpu -k
+torch`, where ranks that are more than GPUs share them.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from max_ep import LaunchError, launch
+from max_ep.torch import library
+from tests.children import ALL_CASES, ROOT, ran, slow
+from tests.torch import deep_ep_programs, torch_member, torch_misuse, torch_shrink
+from tests.torch.torch_member import PHASES
+
+pytestmark = pytest.mark.usefixtures("all_cores")
+
+MORE_RANKS = [2, *(pytest.param(n, marks=slow) for n in (1, 4, 8))]
+
+# Each number of ranks compiles kernels of its own for them.
+NORMAL = ["normal"] * ALL_CASES
+HEALTHY = ["low_latency", "compiled", "normal", "normal_fp8"]
+RUNS = {
+    1: (["low_latency", *NORMAL], ["bf16"]),
+    2: (HEALTHY, ["bf16", "round", "ue8m0"]),
+    4: (["low_latency", *NORMAL, "other_arguments"], ["bf16", "fp8"]),
+    8: (["low_latency", *NORMAL], ["bf16"]),
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors are."""
+    if request.param == "cpu":
+        monkeypatch.setenv("MAX_EP_TORCH_DEVICE", "cpu")
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "n_ranks, place",
+    [
+        *((n, "cpu") for n in (2, 4)),
+        *(pytest.param(n, "cpu", marks=slow) for n in (1, 8)),
+        *(pytest.param(n, "gpu", marks=pytest.mark.gpu(1)) for n in (1, 2, 4, 8)),
+    ],
+    indirect=["place"],
+)
+def test_scenarios(
+    n_ranks: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks also have a peer with other arguments; on GPUs they have torch's
+    expandable segments."""
+    if n_ranks == 4:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    names, kinds = RUNS[n_ranks]
+    names = [*names, *["captured"] * (place == "gpu")]
+    arguments = (n_ranks, str(tmp_path / "store"), names, kinds)
+    outcomes = launch(torch_member.member, n_ranks, arguments, timeout_s=600)
+    for rank, outcome in enumerate(outcomes):
+        for name, (error, _) in outcome.items():
+            assert not error, f"rank {rank}, {name}:\n{error}"
+        if n_ranks == 4:
+            text, culprit = outcome["other_arguments"][1], 0 if rank == 1 else 1
+            said = rf"max_ep: rank {culprit} calls the first low_latency_dispatch\("
+            assert re.match(said, text), text
+            assert text.count("num_max_dispatch_tokens_per_rank=3") == 2
+
+
+@pytest.mark.parametrize(
+    "phase, place",
+    [
+        *((p, "cpu") for p in ("dispatch_wait", "combine")),
+        *(pytest.param(p, "cpu", marks=slow) for p in ("dispatch", "combine_wait")),
+        *(pytest.param(p, "gpu", marks=pytest.mark.gpu(1)) for p in PHASES),
+    ],
+    indirect=["place"],
+)
+def test_killed(phase: str, place: str, tmp_path: Path, monkeypatch) -> None:
+    """The survivor ends by its time-out and names the dead; the next run works."""
+    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 20.0)
+    with pytest.raises(LaunchError) as caught:
+        launch(torch_member.killed, 2, (str(tmp_path / phase), phase), timeout_s=300)
+    text = caught.value.failures[0]
+    assert re.search(r"timed out after 3000 ms waiting .* from rank 1", text), text
+    assert caught.value.failures[1] == "died without a result (exit code -9)"
+
+
+@pytest.mark.parametrize("n_ranks", MORE_RANKS)
+def test_deep_ep(place: str, n_ranks: int, tmp_path: Path) -> None:
+    """Programs of vLLM, SGLang and Megatron-core, as far as they call it."""
+    arguments = n_ranks, str(tmp_path / "store")
+    launch(deep_ep_programs.member, n_ranks, arguments, timeout_s=600)
+
+
+@pytest.mark.parametrize("n_ranks", MORE_RANKS[:-1])
+def test_misuse(place: str, n_ranks: int, tmp_path: Path) -> None:
+    launch(torch_misuse.member, n_ranks, (n_ranks, str(tmp_path / "store")))
+
+
+@pytest.mark.parametrize("place", ["cpu"], indirect=True)
+def test_torch_moe(place: str) -> None:
+    """The command of the documents, with 2 ranks in place of 4."""
+    page = (ROOT / "docs/pytorch.md").read_text()
+    command = "torchrun --nproc-per-node 4 graphs/torch_moe.py"
+    assert command in page
+    words = command.replace("4", "2").split()[1:]
+    run = sys.executable, "-m", "torch.distributed.run"
+    done = ran(*run, *words, cwd=ROOT, OMP_NUM_THREADS="1")
+    assert "output and gradients are the plain layer's" in done.stdout, done.stderr
+
+
+def test_build_ahead(
+    run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of the documents, for a GPU that need not be there."""
+    page = (ROOT / "docs/pytorch.md").read_text()
+    (command,) = re.findall(r"^max-ep (build --torch .*)$", page, re.M)
+    path = Path(run_cli(*command.split()).strip())
+    assert path.is_file() and "sm_90a" in path.name
+    # The sizes of the normal calls of `test_scenarios` with 2 ranks.
+    sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 2048"
+    words = f"build --torch cpu {sizes} --dispatch normal".split()
+    paths = [Path(line) for line in run_cli(*words).split()]
+    assert len(set(paths)) == 3 and all(path.is_file() for path in paths)
+    monkeypatch.setattr(library, "build_all", list)
+    words = f"build --torch cpu {sizes} --dispatch fp8-ue8m0 --hidden 512".split()
+    assert "packed_scales=True" in run_cli(*words)
+
+
+def test_no_max_is_loaded() -> None:
+    """Nor the compiler of torch, which takes a second."""
+    slow = "{'max', 'torch._dynamo'}.intersection(sys.modules)"
+    program = f"import sys, max_ep.torch; sys.exit(len({slow}))"
+    assert ran(sys.executable, "-c", program).returncode == 0
+
+
+def test_shrink(place: str, tmp_path: Path) -> None:
+    """Ranks fail at the first dispatch, combine and clean; the rest goes on, and waits
+    once for each that it has not masked."""
+    timeout_s = 2.0
+    n, store = torch_shrink.N_RANKS, str(tmp_path / "store")
+    done = launch(torch_shrink.member, n, (store, timeout_s))
+    times = [done[rank] for rank in (0, 4)]
+    assert [len(x) for x in done] == [7, 0, 0, 0, 6]
+    for of_rank in times:
+        *fast, updated, cleaned = of_rank[:6]
+        assert max(fast) < timeout_s, of_rank
+        assert min(updated, cleaned) >= timeout_s, of_rank

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of `max_ep.torch` that need no second process: the C ABI, streams, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from max_ep.extension import mojo_dir
+from max_ep.torch import EventOverlap, dequantize, library
+from max_ep.torch.api import _device
+from max_ep.torch.normal_layout import in_int32
+from max_ep.torch.streams import Streams
+from tests.errors import raises, refused
+
+API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
+C_TYPES = {"Int": ctypes.c_int64, "Int64": ctypes.c_int64, "Int32": ctypes.c_int32}
+
+
+def test_a_library_that_does_not_load_is_said(tmp_path, monkeypatch) -> None:
+    """As on a file system with noexec."""
+    path = tmp_path / "library.so"
+    path.write_bytes(b"no library, but what the loader says")
+    monkeypatch.setattr(library, "build", lambda settings: path)
+    words = f"the library is whole, but does not load: {path}; MAX_EP_CACHE_DIR; noexec"
+    with raises(RuntimeError, words):
+        library.load.__wrapped__(None)
+
+
+def test_c_abi_is_what_python_declares() -> None:
+    """Each exported function: its arguments and their widths, and its result."""
+    pattern = r"@export\ndef max_ep_(\w+)\((.*?)\) abi\(\"C\"\)(?: -> (\w+))?:"
+    exported = {
+        name: (
+            C_TYPES[result] if result else None,
+            [C_TYPES[kind] for kind in re.findall(r"\w+: (\w+)", arguments)],
+        )
+        for name, arguments, result in re.findall(pattern, API, re.DOTALL)
+    }
+    assert API.count("@export") == len(exported)
+    declared = {
+        name: (result, [ctypes.c_int64 if a is library.BYTES else a for a in arguments])
+        for name, (result, arguments) in library._FUNCTIONS.items()
+    }
+    assert exported == declared  # bytes go as their address
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "mxfp4"])
+def test_dequantize_is_the_oracles(name: str) -> None:
+    """All bits of values and of 8-bit scales, and scales that stand transposed."""
+    from max_ep.formats import BY_NAME
+
+    wire = BY_NAME[name]
+    rng = np.random.default_rng(3)
+    bits = rng.permuted(np.tile(np.arange(256, dtype=np.uint8), (12, 2)), axis=1)
+    shape = 12, 512 * wire.values_per_byte // wire.scale_block
+    scales = rng.normal(size=shape).astype(np.float32)
+    has_float_scales = wire.scale_dtype.name == "float32"
+    if not has_float_scales:
+        scales = np.resize(rng.permutation(256), shape).astype(np.uint8)
+    given = torch.from_numpy(scales.T.copy()).T
+    if not has_float_scales:
+        given = given.view(getattr(torch, wire.scale_dtype.name))
+    rows = torch.from_numpy(bits)
+    rows = rows if wire.values_per_byte == 2 else rows.view(torch.float8_e4m3fn)
+    with np.errstate(over="ignore"):
+        want = wire.dequantize(bits, scales)
+    got = dequantize(rows.reshape(3, 4, -1), given.reshape(3, 4, -1))
+    assert got.dtype == torch.float32 and got.shape == (3, 4, want.shape[1])
+    np.testing.assert_array_equal(got.reshape(want.shape).numpy(), want)
+    with pytest.raises(ValueError, match="there must be one for"):
+        dequantize(rows, given[:, 1:])
+    with pytest.raises(TypeError, match="dequantize takes"):
+        dequantize(rows, given.double())
+
+
+def test_dequantize_takes_packed_scales() -> None:
+    """Four UE8M0 in a word, as ``Buffer`` gives them with ``use_ue8m0``."""
+    rows = torch.randn(6, 1024).to(torch.float8_e4m3fn)
+    exponents = torch.randint(100, 150, (6, 8), dtype=torch.uint8)
+    packed = exponents.view(torch.int32).T.contiguous().T
+    want = dequantize(rows, torch.exp2(exponents.float() - 127))
+    assert torch.equal(dequantize(rows, packed), want)
+
+
+@refused("""
+"gpu" | device='gpu' is no device; pass 'cpu', 'cuda' or
+"0" | device='0' is no device; pass 'cpu', 'cuda' or
+3.5 | device=3.5 is no device; pass 'cpu', 'cuda' or
+"meta" | device='meta' is not a CPU or an NVIDIA GPU
+"cuda" | device='cuda', and torch finds no GPU; pass 'cpu'
+None, MAX_EP_TORCH_DEVICE="gpu" | MAX_EP_TORCH_DEVICE='gpu' is no device
+""")
+def test_devices_that_are_not_there(
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before ranks meet; named as the user named them."""
+
+    def device(wanted: Any, **variables: str) -> Any:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return _device(wanted)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device(None, MAX_EP_TORCH_DEVICE="") == torch.device("cpu")
+    with raises(ValueError, words):
+        eval(f"device({arguments})", {"device": device})
+
+
+def test_a_gpu_before_hopper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="='cuda:2', and torch finds 2 GPUs"):
+        _device("cuda:2")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(ValueError, match="is sm_80; kernels need sm_90 or newer"):
+        _device("cuda:1")
+
+
+@refused("""
+--torch sm90 | --torch sm90 must be cpu, sm_90, sm_90a
+--torch sm_80 | --torch sm_80 must be cpu, sm_90
+--torch sm_91 | --torch sm_91 must be cpu, sm_90
+--experts 0 | --experts 0 must be an integer from 1 to 65535
+--experts 4000 --torch sm_90a | --experts 4000 must be an integer from 1 to 3840
+--experts 9 | --experts 9 is no multiple of --ranks 2
+--top-k 9 | --top-k 9 must be an integer from 1 to 8
+--tokens 70000 | --tokens 70000 must be an integer from 1 to 65535
+--ranks 64 --experts 64 --dispatch normal | --ranks 64 must be an integer from 1 to 32
+--hidden 0 | --hidden 0 must be an integer from 1 to 536870911
+--hidden 260 | --hidden 260 must be a multiple of 8 with --dispatch bf
+--hidden 640 --dispatch fp8-ue8m0 | --hidden 640 must be a multiple of 512
+""")
+def test_build_refuses_what_no_call_takes(
+    arguments: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    run_cli: Callable[..., str],
+) -> None:
+    """In one line, before it compiles."""
+    monkeypatch.setattr(library, "build_all", lambda wanted: [])
+    given = "--torch cpu --ranks 2 --experts 8 --top-k 2 --hidden 256 --tokens 8"
+    run_cli("build", *given.split())
+    run_cli("build", *given.split(), "--torch", "sm_103a")
+    said = run_cli("build", *given.split(), *arguments.split(), status=1)
+    assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1
+
+
+class Stream:
+    """A stream that writes down what it waits for."""
+
+    current: Stream
+    log: list[str] = []
+
+    def __init__(self, name: str, number: int, is_captured: bool = False) -> None:
+        self.name, self.cuda_stream, self.is_captured = name, number, is_captured
+
+    def wait_stream(self, other: Stream) -> None:
+        Stream.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Streams of a GPU that is not there."""
+
+    @contextlib.contextmanager
+    def use(stream: Stream) -> Any:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+    raw = "_cuda_getCurrentRawStream"
+    cuda_stream = lambda index: Stream.current.cuda_stream  # noqa: E731
+    monkeypatch.setattr(torch._C, raw, cuda_stream, raising=False)
+    is_captured = lambda: Stream.current.is_captured  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_captured)
+    made = Streams(torch.device("cpu", 0))
+    made.is_gpu, made.comm = True, Stream("comm", 9)
+    Stream.log, Stream.current = [], Stream("A", 0)
+    return made
+
+
+def test_launches_are_in_one_order(streams: Streams) -> None:
+    """A call on another stream waits for the launches on that of the call before."""
+    a, b = Stream.current, Stream("B", 5)
+    for Stream.current in (a, a, b, b, a):
+        assert streams.current() == Stream.current.cuda_stream
+    assert Stream.log == ["B waits for A", "A waits for B"]
+    # What a graph captures waits for nothing before the capture, nor is it waited for.
+    Stream.log, Stream.current = [], Stream("C", 7, is_captured=True)
+    streams.current()
+    fork = Stream("D", 8, is_captured=True)
+    Stream.current = fork
+    streams.current()
+    Stream.current = a
+    streams.current()
+    assert Stream.log == ["D waits for C"]
+
+
+def test_asynchronous_work_waits(streams: Streams) -> None:
+    """For the caller's stream, where results are allocated, and for the event."""
+    event: Any = EventOverlap()
+    event.current_stream_wait = lambda: Stream.log.append(
+        f"{Stream.current.name} waits for the event"
+    )
+    used: list[Any] = []
+    tensor: Any = SimpleNamespace(record_stream=lambda stream: used.append(stream.name))
+    ran: list[str] = []
+
+    def work() -> None:
+        ran.append(Stream.current.name)
+
+    streams.run(work, [tensor, None], True, None)
+    assert Stream.log == ["comm waits for A"]
+    Stream.log = []
+    streams.run(work, [tensor], True, event)
+    assert Stream.log == ["comm waits for A", "comm waits for the event"]
+    Stream.log = []
+    with streams.allocating(True):
+        streams.run(work, [tensor], True, event)
+    assert Stream.log == ["comm waits for the event"]
+    assert ran == ["comm"] * 3 and used == ["comm", "A"] * 3
+    Stream.log = []
+    streams.run(work, [tensor], False, event)
+    assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
+
+
+def test_ids_beyond_32_bits_are_no_experts():
+    """2**32 + 3 would be 3 if its upper half were cut off."""
+    ids = torch.tensor([-1, 3, 2**32 + 3, 2**31, -(2**40)])
+    assert in_int32(ids).tolist() == [-1, 3, 2**31 - 1, 2**31 - 1, -(2**31)]

@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes of `test_torch.py` do wrong: each call raises clearly or works, and
+the next one works."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from max.dtype import DType
+
+from max_ep import EPConfig
+from max_ep.torch import Buffer
+from max_ep.torch.low_latency_api import _CAP
+from max_ep.waits import Facts
+from tests.errors import raises
+from tests.torch.torch_member import (
+    CAP,
+    COMPILE_S,
+    TIMEOUT_S,
+    E,
+    H,
+    K,
+    check_low_latency,
+    doubled,
+    given_to,
+    layout_of,
+    open_buffer,
+    open_group,
+    want_doubled,
+)
+from tests.torch.torch_wrong_calls import wrong_calls
+
+
+def dispatch(buffer: Buffer, **options: Any) -> Any:
+    x, ids, _ = given_to(buffer)
+    return buffer.low_latency_dispatch(x, ids, CAP, E, use_fp8=False, **options)
+
+
+def combine(buffer: Buffer, rows: Any, handle: Any, **options: Any) -> Any:
+    _, ids, weights = given_to(buffer)
+    return buffer.low_latency_combine(rows, ids, weights, handle, **options)
+
+
+def check_works(buffer: Buffer) -> None:
+    for generation in range(2):  # both regions
+        check_low_latency(buffer, generation, "bf16", bool(generation))
+
+
+def hooks(buffer: Buffer) -> None:
+    """Called twice, too late, or never."""
+    rows, _, handle, _, hook = dispatch(buffer, return_recv_hook=True)
+    with pytest.raises(ValueError, match="handle has no rows yet: call the hook"):
+        combine(buffer, rows, handle)
+    hook()
+    hook()
+    y, _, combine_hook = combine(buffer, rows, handle, return_recv_hook=True)
+    combine_hook()
+    want = y.clone()
+    combine_hook()
+    hook()
+    assert torch.equal(y, want)
+    check_works(buffer)
+    for _ in range(3):  # the rows are not wanted
+        dispatch(buffer, return_recv_hook=True)
+    check_works(buffer)
+    combine(buffer, *dispatch(buffer)[::2][:2], return_recv_hook=True)
+    check_works(buffer)
+    hook()
+    combine_hook()
+    check_works(buffer)
+
+
+def handles(buffer: Buffer) -> None:
+    """Old ones are refused, and low-latency ones of another Buffer."""
+    first = dispatch(buffer)
+    rows, _, second, *_ = dispatch(buffer)
+    combine(buffer, rows, first[2])
+    dispatch(buffer)
+    with pytest.raises(ValueError, match="handle is too old: 2 later dispatches"):
+        combine(buffer, rows, first[2])
+    buffer.clean_low_latency_buffer(CAP, H, E)  # cleans nothing that a handle needs
+    combine(buffer, rows, second)
+    x, ids, _ = given_to(buffer)
+    layout = layout_of(buffer, ids)
+    received, *_, of_normal, _ = buffer.dispatch(x, **layout)
+    other = open_buffer()
+    # Normal handles are of the ranks, and their items are enough.
+    y = buffer.combine(received, of_normal)[0]
+    copied = tuple(t if t is None else t.clone() for t in of_normal)
+    for handle in (of_normal, copied):
+        assert torch.equal(other.combine(received, handle)[0], y)
+        assert torch.equal(other.dispatch(x, handle=handle)[0], received)
+    alone = [dist.new_group([r]) for r in range(buffer.group_size)][buffer.rank]
+    refused = [
+        (combine, other, second, "handle is of another Buffer"),
+        (combine, buffer, of_normal, "handle is not one that"),
+        (combine, buffer, tuple(second), "items of its tuple are not enough"),
+    ]
+    normal = [(buffer, second, "handle is not one that")]
+    normal += [(buffer, tuple(second), "handle has not the items of one")]
+    if buffer.group_size > 1:
+        normal += [(open_buffer(alone), of_normal, "handle is of a Buffer of other")]
+    for case in normal:
+        refused += [(lambda b, rows, h: b.combine(rows, h), *case)]
+        refused += [(lambda b, rows, h: b.dispatch(x, handle=h), *case)]
+    for call, where, handle, said in refused:
+        with pytest.raises(ValueError, match=said):
+            call(where, received if call is not combine else rows, handle)
+    other.destroy()
+    buffer.reset()
+    with pytest.raises(ValueError, match="handle is too old: .* or reset()"):
+        combine(buffer, rows, second)
+    buffer.combine(received, of_normal)
+    check_works(buffer)
+
+
+def other_tokens(buffer: Buffer) -> None:
+    """A handle of tokens without scales sends others with scales."""
+    x, ids, weights = given_to(buffer)
+    layout = dict(layout_of(buffer, ids), topk_idx=ids, topk_weights=weights)
+    rows, *_, handle, _ = buffer.dispatch(x, **layout)
+    scales = torch.rand(len(x), H, device=x.device)[:, :3]  # as many as one likes
+    again, received = buffer.dispatch((x * 2, scales), handle=handle)[0]
+    assert torch.equal(again, rows * 2)
+    assert received.shape == (len(rows), 3) and received.is_contiguous()
+    sums = buffer.combine(rows, handle, topk_weights=received)[1]
+    n = layout["is_token_in_rank"].sum(1, keepdim=True)
+    torch.testing.assert_close(sums, scales * n)
+    assert sums.is_contiguous()
+
+
+def modes(buffer: Buffer) -> None:
+    """What is made in inference mode is changed outside it; a handle of a compiled
+    dispatch is combined outside that."""
+    with torch.inference_mode():
+        other = open_buffer(timeout_s=COMPILE_S, use_fabric=True)  # which is ignored
+        rows, _, handle, *_ = dispatch(other)
+        to = other.get_next_low_latency_combine_buffer(handle)
+    to.copy_(rows)
+    nothing = dict(overlap=False, num_sms=3, x_ori=None)  # is asked for
+    y = combine(other, rows, handle, zero_copy=True, **nothing)[0]
+    rows, _, handle, *_ = torch.compile(dispatch, backend="aot_eager")(other)
+    assert torch.equal(combine(other, rows, handle)[0], y)
+    other.reset()
+    with pytest.raises(ValueError, match="another Buffer, or reset"):
+        combine(other, rows, handle)
+    other.destroy()
+
+
+# Normal calls `d` and low-latency calls `l`, refused before others are waited for.
+REFUSED = """
+d(x, **layout, expert_alignment=0) | expert_alignment=0 must be
+d(x, **layout, expert_alignment=1.5) | expert_alignment=1.5 must be
+d(x, **layout, topk_weights=w) | topk_weights are sent with
+d(x, **with_ids, num_worst_tokens=-9) | num_worst_tokens=-9
+d(None, **layout) | x; must be
+d([x], **layout) | x; must be
+d(x, None, x, x) | several hosts
+d(x) | needs a handle
+l(None, ids, CAP, E) | x; must be
+l([x], ids, CAP, E) | x; must be
+l(x.float(), ids, CAP, E) | x must be torch.bf
+l(x, ids.int(), CAP, E) | topk_idx must be
+l(x, ids[:, 0], CAP, E) | topk_idx must be
+l(x[:, :0], ids, CAP, E) | x has 0 columns
+l(x, ids, 1, E) | x has
+l(x, ids, CAP, E, x, use_fp8=False) | stats
+l(x, ids, CAP, E, None, ids, use_fp8=False) | stats
+l(x, ids, CAP, E, async_finish=True, return_recv_hook=True) | exclude each other
+l(x, ids, 0, E) | must be an integer from 1 to 65535
+l(x, ids, -1, E) | must be an integer from 1 to 65535
+l(x, ids, 70000, E) | must be an integer from 1 to 65535
+l(x, ids, 2.0, E) | must be an integer from 1 to 65535
+l(x, ids, None, E) | must be an integer from 1 to 65535
+l(x, ids, True, E) | num_max_dispatch_tokens_per_rank=True must be; not bool
+l(x, ids, torch.tensor(CAP), E) | must be an integer from 1 to 65535, not Tensor
+l(x, ids, [CAP], E) | must be an integer from 1 to 65535, not list
+l(x, ids, float(CAP), E, use_fp8=False) | must be an integer from 1 to 65535, not float
+l(x, ids, CAP, float(E), use_fp8=False) | num_experts=8.0 must be an integer; not float
+buffer.get_dispatch_layout(ids, float(E)) | num_experts=8.0 must be an integer
+buffer.get_low_latency_rdma_size_hint(x, H, 2, E) | num_max_dispatch; not Tensor
+buffer.get_low_latency_rdma_size_hint(CAP, H, 2**61, E) | num_ranks; from 1 to 128
+Buffer(buffer.group, num_nvl_bytes=1e9) | num_nvl_bytes=1000000000.0 must be
+Buffer(buffer.group, timeout_s=float("inf")) | timeout_s=inf must be seconds
+c(x, ids, ids.float(), (1, 2)) | handle
+c(x, ids, x, None, True) | logfmt
+buffer.low_latency_query_mask_buffer(x) | masks
+buffer.get_local_buffer_tensor(x.dtype, x.shape) | get_local_buffer_tensor(size
+Buffer(buffer.group, timeout_s=0) | timeout_s=0 must be seconds
+"""
+
+
+def arguments(buffer: Buffer) -> None:
+    x, ids, weights = given_to(buffer, (4 - buffer.rank) % 4)  # on no rank none
+    layout = layout_of(buffer, ids)
+    known = dict(globals(), buffer=buffer, x=x, ids=ids, w=weights, layout=layout)
+    with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
+    known |= dict(with_ids=with_ids, d=buffer.dispatch)
+    known |= dict(l=buffer.low_latency_dispatch, c=buffer.low_latency_combine)
+    for line in REFUSED.strip().splitlines():
+        code, words = line.split(" | ")
+        with raises((TypeError, ValueError, NotImplementedError), words):
+            eval(code, known)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAX_EP_TIMEOUT_S", "soon")
+        with raises(ValueError, "MAX_EP_TIMEOUT_S='soon' must be seconds"):
+            Buffer(buffer.group)
+    if buffer.group_size > 1:
+        too_many = dict(layout, num_tokens_per_expert=ids.new_zeros(E + 3).int())
+        with raises(ValueError, "has 11 experts"):
+            buffer.dispatch(x, **too_many)
+    if not buffer._comm.is_gpu:  # whose kernels would end the process
+        for expert in (-2, E, 2**40):
+            said = f"topk_idx has {expert} for token 0, k 0; ids must be in [-1, 8)"
+            with raises(ValueError, said):
+                buffer.get_dispatch_layout(torch.full((2, 3), expert), E)
+    is_gpu = buffer._comm.is_gpu
+    for wrong, expert in (
+        (E, "8"),
+        (-7, "-2 or less" if is_gpu else "-7"),
+        (2**40, "2147483647 or more" if is_gpu else "1099511627776"),
+        (-(2**31) + 3, "-2 or less" if is_gpu else "-2147483645"),
+    ):
+        said = f"topk_idx were dropped; expert {expert}. Ids; in [-1, num_experts)"
+        with raises(RuntimeError, said + "; Call Buffer.reset()"):
+            ids_ = torch.full_like(ids, wrong)
+            buffer.low_latency_dispatch(x, ids_, CAP, E, use_fp8=False)
+            buffer.check()
+        buffer.reset()
+    none = torch.full_like(ids, -1)
+    of_none = dict(layout_of(buffer, none), topk_idx=none, topk_weights=weights)
+    nothing = buffer.dispatch(x, **of_none)
+    assert nothing[0].shape == (0, H) and sum(nothing[3]) == 0
+    assert not buffer.combine(nothing[0], nothing[4])[0].any()
+    check_works(buffer)
+
+
+def kept(buffer: Buffer) -> None:
+    """The allocator hears of all that asynchronous calls are given."""
+    used: list[int] = []
+    streams = buffer._comm.streams
+    run = streams.run
+
+    def remember(work: Any, tensors: Any, *rest: Any) -> Any:
+        used[:] = [t.data_ptr() for t in tensors if t is not None]
+        return run(work, tensors, *rest)
+
+    def check(*arguments: Any) -> None:
+        for i, tensor in enumerate(arguments):
+            assert tensor.data_ptr() in used, f"argument {i}"
+
+    streams.run = remember
+    x, ids, weights = (
+        t[:2].contiguous() for t in given_to(buffer, (4 - buffer.rank) % 4)
+    )
+    stats = torch.zeros(E // buffer.group_size, dtype=torch.int32, device=x.device)
+    waits = torch.zeros(buffer.group_size, dtype=torch.int64, device=x.device)
+    rows, counts, handle, *_ = buffer.low_latency_dispatch(
+        x, ids, CAP, E, stats, waits, False, async_finish=True
+    )
+    check(x, ids, stats, waits, rows, handle.tables)
+    how = dict(async_finish=True, combine_wait_recv_cost_stats=waits)
+    y = buffer.low_latency_combine(rows, ids, weights, handle, **how)[0]
+    check(rows, weights, waits, y, handle.tables)
+    layout = layout_of(buffer, ids)
+    scales = torch.rand(len(x), H // 128, device=x.device)
+    sent = (x, scales)
+    with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
+    got, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(sent, **with_ids)
+    inside = [handle.ids, handle.ranges, handle.src_info]
+    check(*sent, ids, weights, layout["is_token_in_rank"], got[0], *inside)
+    check(recv_ids, recv_weights)
+    made = got[0] * 2
+    bias = (torch.rand_like(x), torch.rand_like(x))
+    y = buffer.combine(made, handle, topk_weights=recv_weights, bias=bias)[0]
+    check(made, recv_weights, *bias, y, *inside)
+    del streams.run
+
+
+def facts(buffer: Buffer) -> None:
+    """The library says of its memory what EPConfig says; it knows three forms."""
+    if buffer._comm.is_gpu:
+        return
+    dispatch(buffer)
+    (channel,) = (c for c in buffer._comm.channels.values() if c.settings.tokens == CAP)
+    region = channel.regions[0]
+    sizes = dict(hidden_size=H, top_k=K, n_experts=E, max_tokens_per_rank=CAP)
+    sizes |= dict(n_gpus_per_node=1, n_nodes=buffer.group_size)
+    how = dict(target="cpu", protocol="by_rank", output_layout="padded")
+    config = EPConfig(DType.bfloat16, DType.bfloat16, **sizes, **how)
+    assert region.facts() == Facts.of(config)
+    assert len(region.counters) == config.sizes().counters_words
+    # What a GPU records of an id has 32 bits.
+    for id, words in (
+        (99, "99."),
+        (2**31 - 1, "2147483647 or more."),
+        (-2, "-2 or le"),
+    ):
+        record = torch.tensor([1, 0, -1, id, 0, 0, 1, 2], dtype=torch.int32)
+        region.library.failure(region.handle, record.data_ptr())
+        with raises(RuntimeError, f"token 1, k 2: expert {words}"):
+            region._raise()
+        buffer._comm.failure = ""
+    assert region.library.dispatch(region.handle, -1, 4, b"") == 1
+    assert region.library.combine(region.handle, -1, 0, b"") == 1
+
+
+def late(buffer: Buffer) -> None:
+    """Rank 1 misses one call of each kind; after `reset` all have the same memory."""
+    if buffer.group_size == 1:
+        return
+    layout = layout_of(buffer, given_to(buffer)[1])
+    low_latency = lambda: (dispatch(buffer), buffer.check())  # noqa: E731
+    usual = lambda: buffer.dispatch(given_to(buffer)[0], **layout)  # noqa: E731
+    for miss, words in (
+        (low_latency, "timed out after 3000 ms; from rank 1; than Buffer's timeout_s"),
+        (usual, "rank 1; Buffer.reset() in every process"),
+    ):
+        if buffer.rank != 1:
+            begin = time.monotonic()
+            with raises((RuntimeError, TimeoutError), words) as caught:
+                miss()
+            assert "EPConfig" not in str(caught.value)
+            for again in (low_latency, usual):
+                with raises(RuntimeError, "Buffer.reset() in every"):
+                    again()
+            assert time.monotonic() - begin < TIMEOUT_S + 5
+            buffer._cap = 1 << 14  # as if the missing one had come in the end
+        buffer.reset()
+        assert buffer._cap == 1 << 14
+        buffer._cap = 0
+        check_works(buffer)
+        usual()
+
+
+def caps(buffer: Buffer) -> None:
+    """Rank 1 passes another cap than the others: both caps are named, also where no
+    rank has anything to build, and waits in a kernel."""
+    if buffer.group_size == 1:
+        return
+    is_one = buffer.rank == 1
+    for name, given in (("enable_shrink", is_one), ("num_nvl_bytes", 64 * is_one)):
+        with raises(ValueError, f"has {name}=; pass the same on all ranks") as caught:
+            Buffer(buffer.group, timeout_s=TIMEOUT_S, **{name: given})
+        assert str(caught.value).count(f"{name}=") == 2
+    dispatch(buffer)
+    x, ids, _ = given_to(buffer)
+    for _ in range(2):
+        cap = CAP + 1 if buffer.rank == 1 else CAP
+        words = f"{_CAP}={CAP + 1}; {_CAP}={CAP}; pass the same on all ranks; reset()"
+        with raises((RuntimeError, TimeoutError), words):
+            buffer.low_latency_dispatch(x, ids, cap, E, use_fp8=False)
+            buffer.check()
+        buffer.reset()
+        check_works(buffer)
+        buffer.low_latency_dispatch(x, ids, CAP + 1, E, use_fp8=False)
+
+
+def no_memory(buffer: Buffer) -> None:
+    """The last rank has no memory for a new size; it says so, and the rest names it."""
+    other = open_buffer()
+    comm = other._comm
+    is_last = other.rank == other.group_size - 1
+    allocate = comm.allocate
+
+    def fail(n_bytes: int, same: str) -> Any:
+        raise MemoryError(f"max_ep: no space for {n_bytes} bytes")
+
+    if is_last:
+        comm.allocate = fail
+    error = MemoryError if is_last else (TimeoutError, RuntimeError)
+    with pytest.raises(error, match="no space" if is_last else "waited"):
+        dispatch(other)
+    comm.allocate = allocate
+    with pytest.raises(RuntimeError, match=r"Buffer.reset\(\) in every process"):
+        dispatch(other)
+    other.reset()
+    check_works(other)
+    other.destroy()
+
+
+# After `destroy`, and in a forked process.
+ENDED = """
+low_latency_dispatch(x, ids, CAP, E, use_fp8=False)
+low_latency_dispatch(x, ids, CAP + 1, E, use_fp8=False)
+low_latency_combine(rows, ids, weights, handle)
+get_dispatch_layout(ids, E)
+dispatch(x, **layout)
+dispatch(x, **layout, num_worst_tokens=CAP * len(layout["num_tokens_per_rank"]))
+check()
+reset()
+"""
+
+
+def ended(buffer: Buffer) -> None:
+    """Calls raise; nothing else happens."""
+    x, ids, weights = given_to(buffer)
+    other = open_buffer()
+    rows, _, handle, *_ = dispatch(other)
+    waits = torch.zeros(other.group_size, dtype=torch.int64, device=x.device)
+    how = dict(return_recv_hook=True, dispatch_wait_recv_cost_stats=waits)
+    *_, hook = dispatch(other, **how)
+    known = dict(globals(), x=x, ids=ids, weights=weights, rows=rows, handle=handle)
+    known["layout"] = layout_of(other, ids)
+    calls = [f"other.{call}" for call in ENDED.strip().splitlines()] + ["hook()"]
+
+    def wrong_calls(words: str) -> list[str]:
+        wrong = [] if not other.is_available() else ["is_available"]
+        for call in calls:
+            try:
+                eval(call, known, dict(other=other, hook=hook))
+                wrong.append(call)
+            except RuntimeError as error:
+                wrong += [] if words in str(error) else [f"{call}: {error}"]
+        return wrong
+
+    if not other._comm.is_gpu:  # a forked process has no CUDA
+        child = os.fork()
+        if child == 0:
+            wrong = wrong_calls("process that was forked")
+            print(wrong or "", flush=True)
+            os._exit(len(wrong))
+        assert os.waitpid(child, 0)[1] == 0
+    hook()
+    check_works(other)
+    *_, hook = dispatch(other, **how)
+    other.destroy()
+    other.destroy()
+    wrong = wrong_calls("was destroyed")
+    assert not wrong, wrong
+    check_works(buffer)
+
+
+def member(rank: int, n_ranks: int, store: str) -> None:
+    open_group(rank, n_ranks, store)
+    buffer = open_buffer()
+    scenarios = (
+        hooks,
+        handles,
+        other_tokens,
+        modes,
+        arguments,
+        wrong_calls,
+        kept,
+        facts,
+        late,
+        caps,
+        no_memory,
+        ended,
+    )
+    for scenario in scenarios:
+        scenario(buffer)
+        given = given_to(buffer)
+        got = doubled(buffer, *given).float()
+        torch.testing.assert_close(got, want_doubled(*given), rtol=2**-7, atol=2**-7)
+    buffer.destroy()
+    dist.destroy_process_group()

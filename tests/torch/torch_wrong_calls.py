@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong calls of `Buffer`, drawn: one argument of a right call is of another kind. Each
+is refused in our words, before other ranks are waited for or anything is launched."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from max_ep.torch import Buffer, Config, dequantize
+from tests.torch.torch_member import CAP, E, given_to, layout_of
+
+Calls = dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]]
+"""A function for each name, its right arguments, and wrong ones."""
+
+NO_TENSORS = [3, 2.5, "a", b"x", [1], {}, object(), np.zeros((2, 3))]
+NO_SIZES = [None, "a", 2.5, float("nan"), True, [8], -1, 0, 2**40, torch.tensor(8)]
+NO_FLAGS = ["no", None, 0.5, [], torch.ones(1)]
+
+
+def tensors_like(good: torch.Tensor) -> list[Any]:
+    """Other things, and tensors of another dtype, shape, place, or order."""
+    rows = good.repeat(2, *[1] * (good.ndim - 1))
+    wrong = [
+        *NO_TENSORS,
+        good.double(),
+        good[None],
+        good.to("meta"),
+        good.flatten()[:0],
+    ]
+    if good.ndim > 1:
+        wrong += [rows.transpose(0, 1), good[:, :0], torch.cat([good, good], 1)[:, ::2]]
+    return wrong if len(good) else [*NO_TENSORS, good.double(), good.to("meta")]
+
+
+def calls_of(buffer: Buffer) -> Calls:
+    x, ids, weights = given_to(buffer, (4 - buffer.rank) % 4)  # on no rank none
+    n_ranks, n_local = buffer.group_size, E // buffer.group_size
+    stats = torch.zeros(n_local, dtype=torch.int32, device=x.device)
+    waits = torch.zeros(n_ranks, dtype=torch.int64, device=x.device)
+    good = dict(x=x, topk_idx=ids, num_max_dispatch_tokens_per_rank=CAP, num_experts=E)
+    rows, _, handle, *_ = buffer.low_latency_dispatch(**good, use_fp8=False)
+    layout = layout_of(buffer, ids)
+    sent = dict(layout, x=x, topk_idx=ids, topk_weights=weights)
+    received, *_, normal, _ = buffer.dispatch(**sent)
+    names = "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"
+    combined = dict(x=rows, topk_idx=ids, topk_weights=weights, handle=handle)
+    no_handles = [*NO_TENSORS, None, (), (1, 2), [None] * 6, x, Buffer]
+    no_events = [1, "a", torch.ones(1)]
+    far = ids.clone()
+    far[0, 0] = 2**40
+    mask = layout["is_token_in_rank"]
+    flags = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0"), NO_FLAGS)
+    no_dtypes = ["bfloat16", 3, np.float32]
+    no_groups = ["a", 3, object(), [buffer.group]]
+    no_devices = ["0", "gpu", 3.5, -1, [], "meta", "cuda:99"]
+    return {
+        "low_latency_dispatch": (
+            buffer.low_latency_dispatch,
+            good | dict(use_fp8=False),
+            dict(
+                x=[None, *tensors_like(x)],
+                topk_idx=[None, *tensors_like(ids)],
+                num_max_dispatch_tokens_per_rank=NO_SIZES,
+                num_experts=NO_SIZES,
+                **dict(zip(names, (tensors_like(stats), tensors_like(waits)))),
+                **flags,
+                use_nvfp4=[True],
+                x_global_scale=[x],
+                x_ori=[x],
+                nobody_has_this=[None, 1],
+            ),
+        ),
+        "low_latency_combine": (
+            buffer.low_latency_combine,
+            combined,
+            dict(
+                x=[None, *tensors_like(rows)],
+                topk_idx=[None, *tensors_like(ids)],
+                topk_weights=[None, *tensors_like(weights)],
+                handle=no_handles,
+                out=tensors_like(x),
+                use_logfmt=[True],
+                zero_copy=[True],
+                combine_wait_recv_cost_stats=tensors_like(waits),
+                overlap=[True],
+                src_signals=[waits],
+                block_m=[64],
+                x_ori=[x],
+            ),
+        ),
+        "get_dispatch_layout": (
+            buffer.get_dispatch_layout,
+            dict(topk_idx=ids, num_experts=E),
+            dict(
+                topk_idx=[None, *tensors_like(ids)[: len(NO_TENSORS) + 3]],
+                num_experts=NO_SIZES,
+                previous_event=no_events,
+            ),
+        ),
+        "dispatch": (
+            buffer.dispatch,
+            sent,
+            dict(
+                x=[None, (x,), (x, x, x), (x, None, 3), *tensors_like(x)[:8]],
+                # The host does not look at ids on a GPU.
+                topk_idx=[*([] if x.is_cuda else [far]), *tensors_like(ids)],
+                topk_weights=[None, *tensors_like(weights)],
+                num_tokens_per_rank=[None, *tensors_like(stats)],
+                num_tokens_per_expert=[None, *tensors_like(layout["is_token_in_rank"])],
+                is_token_in_rank=[None, *tensors_like(mask)],
+                handle=[h for h in no_handles if h is not None],
+                expert_alignment=NO_SIZES[:-2],
+                num_worst_tokens=["a", 2.5, -1, None, torch.tensor(8)],
+                num_tokens_per_rdma_rank=[waits],
+                previous_event=no_events,
+            ),
+        ),
+        "combine": (
+            buffer.combine,
+            dict(x=received, handle=normal),
+            dict(
+                x=[None, *tensors_like(received)],
+                handle=no_handles,
+                topk_weights=NO_TENSORS,
+                bias=[*NO_TENSORS, (x, "a")],
+                previous_event=no_events,
+            ),
+        ),
+        "Buffer": (
+            Buffer,
+            dict(group=buffer.group),
+            dict(
+                group=[None, *no_groups],
+                timeout_s=["a", 0, -1, float("nan"), float("inf"), True, [3]],
+                device=no_devices,
+                num_nvl_bytes=["a", 2.5, -1, None, True],
+            ),
+        ),
+        "of mpi": (Buffer, dict(group=None), dict(comm=["a", 3, object()])),
+        "set_num_sms": (
+            Buffer.set_num_sms,
+            dict(new_num_sms=20),
+            dict(new_num_sms=["a", 3, 2.0, None, -2, True, [2], torch.tensor(2)]),
+        ),
+        "get_nvl_buffer_size_hint": (
+            Config().get_nvl_buffer_size_hint,
+            dict(hidden_bytes=512, num_ranks=8),
+            dict(hidden_bytes=["a", None, -1, 2.5], num_ranks=["a", None, 0]),
+        ),
+        "get_local_buffer_tensor": (
+            buffer.get_local_buffer_tensor,
+            dict(dtype=torch.bfloat16),
+            dict(dtype=no_dtypes, size=[x.shape], offset=[1]),
+        ),
+        "get_next_low_latency_combine_buffer": (
+            buffer.get_next_low_latency_combine_buffer,
+            dict(handle=handle),
+            dict(handle=no_handles),
+        ),
+        "dequantize": (
+            dequantize,
+            dict(
+                rows=torch.zeros(2, 128).to(torch.float8_e4m3fn),
+                scales=torch.ones(2, 1),
+            ),
+            dict(
+                rows=[*NO_TENSORS, x.double()], scales=[*NO_TENSORS, torch.ones(2, 3)]
+            ),
+        ),
+    }
+
+
+def wrong_calls(buffer: Buffer) -> None:
+    """Texts begin with our name and say more than a type."""
+    wrong, n_calls, calls = [], 0, calls_of(buffer)
+    n_exchanges = buffer._comm.board.n_exchanges
+    for name, (call, good, bad) in calls.items():
+        for argument, values in bad.items():
+            for value in values:
+                n_calls += 1
+                said = "it worked"
+                try:
+                    call(**{**good, argument: value})
+                except (TypeError, ValueError, NotImplementedError) as error:
+                    said = str(error)
+                except Exception as error:
+                    said = repr(error)
+                if not said.startswith("max_ep: ") or len(said) < 20:
+                    kind = getattr(value, "shape", value)
+                    wrong.append(f"{name}({argument}={type(value)} {kind}): {said}")
+    assert not wrong, "\n".join(wrong)
+    assert n_calls > 300
+    assert buffer._comm.board.n_exchanges == n_exchanges, "ranks have waited"
