@@ -115,7 +115,7 @@ _SCHEMES |= dict.fromkeys(("sums_mxfp8", "given", "packed"), _SCHEMES["sums"])
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.
-_LAYERS = {128: 64, 512: 24, 1024: 24, 4096: 12, 8192: 12}
+_MAX_TOKENS = (128, 512, 1024, 4096, 8192)
 _EXPERT_LAYERS = 6
 
 
@@ -132,6 +132,12 @@ class Config:
     """``max_tokens_per_rank``."""
     target: str = "gpu"
     """Or ``cpu``, whose ranks run one after another."""
+    n_layers: int = 8
+    """Layers of the timed graph, each with ids of its own."""
+
+    def __post_init__(self) -> None:
+        if self.peer in EXPERTS:
+            object.__setattr__(self, "n_layers", _EXPERT_LAYERS)
 
     @property
     def shape(self) -> Shape:
@@ -153,17 +159,10 @@ class Config:
         return "mxfp8" if self.peer == "sums_mxfp8" else "bfloat16"
 
     @property
-    def n_layers(self) -> int:
-        """Layers of the timed graph."""
-        if self.peer in EXPERTS:
-            return _EXPERT_LAYERS
-        return 1 if self.target == "cpu" else _LAYERS[self.max_tokens]
-
-    @property
     def name(self) -> str:
         """Names the folder of compiled graphs."""
         sizes = f"r{self.n_ranks}_{self.shape_name}_{self.dtype}_t{self.max_tokens}"
-        return f"{self.peer}_{sizes}"
+        return f"{self.peer}_{sizes}_l{self.n_layers}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ class Case:
 def max_tokens_for(n_tokens: int, peer: str) -> int:
     """Returns the ``max_tokens_per_rank`` that a token count is run with; experts have
     one at all sizes, as in a server."""
-    sizes = (4096,) if peer in EXPERTS else tuple(_LAYERS)
+    sizes = (4096,) if peer in EXPERTS else _MAX_TOKENS
     for size in sizes:
         if n_tokens <= size:
             return size

@@ -83,7 +83,7 @@ def measure(
     """Measures one row of the table."""
     module, cases, n_tokens = Module(), {}, SIZES[size]
     for name, peer in PROTOCOLS.items():
-        config = Config(peer, n_ranks, SHAPE, wire, n_tokens, "cpu")
+        config = Config(peer, n_ranks, SHAPE, wire, n_tokens, "cpu", 1)
         cases[name] = Case(config, "split", n_tokens, "uniform")
     peers = {name: Peer(case.config) for name, case in cases.items()}
     for peer in peers.values():

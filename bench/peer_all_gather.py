@@ -33,14 +33,15 @@ class Peer(GraphPeer):
         tokens, routing map and probabilities that this one gathered."""
         config, n = self.config, self.config.n_ranks
         dispatcher = self._dispatcher()
-        inputs = token_types(config, 1)
+        inputs = token_types(config)
         name = f"{config.name}_l{config.n_layers}"
         with Graph(name, input_types=[*inputs, *dispatcher.input_types()]) as graph:
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
             dispatcher.fetch_buffers(graph.inputs[len(inputs) :])
-            x, ids, probs = (values[i : i + n] for i in range(0, len(values), n))
+            x, *choices = (values[i : i + n] for i in range(0, len(values), n))
             first: list[TensorValue] = []
-            for _ in range(config.n_layers):
+            for i in range(config.n_layers):
+                ids, probs = choices[2 * i : 2 * i + 2]
                 tokens, all_probs = dispatcher.token_dispatch(x, probs, ids)
                 x = dispatcher.token_combine(tokens)
                 gathered = *tokens, *dispatcher.routing_map, *all_probs
@@ -57,9 +58,10 @@ class Peer(GraphPeer):
         session.load(setup_graph(self._dispatcher().config))
 
     def make_inputs(self, form: str, data: Data) -> list[list[Any]]:
-        """Tokens so small that the chain does not overflow, ids, probabilities."""
-        x = [from_bits(self._scaled(bits)) for bits in data.x]
-        return [x, data.ids, data.weights[0]]
+        """With tokens so small that the chain does not overflow."""
+        inputs = super().make_inputs(form, data)
+        inputs[0] = [from_bits(self._scaled(bits)) for bits in data.x]
+        return inputs
 
     def _scaled(self, bits: np.ndarray) -> np.ndarray:
         factor = float(self.config.n_ranks) ** -(self.config.n_layers // 2)
@@ -71,7 +73,7 @@ class Peer(GraphPeer):
         n = self.config.n_ranks
         self._check_sums(case, data, outputs[n : 2 * n], n_layers=1)
         tokens = stack_tokens([self._scaled(x) for x in data.x], "cpu")
-        ids, probs = np.concatenate(data.ids), np.concatenate(data.weights[0])
+        ids, probs = np.concatenate(data.ids[0]), np.concatenate(data.weights[0])
         for i, (what, want, rest) in enumerate(
             (("tokens", tokens, None), ("routing map", ids, -1), ("probs", probs, 0))
         ):

@@ -25,7 +25,7 @@ from max_ep.memory.setup_graph import setup_graph
 
 from . import cases as _cases
 from . import checks
-from .cases import LAYER_FACTORS, OURS, Case, Config
+from .cases import OURS, Case, Config
 from .peer_graphs import (
     CHECKED_LAYERS,
     Data,
@@ -36,8 +36,6 @@ from .peer_graphs import (
 
 WORK_SHAPE = [1024, 8192]
 """What other work is: one softmax over so many bfloat16, in each phase."""
-
-_N_FACTORS = len(LAYER_FACTORS)
 
 
 def library(config: Config) -> ModuleType:
@@ -82,7 +80,8 @@ class Peer(GraphPeer):
         config, n = self.config, self.config.n_ranks
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
         manager = library(config).EPBatchManager(ep_config(config))
-        inputs = token_types(config, _N_FACTORS)
+        inputs = token_types(config)
+        n_choices = len(inputs) // n - 1
         if config.peer == "given":
             inputs[:n] = _given_types(config)
         if config.is_quantized:
@@ -96,15 +95,15 @@ class Peer(GraphPeer):
         with Graph(name, input_types=declared, module=module) as graph:
             values = [value.tensor for value in graph.inputs[: len(inputs)]]
             manager.fetch_buffers(graph.inputs[len(inputs) :])
-            x, ids, *rest = (values[i : i + n] for i in range(0, len(values), n))
-            if config.peer == "given":  # values, scales, ids
-                x, ids, rest = list(zip(x, ids)), rest[0], rest[1:]
-            weights, rest = rest[:_N_FACTORS], rest[_N_FACTORS:]
+            x, *rest = (values[i : i + n] for i in range(0, len(values), n))
+            if config.peer == "given":  # values, scales
+                x, rest = list(zip(x, rest[0])), rest[1:]
+            choices, rest = rest[:n_choices], rest[n_choices:]
             layer = _Layer(manager, form, rest.pop() if "work" in form else [])
             kept: list[tuple[TensorValue, ...]] = []
             for i in range(n_layers):
-                of_layer = weights[i % _N_FACTORS]
-                there, back = (of_layer, None) if config.is_sums else (None, of_layer)
+                ids, weights = choices[2 * i : 2 * i + 2]
+                there, back = (weights, None) if config.is_sums else (None, weights)
                 outputs = layer.dispatch(x, ids, there)
                 kept = kept or outputs
                 if form != "dispatch":
@@ -194,9 +193,12 @@ class Peer(GraphPeer):
     def check_chain(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares a chain's result with what exact arithmetic gives."""
         config = self.config
+        ids, weights = (of[config.n_layers - 1] for of in (data.ids, data.weights))
         if case.form == "dispatch":
+            n_experts = config.shape.n_experts
+            rows = np.bincount(np.concatenate(ids).ravel(), minlength=n_experts)
             for rank, got in enumerate(outputs):
-                want = np.diff(data.routes[rank].row_offsets.astype(int))
+                want = rows.reshape(config.n_ranks, -1)[rank]
                 checks.check_same(
                     f"{case.name} rank {rank}", self.tensor(got, rank), want
                 )
@@ -204,11 +206,9 @@ class Peer(GraphPeer):
         if not config.is_quantized:
             super().check_chain(case, data, outputs)
             return
-        of_last = data.weights[(config.n_layers - 1) % _N_FACTORS]
         for rank in range(config.n_ranks):
-            sizes, given = (config.shape, config.n_ranks), (data.ids, of_last)
-            given = (of_ranks[rank] for of_ranks in given)
-            want = checks.expert_sums(*sizes, *given, self.torch_device(rank))
+            given = config.shape, config.n_ranks, ids[rank], weights[rank]
+            want = checks.expert_sums(*given, self.torch_device(rank))
             where = f"{case.name} rank {rank}, {config.n_layers} layers"
             checks.check_chain(where, self.tensor(outputs[rank], rank), want)
 

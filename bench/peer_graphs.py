@@ -49,25 +49,32 @@ class Data:
     """One seed's inputs of all ranks, on the host."""
 
     x: list[np.ndarray]
-    ids: list[np.ndarray]
+    ids: list[list[np.ndarray]]
+    """``[n_layers][n_ranks]`` of ``[n_tokens, top_k]`` int32: each layer has its own.
+    A compiler would make what depends on equal ids once for all layers."""
     weights: list[list[np.ndarray]]
-    """``[len(LAYER_FACTORS)][n_ranks]`` of ``[n_tokens, top_k]`` float32."""
+    """``[n_layers][n_ranks]`` of ``[n_tokens, top_k]`` float32."""
     routes: list[reference.DispatchResult]
+    """The rows that the first layer delivers to each rank."""
 
 
 @functools.lru_cache(maxsize=3)
 def make_data(case: Case, seed: int) -> Data:
     """Makes the inputs of a case, of which a chain's result is exact."""
-    shape, n = case.config.shape, case.config.n_ranks
-    ids = _cases.expert_ids(shape, case.routing, n, case.n_tokens, seed)
-    whole = [_cases.exact_weights(shape, n, i) for i in ids]
-    if case.config.is_quantized:
-        # What experts return is the same for all tokens, so weights distinguish them.
-        for rank, w in enumerate(whole):
-            w *= 2.0 ** ((rank + np.arange(len(w))) % 3)[:, np.newaxis]
-    weights = [[w * np.float32(f) for w in whole] for f in LAYER_FACTORS]
+    shape, n, layers = case.config.shape, case.config.n_ranks, case.config.n_layers
+    ids, weights = [], []
+    for i in range(max(layers, CHECKED_LAYERS)):
+        drawn = seed * layers + i
+        ids.append(_cases.expert_ids(shape, case.routing, n, case.n_tokens, drawn))
+        weights.append([_cases.exact_weights(shape, n, of_rank) for of_rank in ids[-1]])
+        for rank, w in enumerate(weights[-1]):
+            w *= np.float32(LAYER_FACTORS[i % len(LAYER_FACTORS)])
+            if case.config.is_quantized:
+                # What experts return is the same for all tokens, so weights
+                # distinguish them.
+                w *= 2.0 ** ((rank + np.arange(len(w))) % 3)[:, np.newaxis]
     x = _cases.tokens(shape, n, case.n_tokens, seed)
-    return Data(x, ids, weights, _cases.routes(shape, ids))
+    return Data(x, ids, weights, _cases.routes(shape, ids[0]))
 
 
 class GraphPeer:
@@ -100,8 +107,9 @@ class GraphPeer:
 
     def make_inputs(self, form: str, data: Any) -> list[list[Any]]:
         """Returns the graph's inputs, lists of one host array or buffer a rank: tokens,
-        ids, weights of each factor."""
-        return [[from_bits(x) for x in data.x], data.ids, *data.weights]
+        then ids and weights of each layer."""
+        of_layers = [of for layer in zip(data.ids, data.weights) for of in layer]
+        return [[from_bits(x) for x in data.x], *of_layers]
 
     def group_inputs(self, form: str) -> list[Buffer]:
         """Returns what the graph takes of the library's memory."""
@@ -270,12 +278,12 @@ def types(config: Config, dtype: DType, dims: list) -> list[TensorType]:
     return [TensorType(dtype, dims, device) for device in devices]
 
 
-def token_types(config: Config, n_weights: int) -> list[TensorType]:
-    """Returns the types of tokens, ids, and some weights of each choice."""
+def token_types(config: Config) -> list[TensorType]:
+    """Returns the types of tokens, and of ids and weights of each layer."""
     choices = ["n_tokens", config.shape.top_k]
     inputs = types(config, DType.bfloat16, ["n_tokens", config.shape.hidden_size])
-    inputs += types(config, DType.int32, choices)
-    return inputs + n_weights * types(config, DType.float32, choices)
+    layer = types(config, DType.int32, choices) + types(config, DType.float32, choices)
+    return inputs + max(config.n_layers, CHECKED_LAYERS) * layer
 
 
 def summary(median: str, p95: str, seconds: list[float], per: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from max.dtype import DType
 from max.graph import Graph, TensorValue, ops
 from max.nn.kernels import moe_create_indices, moe_finalize
 
-from .cases import LAYER_FACTORS, Case
+from .cases import Case
 from .checks import Delivered, check_dispatch, stack_tokens
 from .peer_graphs import CHECKED_LAYERS, Data, GraphPeer, token_types
 
@@ -26,18 +26,18 @@ class Peer(GraphPeer):
         layer's rows, and the choice of each row."""
         config, shape = self.config, self.config.shape
         n_layers = CHECKED_LAYERS if is_check else config.n_layers
-        inputs = token_types(config, len(LAYER_FACTORS))
+        inputs = token_types(config)
         with Graph(f"{config.name}_l{n_layers}", input_types=inputs) as graph:
-            x, ids, *weights = (value.tensor for value in graph.inputs)
+            x, *choices = (value.tensor for value in graph.inputs)
             first: list[TensorValue] = []
             for i in range(n_layers):
+                ids, weights = choices[2 * i : 2 * i + 2]
                 order, _, restore, _, _ = moe_create_indices(
                     ops.reshape(ids, [-1]), shape.n_experts
                 )
                 tokens = ops.cast(order // shape.top_k, DType.int32)
                 rows = ops.gather(x, tokens, axis=0)
-                of_layer = weights[i % len(LAYER_FACTORS)]
-                x = moe_finalize(rows, restore, of_layer, x.dtype)
+                x = moe_finalize(rows, restore, weights, x.dtype)
                 first = first or [rows, order]
             graph.output(*(first if is_check else [x]))
         return graph
@@ -45,7 +45,7 @@ class Peer(GraphPeer):
     def check_layer(self, case: Case, data: Data, outputs: list[Buffer]) -> None:
         """Compares rows by expert with the oracle."""
         rows, order = (self.tensor(buffer, 0) for buffer in outputs)
-        experts = data.ids[0].reshape(-1)[order.cpu().numpy()]
+        experts = data.ids[0][0].reshape(-1)[order.cpu().numpy()]
         starts = np.flatnonzero(np.diff(experts, prepend=-1))
         tables = np.append(starts, len(experts)), experts[starts]
         got = Delivered("bfloat16", rows, None, *map(torch.from_numpy, tables))

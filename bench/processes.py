@@ -157,6 +157,7 @@ def _measure_all(
         torch=importlib.metadata.version("torch"),
         samples=options.samples,
         replays=options.replays,
+        chain=max(config.n_layers for config in groups),
     )
     name = options.commit or runs.commit()
     rows: list[dict] = []

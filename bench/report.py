@@ -262,6 +262,7 @@ def _runs(data: dict) -> list[str]:
         replays = (
             f", {run['replays']} replays in each" if run.get("replays", 1) > 1 else ""
         )
+        replays += f", chains of {run['chain']} layers" if "chain" in run else ""
         note = f" {run['note']}" if "note" in run else ""
         about = f"{where}, MAX {run['max']}, {run['date']}{samples}{replays}."
         lines.append(f"- **{name}**: {about}{note} `{run['command']}`")

@@ -93,12 +93,11 @@ def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
     if peer in processes.FROM_TORCH:  # no graphs of MAX's
         assert (peer, form) in peer_torch.LAYERS
         return
-    monkeypatch.setitem(cases._LAYERS, 128, 3)
     dtypes = {"by_expert": "fp8", "sums": "nvfp4", "given": "mxfp8", "packed": "fp8"}
     dtype = dtypes.get(peer, "bfloat16")
     n_ranks = 1 if peer in ("max_layer", "experts") else 2
     shape = "h2048_e128_k8" if peer == "experts" else "h4096_e8_k2"
-    built = peer_graphs.peer_of(Config(peer, n_ranks, shape, dtype, 128))
+    built = peer_graphs.peer_of(Config(peer, n_ranks, shape, dtype, 128, n_layers=3))
     timed = built.graph(form, is_check=False)
     n_work = n_ranks if "work" in form else 0
     if built.has_check_graph:
@@ -171,10 +170,10 @@ def test_sums_of_experts_that_return_a_row():
 @pytest.mark.parametrize("wire", ["bfloat16", "fp8"])
 def test_a_chain_tells_tokens_apart(wire):
     """Also of ranks, and where experts return one row for all tokens."""
-    config = Config("by_expert", N_RANKS, "h2048_e64_k8", wire, 8, "cpu")
+    config = Config("by_expert", N_RANKS, "h2048_e64_k8", wire, 8, "cpu", 1)
     case, peer = Case(config, "split", 8, "uniform"), peer_graphs.peer_of(config)
     data, sums = peer_graphs.make_data(case, 0), []
-    for x, ids, weights in zip(data.x, data.ids, data.weights[0]):
+    for x, ids, weights in zip(data.x, data.ids[0], data.weights[0]):
         want = checks.from_bits(x).double() * cases.chain_factor(1)
         if wire == "fp8":
             want = checks.expert_sums(config.shape, N_RANKS, ids, weights, "cpu")
