@@ -108,6 +108,29 @@ def _run(arguments: Sequence[str] | None) -> int:
     about = "with a fused shared expert (EPConfig.fused_shared_expert)"
     dest = "fused_shared_expert"
     plan.add_argument("--shared-expert", dest=dest, action="store_true", help=about)
+    for option, dest, metavar, kind, default, text in (
+        ("--hosts", "n_nodes", "N", int, 1, "hosts that the ranks are on"),
+        (
+            "--network",
+            "network_gb_s",
+            "GB/S",
+            float,
+            50.0,
+            "bandwidth of a rank between hosts",
+        ),
+        (
+            "--latency",
+            "latency_us",
+            "US",
+            float,
+            30.0,
+            "time of one token between hosts",
+        ),
+    ):
+        text += " (default: %(default)g)"
+        plan.add_argument(
+            option, dest=dest, metavar=metavar, type=kind, default=default, help=text
+        )
     about = "show waits for each peer, and rows of each expert"
     stats = command("stats", "stats", about)
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from .config import EPConfig
 from .config_checks import cost_of_by_expert
 from .formats import BY_NAME
 from .limits import SOURCE_INFO_BYTES
+from .network import Layer, Links, report
 
 _FIELDS = {field.name for field in fields(EPConfig)}
 
@@ -42,6 +44,7 @@ def run_plan(options: argparse.Namespace) -> None:
         unknown, known = options.dispatch_dtype, ", ".join(BY_NAME)
         raise ValueError(f"--dispatch {unknown} is unknown; there are {known}")
     given = {name: value for name, value in vars(options).items() if name in _FIELDS}
+    given["n_gpus_per_node"] = _ranks_of_a_host(options)
     dispatch_quant_config = BY_NAME[options.dispatch_dtype].make_quant_config()
     for name in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         given[name] = given[name] and BY_NAME[given[name]].dtype
@@ -58,7 +61,6 @@ def run_plan(options: argparse.Namespace) -> None:
         with warnings.catch_warnings(action="ignore"):  # it is printed below
             config = EPConfig(
                 **given,
-                n_nodes=1,
                 # Memory is the same on CPU; the choice of a protocol is that on GPUs.
                 target="gpu",
                 dispatch_quant_config=dispatch_quant_config,
@@ -94,6 +96,9 @@ def run_plan(options: argparse.Namespace) -> None:
         f"A token takes {n_bytes:,} B on the wire to its experts, and a header of "
         f"{SOURCE_INFO_BYTES} B."
     )
+    if config.n_nodes > 1:
+        print(f"\n{_over_a_network(config, options)}")
+        return
     if config.n_ranks == 1:
         print("MAX's EP needs two ranks or more.")
         return
@@ -108,3 +113,39 @@ def run_plan(options: argparse.Namespace) -> None:
         top_k=config.top_k,
     )
     print(f"MAX's EP would take {theirs:,} B ({human(theirs)}), by its own estimate.")
+
+
+def _ranks_of_a_host(options: argparse.Namespace) -> int:
+    """Divides the ranks of the group among its hosts."""
+    n_ranks, n_hosts = options.n_gpus_per_node, options.n_nodes
+    if n_hosts < 1 or n_ranks % n_hosts:
+        raise ValueError(
+            f"--ranks {n_ranks} with --hosts {n_hosts}: each host has the same number "
+            "of ranks; pass a number of hosts, from 1, that divides the ranks"
+        )
+    for option, value in (
+        ("--network", options.network_gb_s),
+        ("--latency", options.latency_us),
+    ):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{option} {value:g}: pass a number above 0")
+    return n_ranks // n_hosts
+
+
+def _over_a_network(config: EPConfig, options: argparse.Namespace) -> str:
+    """Says what a layer of several hosts sends and takes, and what is built of it."""
+    layer = Layer(
+        n_hosts=config.n_nodes,
+        n_ranks=config.n_ranks,
+        n_experts=config.n_experts,
+        top_k=config.top_k,
+        n_tokens=config.max_tokens_per_rank,
+        dispatch_bytes=config.sizes().dispatch_msg_bytes,
+        combine_bytes=config.sizes().combine_msg_bytes,
+    )
+    links = Links(options.network_gb_s, options.latency_us)
+    return (
+        f"{report(layer, links)}\n"
+        "Between hosts max_ep sends by expert; docs/several_hosts.md says what the "
+        "other ways are."
+    )
