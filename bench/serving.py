@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.serve.server import POOL_VARIABLE, Server
-from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
+from max_ep.cli.serve import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 
 PEERS = ("max_ep", "max_expert_parallel", "max_tensor_parallel")
 _PLAIN = "transformers"

@@ -7,9 +7,6 @@ puts among its outputs; ``graphs/who_waits.py`` shows how.
 
 from __future__ import annotations
 
-import argparse
-import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -160,22 +157,3 @@ def _histogram(rows: np.ndarray) -> list[str]:
         bar = "#" * round(BAR * few.max() / most)
         lines.append(f"{name:>8}{few.max():>10} {bar}")
     return lines
-
-
-def run_stats(options: argparse.Namespace) -> None:
-    statistics = Statistics.load(options.file)
-    print(statistics.text())
-    draw(statistics.plot, options.plot)
-
-
-def draw(plot: Callable[[str], None], picture: str | None) -> None:
-    """Draws to the file that ``--plot`` names, if any."""
-    if picture is None:
-        return
-    try:
-        if not picture:  # matplotlib would call it ".png"
-            raise ValueError("it names no file")
-        plot(picture)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--plot {shlex.quote(picture)}: {error}") from error
-    print(f"\n{picture}")

@@ -20,8 +20,8 @@ from ..config_checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from ..waits import Facts, RankWait, Waits, Words, gpu_wait
-from ..who import answer_for, waits_of_processes
 from . import presence
+from .answering import answer_for, waits_of_processes
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory, reader
 from .masked_ranks import MaskedRanks

@@ -20,9 +20,9 @@ from ..limits import (
     is_integer,
     timeout_s_of_environment,
 )
+from ..memory.answering import answer_for
 from ..memory.meeting import differing
 from ..waits import Waits
-from ..who import answer_for
 from .board import Board
 from .communicator import Communicator, Masks, refuse, refuse_hosts
 from .compiled import BUFFERS

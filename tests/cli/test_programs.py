@@ -207,7 +207,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, run_cli):
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("max_ep.doctor.run_doctor", interrupted)
+    monkeypatch.setattr("max_ep.cli.doctor.run_doctor", interrupted)
     assert run_cli("doctor", status=130) == "max-ep: interrupted\n"
 
 
@@ -220,7 +220,7 @@ def test_doctor_finds_a_machine_that_can_run():
 
 def test_doctor_names_what_serving_lacks(monkeypatch, capsys):
     """Also: its lines fit 80 columns, but for words that are longer."""
-    from max_ep import doctor
+    from max_ep.cli import doctor
 
     monkeypatch.setenv("COLUMNS", "80")
     version = doctor._version
@@ -236,7 +236,8 @@ def test_doctor_names_what_serving_lacks(monkeypatch, capsys):
 
 def test_doctor_finds_a_cache_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     """Below a file; an empty variable is none."""
-    from max_ep import cache, doctor
+    from max_ep import cache
+    from max_ep.cli import doctor
 
     monkeypatch.setenv("MAX_EP_CACHE_DIR", "")
     assert cache.cache_dir().is_absolute()
@@ -287,7 +288,7 @@ def test_wheel_carries_the_mojo_sources(tmp_path):
 
 def test_demo_notices_a_wrong_result(monkeypatch):
     """That it finds a right one right, `make demo` shows in CI."""
-    from max_ep import demo
+    from max_ep.cli import demo
 
     run_layer = demo.run_layer
 

@@ -14,11 +14,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from max_ep import who
+from max_ep.cli import who
+from max_ep.cli.who import groups_of
+from max_ep.memory import answering
+from max_ep.memory.answering import answer_for
 from max_ep.memory.messages import said
 from max_ep.memory.sockets import Answering, call, listen
 from max_ep.waits import PHASES, Facts, RankWait, Waits, Words, cpu_wait, gpu_wait
-from max_ep.who import answer_for, groups_of
 from tests.errors import refused
 
 # 3 ranks with 2, 2 and 1 experts; counts of dispatch, then of combine.
@@ -187,7 +189,7 @@ def test_processes_answer():
 
 
 @contextlib.contextmanager
-def answering(text: bytes) -> Iterator[str]:
+def answering_with(text: bytes) -> Iterator[str]:
     """Answers every call so; yields the name that is called."""
     listener = listen("who", kind=socket.SOCK_STREAM)
     answers = Answering(listener, lambda line: line.sendall(text))
@@ -201,10 +203,10 @@ def test_who_asks_takes_no_nonsense(monkeypatch, capsys):
     bad = [b"[" * 99999, b"7", b"\xff", b"{}", good.replace(b"0", b'"0"'), good[:-1]]
     odd, pid = said(Waits("\033[2J", [])), os.getpid()
     silent = listen("who", kind=socket.SOCK_STREAM)
-    monkeypatch.setattr(who, "_ANSWER_S", 0.5)
-    with answering(b"\n".join([*bad, good, odd])), answering(b"x"), silent:
+    monkeypatch.setattr(answering, "_ANSWER_S", 0.5)
+    with answering_with(b"\n".join([*bad, good, odd])), answering_with(b"x"), silent:
         assert {"g", "?[2J"} <= {waits.group for waits in groups_of()}
-        monkeypatch.setattr(who, "_ANSWER_BYTES", 1)
+        monkeypatch.setattr(answering, "_ANSWER_BYTES", 1)
         assert not {"g", "?[2J"} & {waits.group for waits in groups_of(str(pid))}
     assert f"max-ep who: process {pid} does not answer" in capsys.readouterr().err
 
@@ -213,7 +215,7 @@ def test_other_users_neither_ask_nor_answer(monkeypatch):
     """But root; `test_strangers.py` has two users."""
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with answering(said(Waits("to others", []))) as name:
+    with answering_with(said(Waits("to others", []))) as name:
         with call(name, socket.SOCK_STREAM) as line:
             line.settimeout(5)
             assert line.recv(100) == b""

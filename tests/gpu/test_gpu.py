@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from max_ep import EPCommInitializer
-from max_ep.who import groups_of
+from max_ep.cli.who import groups_of
 from tests.errors import raises
 from tests.harness import (
     Groups,

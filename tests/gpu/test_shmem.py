@@ -96,7 +96,7 @@ def test_files_of_other_versions(monkeypatch, tmp_path):
 
 
 def test_doctor_names_the_versions(monkeypatch, run_cli):
-    monkeypatch.setattr("max_ep.doctor.missing_parts", list)
+    monkeypatch.setattr("max_ep.cli.doctor.missing_parts", list)
     said = " ".join(run_cli("doctor").split())
     installed = metadata.version(shmem.BITCODE_PACKAGE)
     assert (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links kernels of several hosts with NVSHMEM's device functions, and assembles them.
 
-Run by tests/test_shmem.py with `--bitcode-libs`. Prints the bytes of machine code.
+Run by tests/gpu/test_shmem.py with `--bitcode-libs`. Prints the bytes of machine code.
 """
 from groups import BF16, ByExpert, RowsBack
 from max.gpu.host import get_gpu_target

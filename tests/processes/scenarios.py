@@ -20,9 +20,9 @@ import numpy as np
 from max.engine import InferenceSession
 
 from max_ep import EPConfig
+from max_ep.cli.who import groups_of
 from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE
 from max_ep.memory.symmetric_memory import SharedMemory
-from max_ep.who import groups_of
 from tests.children import ALL_CASES, names_of
 from tests.cpu import gathering
 from tests.harness import assert_same_bits, to_numpy

@@ -23,7 +23,7 @@ from max.engine import InferenceSession
 from max.graph import Graph
 
 from max_ep import EPCommInitializer
-from max_ep.serve_command import CUSTOM_ARCHITECTURES, device_flags
+from max_ep.cli.serve import CUSTOM_ARCHITECTURES, device_flags
 
 GPU = ["--target", "cuda:sm_90a"]
 FLAGS = {

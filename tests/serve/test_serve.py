@@ -37,9 +37,9 @@ from graphs.serve.run import LIMITS
 from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.balance import Placement, plan
 from max_ep.checkpoint import Stored, read_tensors
+from max_ep.cli.serve import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 from max_ep.serve import hopper, model, qwen3_moe, weights
 from max_ep.serve.settings import PLACEMENT_VARIABLE
-from max_ep.serve_command import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
 from tests.children import ALL_CASES, WHERE_WE_IMPORT, ran, slow
 from tests.oracle.cases import CASES
 from tests.serve.serving import (

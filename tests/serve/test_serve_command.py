@@ -15,8 +15,8 @@ from max_ep import cli
 from max_ep.checkpoint import check_config
 from max_ep.checkpoint.files import DTYPE_BYTES
 from max_ep.checkpoint.tensors import needed_tensors
+from max_ep.cli.serve import gpus_of_machine
 from max_ep.moe_shape import PLACES, SUPPORTED
-from max_ep.serve_command import gpus_of_machine
 from tests.children import ROOT, ran
 from tests.serve.serving_configs import PUBLISHED
 
@@ -241,7 +241,7 @@ def test_what_is_supported_is_said_once():
 
 
 def test_no_max_is_loaded():
-    program = "import sys, max_ep.serve_command; sys.exit('max' in sys.modules)"
+    program = "import sys, max_ep.cli.serve; sys.exit('max' in sys.modules)"
     assert ran(sys.executable, "-c", program).returncode == 0
 
 

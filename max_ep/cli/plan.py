@@ -13,10 +13,10 @@ from dataclasses import fields
 from max.nn.comm.ep import ep_config as max_ep_config
 from max.support.human_readable_formatter import to_human_readable_bytes as human
 
-from .config import EPConfig
-from .config_checks import cost_of_by_expert
-from .formats import BY_NAME
-from .limits import SOURCE_INFO_BYTES
+from ..config import EPConfig
+from ..config_checks import cost_of_by_expert
+from ..formats import BY_NAME
+from ..limits import SOURCE_INFO_BYTES
 from .network import Layer, Links, report
 
 _FIELDS = {field.name for field in fields(EPConfig)}

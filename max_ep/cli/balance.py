@@ -11,9 +11,10 @@ from functools import partial
 
 import numpy as np
 
-from .balance import Placement, plan, unbalanced
+from ..balance import Placement, plan, unbalanced
+from ..stats import BAR, Statistics, new_figure
 from .plan import in_options
-from .stats import BAR, Statistics, draw, new_figure
+from .stats import draw
 
 _OPTIONS = {"n_replicas": "--replicas", "top_k": "--top-k", "n_hosts": "--hosts"}
 _OPTIONS["max_replicas"] = "--max-replicas"

@@ -17,14 +17,14 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, Module, TensorType, ops
 
-from . import reference
-from .config import EPConfig
-from .experts import PACKAGE
-from .extension import extension_path
-from .graph.manager import EPBatchManager
-from .graph.moe import moe_layer
-from .memory.initializer import EPCommInitializer
-from .memory.setup_graph import SETUP_GRAPH, setup_graph
+from .. import reference
+from ..config import EPConfig
+from ..experts import PACKAGE
+from ..extension import extension_path
+from ..graph.manager import EPBatchManager
+from ..graph.moe import moe_layer
+from ..memory.initializer import EPCommInitializer
+from ..memory.setup_graph import SETUP_GRAPH, setup_graph
 
 N_RANKS, N_EXPERTS, TOP_K, N_TOKENS = 4, 64, 8, 256
 HIDDEN_SIZE, MOE_DIM, N_LAYERS = 256, 128, 4

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import (
+from ..checkpoint import (
     Tensor,
     check_config,
     check_tensors,
@@ -26,8 +26,8 @@ from .checkpoint import (
     read_tensors,
     shape_of,
 )
-from .limits import TOKEN_ALIGN_BYTES
-from .moe_shape import check_place
+from ..limits import TOKEN_ALIGN_BYTES
+from ..moe_shape import check_place
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""

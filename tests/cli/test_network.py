@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from max_ep.network import Layer, Links, ways
+from max_ep.cli.network import Layer, Links, ways
 
 FP8_BYTES = 7168 + 56 * 4 + 16
 BFLOAT16_BYTES = 14336 + 16

@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .install import OF_MODULES
-from .limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
+from ..install import OF_MODULES
+from ..limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,16 +62,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, home: str, help: str) -> argparse.ArgumentParser:
-        """Adds a command that ``run_NAME`` of a module runs."""
-        added = commands.add_parser(name, help=help)
-        added.set_defaults(home=home)
-        return added
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        """Adds a command that ``run_NAME`` of the module NAME runs."""
+        return commands.add_parser(name, help=help)
 
-    command("demo", "demo", "run MoE layers on four CPU ranks, and check the result")
-    plan = command("plan", "plan", "show the protocol, and the bytes of each buffer")
+    command("demo", "run MoE layers on four CPU ranks, and check the result")
+    plan = command("plan", "show the protocol, and the bytes of each buffer")
     about = "compile the kernels of max_ep.torch ahead, for any GPU"
-    build = command("build", "torch.library", about)
+    build = command("build", about)
     # Each `dest` of a plan is a field of EPConfig.
     for option, dest, text in (
         ("--ranks", "n_gpus_per_node", "ranks of the group"),
@@ -132,11 +130,11 @@ def _run(arguments: Sequence[str] | None) -> int:
             option, dest=dest, metavar=metavar, type=kind, default=default, help=text
         )
     about = "show waits for each peer, and rows of each expert"
-    stats = command("stats", "stats", about)
+    stats = command("stats", about)
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")
     stats.add_argument("--plot", help="also draw it, to this file (needs matplotlib)")
     about = "place replicas of hot experts, from what max-ep stats reads"
-    balance = command("balance", "balance_report", about)
+    balance = command("balance", about)
     balance.add_argument("files", nargs="+", help="one for each MoE layer, in order")
     wanted = balance.add_mutually_exclusive_group()
     about = "experts to add (default: an eighth)"
@@ -163,17 +161,17 @@ def _run(arguments: Sequence[str] | None) -> int:
         "(default: %(default)s)",
     )
     about = "serve a model with MAX; other flags go to max serve"
-    serve = command("serve", "serve_command", about)
+    serve = command("serve", about)
     serve.add_argument("model", help="a folder, or a repository of Hugging Face")
     serve.add_argument("--gpus", type=int, help="default: all; 0: the CPU")
     about = "ranks on the CPU (default: the most, up to 4, that divide the experts)"
     serve.add_argument("--ranks", type=int, help=about)
     serve.add_argument("--dry-run", action="store_true", help="only print the command")
-    who = command("who", "who", "show which rank waits for which, in a hang")
+    who = command("who", "show which rank waits for which, in a hang")
     about = "a process of the group or the one that started it, or the group's name "
     about += "(default: all groups)"
     who.add_argument("target", metavar="PID|GROUP", nargs="?", help=about)
-    command("doctor", "doctor", "check this machine")
+    command("doctor", "check this machine")
     names = {action.dest: action.option_strings[-1] for action in plan._actions}
     plan.set_defaults(names=names)
     options, options.flags = parser.parse_known_args(arguments)
@@ -181,14 +179,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(options.flags)}")
     try:
         # Imported late: no command waits for what only another one needs.
-        module = importlib.import_module(f".{options.home}", __package__)
+        module = importlib.import_module(f".{options.command}", __name__)
         return getattr(module, f"run_{options.command}")(options) or 0
     except BrokenPipeError:
         raise
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"max-ep {options.command}: {_in_words(error)}", file=sys.stderr)
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,9 +12,9 @@ import textwrap
 from importlib import metadata
 from typing import Any
 
-from . import install
-from .cache import cache_dir, check_folder
-from .memory.shmem import missing_parts, versions
+from .. import install
+from ..cache import cache_dir, check_folder
+from ..memory.shmem import missing_parts, versions
 
 _WANTED_MAX = "26.7."
 
@@ -52,7 +52,7 @@ def run_doctor(_: Any = None) -> int:
     say("max", is_good, f"{text} (needs {_WANTED_MAX}*: {install.MAX})")
 
     def mojo(name: str, *arguments: str) -> str:
-        from . import extension
+        from .. import extension
 
         return str(getattr(extension, name)(*arguments)).strip()
 
@@ -106,7 +106,7 @@ def _peer_access(n_gpus: int) -> tuple[bool, str]:
     """Returns whether each GPU reaches the others' memory, and what to say."""
     from max.driver import Accelerator
 
-    from .memory.gpu import out_of_reach
+    from ..memory.gpu import out_of_reach
 
     try:
         pairs = out_of_reach([Accelerator(i) for i in range(n_gpus)])
