@@ -25,10 +25,9 @@ from max.engine import InferenceSession
 from max.graph import Module
 
 from max_ep import extension_path
-
-from . import runs
-from .cases import SHAPES, Case, Config, row_bytes
-from .peer_ep import Peer
+from max_ep.bench import runs
+from max_ep.bench.cases import SHAPES, Case, Config, row_bytes
+from max_ep.bench.peer_ep import Peer
 
 WARM_UPS, SAMPLES = 5, 40
 SHAPE = "h2048_e64_k8"
@@ -130,7 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     n_cores = len(os.sched_getaffinity(0))
     cpu = f"{n_cores} cores of {_cpu_model()}"
-    run = runs.about("bench.cpu_round_trip", cpu=cpu, samples=SAMPLES)
+    run = runs.about("python -m bench.cpu_round_trip", cpu=cpu, samples=SAMPLES)
     commit = runs.commit()
     print(f"{commit}, {cpu}: compiling and checking, half a minute a row at first")
     session = InferenceSession(devices=[CPU()])

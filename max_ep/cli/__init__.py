@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``max-ep``: demo, plan, stats, balance, build, serve, who, doctor."""
+"""The command ``max-ep``: demo, plan, bench, stats, balance, build, serve, who,
+doctor."""
 
 from __future__ import annotations
 
@@ -129,6 +130,19 @@ def _run(arguments: Sequence[str] | None) -> int:
         plan.add_argument(
             option, dest=dest, metavar=metavar, type=kind, default=default, help=text
         )
+    about = "time dispatch and combine on these GPUs, beside other systems"
+    bench = command("bench", about)
+    for option, more in (
+        ("--gpus", dict(type=int, help="default: 1, 2, 4 or 8; 0: CPU ranks")),
+        ("--systems", dict(nargs="+", metavar="NAME", help="default: what is there")),
+        ("--tokens", dict(nargs="+", metavar="N", type=int, help="tokens of a rank")),
+        ("--shape", dict(default="h7168_e256_k8", help="hidden, experts, top-k")),
+        ("--routing", dict(default="uniform", choices=("uniform", "zipf"))),
+        ("--layers", dict(metavar="N", type=int, default=8, help="layers of a graph")),
+        ("--time-limit", dict(metavar="S", type=float, default=600, help="seconds")),
+        ("--out", dict(default="max_ep_bench.json", help="a file; a plot beside it")),
+    ):
+        bench.add_argument(option, **more)
     about = "show waits for each peer, and rows of each expert"
     stats = command("stats", about)
     stats.add_argument("file", help="what max_ep.stats.Statistics.save wrote")

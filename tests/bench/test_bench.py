@@ -11,19 +11,10 @@ import pytest
 import torch
 from max.driver import Buffer
 
-from bench import (
-    cases,
-    checks,
-    gpu_round_trip,
-    peer_graphs,
-    peer_torch,
-    processes,
-    report,
-    runs,
-    summary,
-)
-from bench.cases import Case, Config
+from bench import gpu_round_trip, report, summary
 from max_ep import reference
+from max_ep.bench import cases, checks, peer_graphs, peer_torch, processes, runs
+from max_ep.bench.cases import Case, Config
 from max_ep.formats import BY_NAME
 
 DATA = runs.load(report.DATA)
@@ -90,8 +81,9 @@ def test_a_child_that_does_not_end_is_killed(function, argument, limit_s, reason
 )
 def test_graphs_of_all_forms_are_built(monkeypatch, peer, form):
     """As where they are compiled ahead: without a GPU."""
-    if peer in processes.FROM_TORCH:  # no graphs of MAX's
-        assert (peer, form) in peer_torch.LAYERS
+    if peer in cases.FROM_TORCH:  # no graphs of MAX's
+        config = Config(peer, 2, "h4096_e8_k2", "bfloat16", 128)
+        assert peer_torch.layers_of(Case(config, form, 8, "uniform"))
         return
     dtypes = {"by_expert": "fp8", "sums": "nvfp4", "given": "mxfp8", "packed": "fp8"}
     dtype = dtypes.get(peer, "bfloat16")

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench import report, runs, serving
+from bench import report, serving
 from graphs.serve.checkpoint import make_checkpoint
+from max_ep.bench import runs
 from tests.serve.serving import NOISES, Reference, Tally
 
 

@@ -173,7 +173,7 @@ def test_commands_are_those_of_the_programs(page, monkeypatch):
 
 
 OUTPUTS = {"--save", "--out", "--plot"}
-COMMANDS = "demo plan build stats balance serve who doctor".split()
+COMMANDS = "demo plan bench build stats balance serve who doctor".split()
 
 
 def test_changed_imports_are_there():

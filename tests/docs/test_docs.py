@@ -12,7 +12,8 @@ import pytest
 from tests.children import ROOT, printed
 
 import max_ep
-from bench import report, runs
+from bench import report
+from max_ep.bench import runs
 from max_ep import limits
 from max_ep.config import EPConfig
 from max_ep.formats import TokenFormat

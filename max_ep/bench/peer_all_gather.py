@@ -10,9 +10,8 @@ from max.driver import Buffer
 from max.engine import InferenceSession
 from max.graph import Graph, TensorValue
 
-from max_ep import AllGatherTokenDispatcher, reference
-from max_ep.memory.setup_graph import setup_graph
-
+from .. import AllGatherTokenDispatcher, reference
+from ..memory.setup_graph import setup_graph
 from .cases import Case
 from .checks import check_chain, check_same, from_bits, stack_tokens
 from .peer_graphs import Data, GraphPeer, token_types

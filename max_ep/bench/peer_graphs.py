@@ -31,11 +31,11 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 
-from max_ep import reference
-
+from .. import reference
 from . import cases as _cases
 from .cases import LAYER_FACTORS, Case, Config
 from .checks import check_chain, from_bits
+from .clock import Clock, back_to_back, from_idle, summary
 
 CHECKED_LAYERS = 2
 """Layers of the short graph, whose first layer is compared with the oracle."""
@@ -219,14 +219,28 @@ class GraphPeer:
 
         return self._inputs(case.form, data), check
 
-    def measure(self, case: Case, n_samples: int, n_replays: int) -> dict[str, float]:
-        """Checks and times a case: median and p95 in µs a layer."""
+    def measure(
+        self, case: Case, n_samples: int, n_replays: int, is_eager_timed: bool
+    ) -> dict[str, float]:
+        """Checks and times a case: median and p95 in µs a layer.
+
+        ``us``: replays of a captured graph without a pause, by events, on the rank
+        that took longest; ``idle_us``: one replay that idle GPUs begin with;
+        ``eager_us``: launches one by one, by the host's clock. The CPU has the last
+        alone, as ``us``.
+        """
         self._check(case, seed=1)
         inputs, check = self.start(case)
         model, layers = self._model(case.form), self.config.n_layers
         check(model.execute(*inputs))
-        seconds = self._sample(lambda: model.execute(*inputs), n_samples)
-        times = summary("eager_us", "eager_p95", seconds, layers)
+        is_cpu = self.config.target == "cpu"
+        times: dict[str, float] = {}
+        if is_cpu or is_eager_timed:
+            seconds = self._sample(lambda: model.execute(*inputs), n_samples)
+            times = summary(seconds, layers, "" if is_cpu else "eager_")
+        if is_cpu:
+            check(model.execute(*inputs))
+            return times
         self._n_captures += 1
         key = self._n_captures
         outputs = model.capture(key, *inputs)
@@ -236,19 +250,26 @@ class GraphPeer:
                 self.tensor(outputs[rank], rank).zero_()
                 torch.cuda.synchronize(rank)
 
-            def replay() -> None:
-                for _ in range(n_replays):
-                    model.replay(key, *inputs)
-
-            model.replay(key, *inputs)
+            replay = functools.partial(model.replay, key, *inputs)
+            replay()
             check(outputs)
-            seconds = self._sample(replay, n_samples)
+            clock, meet = Clock(self._streams()), self._synchronize
+            idle = from_idle(clock, replay, n_samples, meet).max(axis=1)
+            steady = back_to_back(clock, replay, n_replays, n_samples, meet)
             check(outputs)
         finally:
             del outputs
             model.release_captured_graph(key)
         self._check(case, seed=2)
-        return summary("us", "p95", seconds, layers * n_replays) | times
+        times |= summary(idle, layers, "idle_")
+        return summary(steady.max(axis=1), layers * n_replays) | times
+
+    def _streams(self) -> list[torch.cuda.Stream]:
+        """Returns the stream on which each device runs graphs."""
+        return [
+            torch.cuda.ExternalStream(d.default_queue.native_stream_handle, device=i)
+            for i, d in enumerate(self.devices)
+        ]
 
     def _sample(self, run: Callable[[], object], n_samples: int) -> list[float]:
         """Times ``run`` with all devices idle before and after; in seconds."""
@@ -286,17 +307,12 @@ def token_types(config: Config) -> list[TensorType]:
     return inputs + max(config.n_layers, CHECKED_LAYERS) * layer
 
 
-def summary(median: str, p95: str, seconds: list[float], per: int) -> dict[str, float]:
-    """Returns median and p95 in microseconds of ``seconds / per``, by these names."""
-    us = np.array(seconds) / per * 1e6
-    found = {median: float(np.median(us)), p95: float(np.percentile(us, 95))}
-    return {name: round(value, 5) for name, value in found.items()}
-
-
 def peer_of(config: Config) -> GraphPeer:
+    """Returns a peer. Layers of experts are in the developers' folder ``bench``."""
     own_file = config.peer in ("all_gather", "max_layer", *_cases.EXPERTS)
-    name = f"peer_{config.peer if own_file else 'ep'}"
-    return importlib.import_module(f".{name}", __package__).Peer(config)
+    package = "bench" if config.peer in _cases.EXPERTS else __package__
+    name = f"{package}.peer_{config.peer if own_file else 'ep'}"
+    return importlib.import_module(name).Peer(config)
 
 
 # ---------------------------------------------------------- compiled in advance
@@ -347,7 +363,7 @@ def _sources(config: Config) -> str:
     """Names what graphs were compiled from; ours change with the checkout."""
     if config.peer.startswith("max"):
         return "MAX"
-    from max_ep.extension import sources_hash
+    from ..extension import sources_hash
 
     return sources_hash()
 

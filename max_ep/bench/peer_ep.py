@@ -19,10 +19,9 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import Graph, Module, TensorType, TensorValue, ops
 
-from max_ep import reference
-from max_ep.formats import BY_NAME
-from max_ep.memory.setup_graph import setup_graph
-
+from .. import reference
+from ..formats import BY_NAME
+from ..memory.setup_graph import setup_graph
 from . import cases as _cases
 from . import checks
 from .cases import OURS, Case, Config

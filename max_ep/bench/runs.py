@@ -15,8 +15,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from .. import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("gpu", "experts", "cpu", "serving")
+CPU_RANKS = "cpu_ranks"
+"""The kind of rows that ``max-ep bench`` writes where there are no GPUs."""
 
 
 def load(path: Path) -> dict:
@@ -27,8 +31,10 @@ def dump(data: dict) -> str:
     """Writes runs and rows, one a line."""
     runs = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in data["runs"].items()]
     parts = ['"runs": {\n' + ",\n".join(runs) + "\n}"]
-    for kind in KINDS:
-        rows = [" " + json.dumps(row) for row in data.get(kind, [])]
+    for kind in (*KINDS, CPU_RANKS):
+        if kind not in data:
+            continue
+        rows = [" " + json.dumps(row) for row in data[kind]]
         parts.append(f'"{kind}": [\n' + ",\n".join(rows) + "\n]")
     return "{" + ",\n".join(parts) + "}\n"
 
@@ -69,16 +75,19 @@ def _key(data: dict, kind: str, row: dict) -> tuple:
 
 
 def commit() -> str:
-    """Names the commit, with a ``+`` if the checkout has other changes."""
+    """Names the commit, with a ``+`` if the checkout has other changes; or the version
+    that is installed."""
+    if not (ROOT / "mojo").is_dir():
+        return __version__
     name = output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
     is_changed = output(["git", "-C", str(ROOT), "status", "--porcelain"])
     return (name or "unknown") + "+" * bool(is_changed)
 
 
-def about(module: str, **more: object) -> dict:
+def about(program: str, **more: object) -> dict:
     """Says how rows come to be: date, version and command, without folders."""
     given = ["DIR" if "/" in a else a for a in sys.argv[1:]]
-    command = shlex.join(["python", "-m", module, *given])
+    command = shlex.join([*program.split(), *given])
     version = importlib.metadata.version("max")
     date = str(datetime.date.today())
     return {**more, "date": date, "max": version, "command": command}

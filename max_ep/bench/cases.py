@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU benchmark sends: shapes, peers, routing, data and bytes.
+"""What the benchmark sends: shapes, peers, routing, data and bytes.
 
 All of it is a function of names and seeds, so every process of a run has the same
 inputs, whichever library it drives. NumPy only: neither MAX nor torch is imported
@@ -8,12 +8,13 @@ here. Bfloat16 is kept as its bits (``uint16``).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from max_ep import mxfp8_quant_config, reference
-from max_ep.formats import BY_NAME
+from .. import mxfp8_quant_config, reference
+from ..formats import BY_NAME
 
 TAG_COLUMNS = 16
 """Leading columns of a token whose signs spell its number in the group."""
@@ -43,6 +44,17 @@ SHAPES = {
         Shape("h2048_e128_k8", 2048, 128, 8, "Qwen3-30B-A3B", moe_dim=768),
     )
 }
+
+_SHAPE_NAME = re.compile(r"h(\d+)_e(\d+)_k(\d+)")
+
+
+def shape_of(name: str) -> Shape:
+    """Returns the sizes that a name such as ``h7168_e256_k8`` spells."""
+    if not (sizes := _SHAPE_NAME.fullmatch(name)):
+        wanted = "hHIDDEN_eEXPERTS_kTOP_K, such as h7168_e256_k8"
+        raise ValueError(f"shape {name!r}: needs {wanted}")
+    return Shape(name, *map(int, sizes.groups()), model=name)
+
 
 DTYPES = ("bfloat16", "fp8", "mxfp8", "nvfp4", "mxfp4")
 """Formats of dispatch, by the names of ``max_ep.formats``."""
@@ -91,6 +103,7 @@ FORMS = {
     "max_layer": ("fused",),
     "nccl": ("all_gather", "all_to_all"),
     "buffer": ("fused", "split"),
+    **dict.fromkeys(("deepep_v1", "deepep_v2", "trtllm", "nccl_ep"), ("fused",)),
     **EXPERTS,
 }
 """Peers, and what a layer of each is made of.
@@ -99,9 +112,14 @@ FORMS = {
 ``work``: async, other work, wait; ``fused_work``: the same work, then fused.
 ``dispatch``: the fused dispatch, without combine.
 ``all_gather`` is an ``AllGatherTokenDispatcher``; ``max`` MAX's EP; ``max_layer`` what
-MAX's MoE layer does on one GPU, without expert parallelism; ``nccl`` and ``buffer``
-see ``bench.peer_torch``.
+MAX's MoE layer does on one GPU, without expert parallelism; those from PyTorch see
+``torch_layers.py`` and ``other_layers.py``.
 """
+
+FROM_TORCH = ("nccl", "buffer", "deepep_v1", "deepep_v2", "trtllm", "nccl_ep")
+"""Peers that PyTorch runs, one process a GPU."""
+WITHOUT_GRAPHS = (*FROM_TORCH, "grouped_mm")
+"""Peers that have no graphs to compile."""
 
 _SCHEMES = {
     "sums": ("dedup", "dedup"),
@@ -111,7 +129,8 @@ _SCHEMES = {
     "all_to_all": ("dedup", "dedup"),
 }
 _SCHEMES |= {f"{name}_masks": _SCHEMES[name] for name in ("sums", "rows")}
-_SCHEMES |= dict.fromkeys(("sums_mxfp8", "given", "packed"), _SCHEMES["sums"])
+_RANKS = ("sums_mxfp8", "given", "packed", "deepep_v2", "trtllm", "nccl_ep")
+_SCHEMES |= dict.fromkeys(_RANKS, _SCHEMES["sums"])
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.
@@ -141,7 +160,7 @@ class Config:
 
     @property
     def shape(self) -> Shape:
-        return SHAPES[self.shape_name]
+        return SHAPES.get(self.shape_name) or shape_of(self.shape_name)
 
     @property
     def is_quantized(self) -> bool:

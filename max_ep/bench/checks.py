@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares what a library delivered with the oracle, on the GPU that holds it.
 
-Routing comes from the oracle (``bench.cases.routes``) for all rows at every
+Routing comes from the oracle (``cases.routes``) for all rows at every
 size; payload is compared on the device, by torch. Quantized bits, which the oracle
 must compute one by one, are compared for a sample of rows.
 
@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from max_ep import reference
-from max_ep.formats import BY_NAME
-from max_ep.limits import FP8_BLOCK
-
+from .. import reference
+from ..formats import BY_NAME
+from ..limits import FP8_BLOCK
 from .cases import TAG_COLUMNS, Shape, expert_row
 
 _CHUNK_ROWS = 8192
@@ -110,7 +109,7 @@ def check_dispatch(
 ) -> None:
     """Compares one rank's rows with the oracle.
 
-    ``wanted`` is the rank's of :func:`bench.cases.routes`, ``x_all`` is
+    ``wanted`` is the rank's of :func:`cases.routes`, ``x_all`` is
     :func:`stack_tokens` of the group. Each expert's rows are filled up to a multiple of
     ``filled_to``; what follows its own is not compared.
     """
@@ -182,8 +181,31 @@ def _check_dequantized(
     _require((error <= allowed).all(), f"{where}: a dequantized row is off")
 
 
-def check_chain(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Compares a chain's result with float64 that bfloat16 holds, or rounds once."""
+def check_rows(
+    where: str, rows: torch.Tensor, numbers: np.ndarray, x_all: torch.Tensor
+) -> None:
+    """Compares bfloat16 rows, in any order, with the tokens of these numbers; ``x_all``
+    is :func:`stack_tokens` of the group."""
+    message = f"{where}: {len(rows)} rows, needs {len(numbers)}"
+    _require(len(rows) == len(numbers), message)
+    got = token_numbers(rows)
+    want = torch.from_numpy(numbers).to(rows.device)
+    same = torch.equal(got.sort().values, want.sort().values)
+    _require(same, f"{where}: rows of the wrong tokens")
+    for begin in range(0, len(rows), _CHUNK_ROWS):
+        part = slice(begin, begin + _CHUNK_ROWS)
+        same = rows[part].view(torch.int16) == x_all[got[part]].view(torch.int16)
+        _require(same.all(), f"{where}: a row's payload differs")
+
+
+def check_chain(
+    where: str, got: torch.Tensor, want: torch.Tensor, *, is_exact: bool = True
+) -> None:
+    """Compares a chain's result with float64 that bfloat16 holds, or rounds once; if
+    not ``is_exact``, as :func:`check_near`."""
+    if not is_exact:
+        check_near(where, got, want)
+        return
     same = got == want.to(torch.bfloat16)  # by value: 0 may have either sign
     _require(same.all(), f"{where}: {int((~same).sum())} elements of the chain differ")
 

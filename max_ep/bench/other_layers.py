@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of other libraries, by their own interfaces. Each is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .cases import expert_row
+from .torch_layers import Layers, LowLatency
+
+
+class DeepEPV1(LowLatency):
+    """DeepEP's low-latency calls, over NVLink."""
+
+    def make_buffer(self) -> Any:
+        from deep_ep import Buffer
+
+        sizes = self.config.max_tokens, self.shape.hidden_size
+        n, n_experts = self.config.n_ranks, self.shape.n_experts
+        n_bytes = Buffer.get_low_latency_rdma_size_hint(*sizes, n, n_experts)
+        return Buffer(
+            dist.group.WORLD,
+            num_rdma_bytes=n_bytes,
+            low_latency_mode=True,
+            num_qps_per_rank=self.n_local,
+            allow_nvlink_for_low_latency_mode=True,
+            explicitly_destroy=True,
+        )
+
+
+class _RowsOfRanks(Layers):
+    """Layers that deliver one row for each (token, rank), and add up one of each."""
+
+    is_exact = False
+
+    def wanted(self, layer: int) -> torch.Tensor:
+        return self.x.double() * self.ranks_of_tokens(layer).sum(1, keepdim=True)
+
+
+class DeepEPV2(_RowsOfRanks):
+    """``ElasticBuffer`` without a look at counts by the host, as graphs need it. All
+    multiprocessors may take part (``prefer_overlap_with_compute=False``)."""
+
+    def open(self) -> None:
+        from deep_ep import ElasticBuffer
+
+        self.ids = [ids.long() for ids in self.ids]
+        self._most = dict(
+            num_max_tokens_per_rank=self.config.max_tokens,
+        )
+        self.buffer = ElasticBuffer(
+            dist.group.WORLD,
+            hidden=self.shape.hidden_size,
+            num_topk=self.shape.top_k,
+            allow_hybrid_mode=False,
+            prefer_overlap_with_compute=False,
+            explicitly_destroy=True,
+            **self._most,
+        )
+
+    def dispatch(self, layer: int) -> Any:
+        rows, _, _, handle, _ = self.buffer.dispatch(
+            self.x,
+            self.ids[layer],
+            self.weights[layer],
+            num_experts=self.shape.n_experts,
+            do_cpu_sync=False,
+            **self._most,
+        )
+        return rows, handle
+
+    def combine(self, layer: int, sent: Any) -> torch.Tensor:
+        return self.buffer.combine(*sent)[0]
+
+    def delivered(
+        self, layer: int, sent: Any
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        rows, handle = sent
+        n = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        yield rows[:n], self.tokens_of_rank(layer)
+
+    def close(self) -> None:
+        self.buffer.destroy()
+
+
+class OneSided(Layers):
+    """TensorRT-LLM's one-sided all-to-all, of FlashInfer. Experts write what combine
+    sends into the workspace; here every expert of a rank returns the same row, which is
+    there already. So combine copies nothing."""
+
+    def open(self) -> None:
+        from flashinfer.comm.mapping import Mapping
+        from flashinfer.comm.mnnvl import MnnvlConfig, TorchDistBackend
+        from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll
+
+        n, size = self.config.n_ranks, self.config.max_tokens
+        mapping = Mapping(
+            world_size=n,
+            rank=self.rank,
+            gpus_per_node=n,
+            tp_size=n,
+            moe_ep_size=n,
+        )
+        # Its handles are exchanged on the host.
+        group = dist.new_group(backend="gloo")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._all_to_all = MoeAlltoAll(
+                mapping,
+                max_num_tokens=size,
+                top_k=self.shape.top_k,
+                num_experts=self.shape.n_experts,
+                hidden_size=self.shape.hidden_size,
+                mnnvl_config=MnnvlConfig(comm_backend=TorchDistBackend(group)),
+            )
+        self._row = torch.from_numpy(expert_row(self.shape, self.rank))
+        self._row = self._row.bfloat16().to(self.device)
+
+    def dispatch(self, layer: int) -> Any:
+        n, ids = self.case.n_tokens, self.ids[layer]
+        payloads = [self.x, ids, self.weights[layer]]
+        rows, ids_there, _ = self._all_to_all.dispatch(
+            ids, payloads, n, self.shape.n_experts, 1
+        )
+        return rows, ids_there
+
+    def combine(self, layer: int, sent: Any) -> torch.Tensor:
+        n, hidden = self.case.n_tokens, self.shape.hidden_size
+        payload = self._all_to_all.get_combine_payload_tensor_in_workspace(
+            n, hidden, torch.bfloat16
+        )
+        if not torch.cuda.is_current_stream_capturing():
+            payload.copy_(self._row.expand_as(payload))
+        return self._all_to_all.combine(payload, n, payload_in_workspace=True)
+
+    def delivered(
+        self, layer: int, sent: Any
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        rows, ids = (t.flatten(0, 1) for t in sent)
+        # Where no token came, all ids are the one that no expert has.
+        is_there = (ids < self.shape.n_experts).any(dim=1)
+        yield rows[is_there], self.tokens_of_rank(layer)
+
+    def wanted(self, layer: int) -> torch.Tensor:
+        rows = [expert_row(self.shape, rank) for rank in range(self.config.n_ranks)]
+        of_ranks = torch.from_numpy(np.stack(rows)).to(self.device).double()
+        return self.ranks_of_tokens(layer).double() @ of_ranks
+
+
+class NcclEP(_RowsOfRanks):
+    """NCCL EP's low-latency algorithm. A layer's handle is made before it is timed."""
+
+    def open(self) -> None:
+        import nccl.ep as ep
+        from nccl.ep.interop.torch import get_nccl_comm_from_group
+
+        self._ep = ep
+        n, size = self.config.n_ranks, self.config.max_tokens
+        hidden, top_k = self.shape.hidden_size, self.shape.top_k
+        self._group = ep.Group.create(
+            get_nccl_comm_from_group(),
+            ep.GroupConfig(
+                num_experts=self.shape.n_experts,
+                max_dispatch_tokens_per_rank=size,
+                max_token_bytes=2 * hidden,
+                num_topk=top_k,
+            ),
+        )
+        stream = torch.cuda.current_stream()
+        self.ids = [ids.long() for ids in self.ids]
+        self._handles = [
+            self._group.create_handle(
+                ep.Layout.RANK_MAJOR, ep.Tensor(ids), stream=stream
+            )
+            for ids in self.ids
+        ]
+        new = self.x.new_empty
+        self._rows = new((n, size, hidden))
+        self._rest = (
+            new((n, size, top_k), dtype=torch.float32),
+            new((n, size, top_k), dtype=torch.int32),
+            new(n, dtype=torch.int32),
+        )
+
+    def dispatch(self, layer: int) -> Any:
+        ep, (weights, ids, counts) = self._ep, self._rest
+        self._handles[layer].dispatch(
+            ep.DispatchInputs(
+                tokens=ep.Tensor(self.x), topk_weights=ep.Tensor(self.weights[layer])
+            ),
+            ep.DispatchOutputs(
+                tokens=ep.Tensor(self._rows),
+                topk_weights=ep.Tensor(weights),
+                topk_idx=ep.Tensor(ids),
+            ),
+            layout_info=ep.LayoutInfo(src_rank_counters=ep.Tensor(counts)),
+            stream=torch.cuda.current_stream(),
+        )
+        return counts
+
+    def combine(self, layer: int, sent: Any) -> torch.Tensor:
+        ep, sums = self._ep, torch.empty_like(self.x)
+        self._handles[layer].combine(
+            ep.CombineInputs(tokens=ep.Tensor(self._rows)),
+            ep.CombineOutputs(tokens=ep.Tensor(sums)),
+            stream=torch.cuda.current_stream(),
+        )
+        return sums
+
+    def delivered(
+        self, layer: int, sent: Any
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        counts = sent.tolist()
+        rows = torch.cat([rows[:n] for rows, n in zip(self._rows, counts)])
+        yield rows, self.tokens_of_rank(layer)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.destroy()
+        self._group.destroy()
+
+
+def set_variables() -> None:
+    """Sets what these libraries read of the environment, before they are imported."""
+    # DeepEP refuses another copy of NCCL than the one it was linked with; one host
+    # needs no GIN.
+    os.environ.setdefault("EP_DISABLE_GIN", "1")
