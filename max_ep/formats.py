@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from max.dtype import DType
@@ -18,9 +18,6 @@ from max.nn.quant_config import NVFP4_BLOCK_SIZE, QuantConfig, QuantFormat
 
 from . import quantize
 from .limits import FP8_BLOCK
-
-if TYPE_CHECKING:
-    from .config import EPConfig
 
 PLAIN_DTYPES = (DType.bfloat16, DType.float32)
 """Dtypes of expert rows and results, and of tokens before a format encodes them."""
@@ -156,30 +153,6 @@ class TokenFormat:
             row_scale_bytes=16,
             quantize=lambda x: quantize.quantize_nvfp4_dynamic(x)[:2],
         )
-
-    def check_options(self, config: EPConfig) -> None:
-        """Raises a ``ValueError`` if a config asks for what the format has not."""
-        if config.nvfp4_dyn_global_scales and not self.row_scale_bytes:
-            raise ValueError(
-                f"nvfp4_dyn_global_scales=True with {self.name} dispatch; it "
-                "needs dispatch_quant_config=max_ep.nvfp4_quant_config()"
-            )
-        if config.scale_layout == "packed" and self.rounds_scales:
-            of_word = 4 * self.scale_block
-            if not config.fp8_power_of_two_scales or config.hidden_size % of_word != 0:
-                raise ValueError(
-                    "scale_layout='packed' has four exponents in a word: pass "
-                    "fp8_power_of_two_scales=True and a hidden_size that "
-                    f"{of_word} divides, not {config.hidden_size}"
-                )
-        are_pairs = self.is_quantized and not self.row_scale_bytes
-        if config.tokens_are_quantized and not are_pairs:
-            raise ValueError(
-                f"tokens_are_quantized=True with {self.name} dispatch and "
-                f"nvfp4_dyn_global_scales={config.nvfp4_dyn_global_scales}: they "
-                "are pairs of values and scales of blocks; pass False, or a "
-                "dispatch_quant_config without scales of whole tokens"
-            )
 
     def check_quant_config(
         self, given: QuantConfig | None, field: str = "dispatch_quant_config"

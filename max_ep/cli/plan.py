@@ -14,7 +14,7 @@ from max.nn.comm.ep import ep_config as max_ep_config
 from max.support.human_readable_formatter import to_human_readable_bytes as human
 
 from ..config import EPConfig
-from ..config_checks import cost_of_by_expert
+from ..config.protocol import cost_of_by_expert
 from ..formats import BY_NAME
 from ..limits import SOURCE_INFO_BYTES
 from .network import Layer, Links, report

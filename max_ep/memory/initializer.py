@@ -16,7 +16,7 @@ from max.engine import InferenceSession, Model
 from ..agreement import agreed
 from ..balance import Placement
 from ..config import EPConfig, check_is_config
-from ..config_checks import check_tables
+from ..config.checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from ..waits import Facts, RankWait, Waits, Words, gpu_wait

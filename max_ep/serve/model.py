@@ -19,7 +19,7 @@ from max.engine import InferenceSession, Model
 from max.graph.graph import default_custom_extensions_scope
 
 from .. import EPBatchManager, EPCommInitializer, EPConfig, experts, extension_path
-from ..config_checks import cost_of_by_expert
+from ..config.protocol import cost_of_by_expert
 from ..moe_shape import MoeShape
 from .hopper import REPLACED, PlacedMoE, forward_layers, is_hopper
 from .settings import gathers, n_gpus, serving_config, uses_max_ep

@@ -277,11 +277,11 @@ def test_auto_is_by_rank_where_that_works(monkeypatch):
         (dict(max_tokens_per_rank=65536), "by_expert"),
     ):
         assert TWO.config(protocol="auto", **changes).protocol == protocol
-    name = "max_ep.config_checks.accelerator_architecture_name"
+    name = "max_ep.config.protocol.accelerator_architecture_name"
     for gpu, protocol in dict(sm_80="by_expert", sm_90a="by_rank").items():
         monkeypatch.setattr(name, lambda gpu=gpu: gpu)
         assert TWO.config(protocol="auto", target="gpu").protocol == protocol
-    monkeypatch.setattr("max_ep.config_checks.accelerator_api", lambda: "hip")
+    monkeypatch.setattr("max_ep.config.protocol.accelerator_api", lambda: "hip")
     assert TWO.config(protocol="auto", target="gpu").protocol == "by_expert"
     assert TWO.config(protocol="auto").protocol == "by_rank"
     with raises(ValueError, "by_rank; AMD; by_expert"):

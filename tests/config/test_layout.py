@@ -18,7 +18,7 @@ from max_ep import (
     quantize,
     waits,
 )
-from max_ep.config_checks import least_region_bytes
+from max_ep.config.protocol import least_region_bytes
 from tests.codegen.kernels import mojo_constant
 from tests.oracle.cases import BY_RANK_CASES, CASES, LARGE_CASES, SUMS_CASES, Case
 

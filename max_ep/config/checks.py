@@ -3,27 +3,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import numpy as np
-from max.driver import accelerator_api, accelerator_architecture_name
 from max.dtype import DType
 from max.nn.quant_config import QuantConfig
-from max.support.human_readable_formatter import to_human_readable_bytes as human
 
-from . import limits
-from .balance import Placement
-from .formats import PLAIN_DTYPES
-from .limits import checked_int, shown
-
-if TYPE_CHECKING:
-    from .config import EPConfig
+from .. import limits
+from ..balance import Placement
+from ..formats import PLAIN_DTYPES
+from ..limits import checked_int, shown
+from .fields import ConfigFields
+from .protocol import USUAL
 
 
-def check_types(config: EPConfig) -> None:
+def check_types(config: ConfigFields) -> None:
     """Checks what each field holds, by its annotation; integers become Python's."""
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
@@ -33,7 +28,7 @@ def check_types(config: EPConfig) -> None:
             setattr(config, name, bool(value))
         elif field.type == "int":
             # `check_memory` knows the most for the sizes that memory is made of.
-            most = None if name in _USUAL else limits.MAX_COUNT
+            most = None if name in USUAL else limits.MAX_COUNT
             n = checked_int(name, value, _LEAST.get(name, 0), most)
             setattr(config, name, n)
         elif field.type == "str" and not isinstance(value, str):
@@ -65,7 +60,7 @@ _LEAST = dict.fromkeys(
 """The least values of integers that may not be 0, or may be less."""
 
 
-def check_choices(config: EPConfig) -> None:
+def check_choices(config: ConfigFields) -> None:
     """Checks fields of few values, and refuses what max_ep does not do."""
     for field, choices in (
         ("target", ("auto", *limits.TARGETS)),
@@ -93,7 +88,7 @@ def check_choices(config: EPConfig) -> None:
         )
 
 
-def check_sizes(config: EPConfig) -> None:
+def check_sizes(config: ConfigFields) -> None:
     """Checks numbers, and that they fit each other."""
     if config.node_id >= config.n_nodes:
         raise ValueError(
@@ -153,7 +148,7 @@ def check_sizes(config: EPConfig) -> None:
         )
 
 
-def check_max_output_rows(config: EPConfig) -> None:
+def check_max_output_rows(config: ConfigFields) -> None:
     """Refuses a cap where rows cannot be dropped."""
     n_rows = config.max_output_rows
     if n_rows is None:
@@ -171,7 +166,7 @@ def check_max_output_rows(config: EPConfig) -> None:
         )
 
 
-def check_all_gather(config: EPConfig) -> None:
+def check_all_gather(config: ConfigFields) -> None:
     """Checks that to dispatch each rank is an expert, and a token chooses them all."""
     for field, wanted in (
         ("protocol", "by_rank"),
@@ -190,7 +185,7 @@ def check_all_gather(config: EPConfig) -> None:
             )
 
 
-def check_dtypes(config: EPConfig) -> None:
+def check_dtypes(config: ConfigFields) -> None:
     """Checks dtypes, and the format that follows from them."""
     for field in ("dispatch_dtype", "combine_dtype", "partial_dtype"):
         value = getattr(config, field)
@@ -224,10 +219,36 @@ def check_dtypes(config: EPConfig) -> None:
             config.combine_quant_config, "combine_quant_config"
         )
     config.token_format.check_quant_config(config.dispatch_quant_config)
-    config.token_format.check_options(config)
+    _check_options(config)
 
 
-def check_hidden_size(config: EPConfig) -> None:
+def _check_options(config: ConfigFields) -> None:
+    """Refuses what the format of tokens has not."""
+    token_format = config.token_format
+    if config.nvfp4_dyn_global_scales and not token_format.row_scale_bytes:
+        raise ValueError(
+            f"nvfp4_dyn_global_scales=True with {token_format.name} dispatch; it "
+            "needs dispatch_quant_config=max_ep.nvfp4_quant_config()"
+        )
+    if config.scale_layout == "packed" and token_format.rounds_scales:
+        of_word = 4 * token_format.scale_block
+        if not config.fp8_power_of_two_scales or config.hidden_size % of_word != 0:
+            raise ValueError(
+                "scale_layout='packed' has four exponents in a word: pass "
+                "fp8_power_of_two_scales=True and a hidden_size that "
+                f"{of_word} divides, not {config.hidden_size}"
+            )
+    are_pairs = token_format.is_quantized and not token_format.row_scale_bytes
+    if config.tokens_are_quantized and not are_pairs:
+        raise ValueError(
+            f"tokens_are_quantized=True with {token_format.name} dispatch and "
+            f"nvfp4_dyn_global_scales={config.nvfp4_dyn_global_scales}: they "
+            "are pairs of values and scales of blocks; pass False, or a "
+            "dispatch_quant_config without scales of whole tokens"
+        )
+
+
+def check_hidden_size(config: ConfigFields) -> None:
     """Checks that rows are made of whole 16-byte vectors and whole blocks."""
     of_uses = {"dispatch": config.token_format, "partial sums": config.partial_format}
     for use, token_format in of_uses.items():
@@ -251,7 +272,7 @@ def check_hidden_size(config: EPConfig) -> None:
             )
 
 
-def check_scale_layout(config: EPConfig) -> None:
+def check_scale_layout(config: ConfigFields) -> None:
     """Chooses the layout of scales, and checks that there can be one."""
     layouts = config.token_format.scale_layouts
     if config.scale_layout == "auto":
@@ -272,153 +293,7 @@ def check_scale_layout(config: EPConfig) -> None:
         )
 
 
-def _gpu_before_hopper() -> str:
-    """Returns the name of an NVIDIA architecture that lacks launch overlap, or ""."""
-    try:
-        name = accelerator_architecture_name()
-    except ValueError:  # there is no GPU
-        return ""
-    version = name.removeprefix("sm_").rstrip("af")
-    return name if version.isdecimal() and int(version) < 90 else ""
-
-
-def _refusal_of_target(config: EPConfig) -> str:
-    """Says where by rank does not run; empty: it runs on this target."""
-    if config.uses_shmem:
-        return (
-            f"with target='gpu' and n_nodes={config.n_nodes}: it reaches the GPUs of "
-            "one host only"
-        )
-    if config.target == "gpu" and accelerator_api() == "hip":
-        return "with target='gpu' on AMD GPUs: its kernels are for NVIDIA GPUs"
-    if config.target == "gpu" and (gpu := _gpu_before_hopper()):
-        return f"with target='gpu' on {gpu}: its kernels need sm_90 or newer"
-    return ""
-
-
-def _too_large_by_rank(config: EPConfig) -> str:
-    """Names a field that is too large for by rank; empty: none is."""
-    for field in ("n_experts", "max_tokens_per_rank"):
-        if getattr(config, field) > limits.MAX_OF_ENTRY:
-            return field
-    return ""
-
-
-def refusal_by_rank(config: EPConfig) -> str:
-    """Says why a group cannot have ``protocol="by_rank"``; empty: it can."""
-    refusal, field = _refusal_of_target(config), _too_large_by_rank(config)
-    if field and not refusal:
-        n = getattr(config, field)
-        return f"with {field}={n}: it takes at most {limits.MAX_OF_ENTRY}"
-    return refusal
-
-
-def choose_protocol(config: EPConfig) -> str:
-    """Returns what ``"auto"`` is."""
-    works = config.combines_sums or not refusal_by_rank(config)
-    return "by_rank" if works else "by_expert"
-
-
-def warn_of_by_expert(config: EPConfig) -> None:
-    """Warns if what ``"auto"`` has become costs memory."""
-    if note := cost_of_by_expert(config):
-        # Between this function and EPConfig's caller are two of its methods.
-        warnings.warn(f"max_ep: protocol='auto' is {note}", stacklevel=4)
-
-
-def cost_of_by_expert(config: EPConfig) -> str:
-    """Says what by expert costs a group that is too large for by rank; empty: another
-    protocol would not save anything."""
-    field = _too_large_by_rank(config)
-    if config.is_by_rank or not field or _refusal_of_target(config):
-        return ""
-    most = limits.MAX_OF_ENTRY
-    costs, instead = (
-        human(least_region_bytes(config, name)) for name in ("by_expert", "by_rank")
-    )
-    remedy = f"Pass {field} <= {most}"
-    if field == "max_tokens_per_rank":
-        remedy += " and send longer batches in parts"
-    return (
-        f"'by_expert': {field}={getattr(config, field)} is above {most}, the most of "
-        f"'by_rank', and a rank's memory takes at least {costs} instead of {instead}. "
-        f"{remedy}, or pass protocol='by_expert' if this is meant"
-    )
-
-
-def least_region_bytes(config: EPConfig, protocol: str) -> int:
-    """Counts the tokens and rows that a rank's symmetric memory has places for, in
-    bytes: nearly all of it. Exact, for Python's integers do not overflow."""
-    n_tokens, n_ranks = config.max_tokens_per_rank, config.exchange_ranks
-    # A source has a place for each token, or for each token and expert.
-    n_sent = n_ranks * (config.n_local_experts if protocol == "by_expert" else 1)
-    n_back = config.top_k * (n_ranks if config.masks else 1)
-    if config.combines_sums:
-        n_back = n_ranks
-    sent = config.row_columns * config.token_format.dtype.size_in_bytes
-    back = config.hidden_size * config.combine_wire_dtype.size_in_bytes
-    return n_tokens * (n_sent * sent + n_back * back)
-
-
-_USUAL = {
-    "hidden_size": 16384,
-    "max_tokens_per_rank": 65536,
-    "n_experts": 1024,
-    "router_top_k": limits.MAX_TOP_K,
-}
-"""Sizes of large models. What is the most times as large is called too large."""
-
-
-def check_memory(config: EPConfig) -> None:
-    """Refuses what kernels cannot count, so that no size overflows in Mojo."""
-    n_tokens, n_ranks = config.max_tokens_per_rank, config.exchange_ranks
-    n_rows = n_ranks * n_tokens * min(config.top_k, config.n_local_experts)
-    n_rows = max(n_rows, n_tokens * config.top_k)
-    message = 4 * config.hidden_size + limits.METADATA_BYTES * config.router_top_k
-    message += limits.SOURCE_INFO_BYTES
-    n_bytes = least_region_bytes(config, config.protocol)
-    hidden, tokens, experts, choices = _USUAL
-    for n, most, what, names in (
-        (n_bytes, limits.MAX_ADDRESS, "bytes of memory", [hidden, tokens, experts]),
-        (config.n_experts, limits.MAX_EXPERTS, experts, [experts]),
-        (message, limits.MAX_COUNT, "bytes in a message", [hidden, choices]),
-        (n_rows, limits.MAX_COUNT, "rows", [tokens]),
-    ):
-        if n > most:
-            field = max(names, key=lambda name: getattr(config, name) / _USUAL[name])
-            given = f"{field}={getattr(config, field)} is too large"
-            raise ValueError(
-                f"{given}: it makes {n:,} {what}, and {most:,} is the most. A rank's "
-                f"memory would take at least {n_bytes:,} bytes ({human(n_bytes)}). "
-                f"Pass a smaller {field}"
-            )
-
-
-def check_protocol(config: EPConfig) -> None:
-    """Checks that the protocol can do what the other fields ask for."""
-    can_mask = config.is_by_rank and config.n_ranks <= limits.MAX_MASKING_GPUS
-    if config.masks and config.target == "gpu" and not can_mask:
-        raise ValueError(
-            f"on_timeout='mask' on GPUs with protocol={config.protocol!r} and "
-            f"{config.n_ranks} ranks: it is for 'by_rank', and at most "
-            f"{limits.MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
-        )
-    if not config.is_by_rank:
-        if config.combines_sums:
-            raise ValueError(
-                f"combine_mode='sums' with protocol={config.protocol!r}: the rank of "
-                "an expert can add up a token's rows only with protocol='by_rank'; "
-                "pass that, or 'auto', or combine_mode='rows'"
-            )
-        return
-    if refusal := refusal_by_rank(config):
-        raise ValueError(
-            f"protocol='by_rank' {refusal}; pass protocol='by_expert' (and "
-            "combine_mode='rows')"
-        )
-
-
-def check_balance(config: EPConfig) -> None:
+def check_balance(config: ConfigFields) -> None:
     """Checks the fields of balanced experts, and puts the first plan into an array."""
     if not (config.eplb_enabled and config.num_logical_experts):
         config.num_logical_experts = config.n_experts
@@ -454,7 +329,7 @@ def check_balance(config: EPConfig) -> None:
 
 
 def check_tables(
-    config: EPConfig, log2phy: Sequence[np.ndarray], logcnt: Sequence[np.ndarray]
+    config: ConfigFields, log2phy: Sequence[np.ndarray], logcnt: Sequence[np.ndarray]
 ) -> None:
     """Checks that each logical expert has replicas that there are, on all local ranks
     the same."""
