@@ -3,6 +3,7 @@ from max.nn.comm.ep import (
     calculate_ep_max_tokens_per_rank as calculate_ep_max_tokens_per_rank,
 )
 
+from .all_gather import AllGatherTokenDispatcher as AllGatherTokenDispatcher
 from .config import EPConfig as EPConfig
 from .config import estimate_ep_memory_usage as estimate_ep_memory_usage
 from .extension import extension_path as extension_path
@@ -10,7 +11,6 @@ from .formats import blockwise_fp8_quant_config as blockwise_fp8_quant_config
 from .formats import mxfp4_quant_config as mxfp4_quant_config
 from .formats import mxfp8_quant_config as mxfp8_quant_config
 from .formats import nvfp4_quant_config as nvfp4_quant_config
-from .graph.all_gather import AllGatherTokenDispatcher as AllGatherTokenDispatcher
 from .graph.buffers import EPCommBuffers as EPCommBuffers
 from .graph.builders import call_distributed_ep_combine as call_distributed_ep_combine
 from .graph.builders import call_distributed_ep_dispatch as call_distributed_ep_dispatch
@@ -29,6 +29,6 @@ from .graph.routing import softmax_top_k as softmax_top_k
 from .launch import LaunchError as LaunchError
 from .launch import launch as launch
 from .memory.initializer import EPCommInitializer as EPCommInitializer
-from .memory.membership import RankExpelled as RankExpelled
+from .processes.membership import RankExpelled as RankExpelled
 
 __version__: str

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .limits import GROUP_VARIABLE, NODE_VARIABLE
-from .memory import presence
+from .processes import presence
 
 _POLL_S = 0.05
 _FIRST_REPORT_S = 2.0

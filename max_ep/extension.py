@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from mojo.run import subprocess_run_mojo
 
 from .cache import cache_dir, kept
-from .memory.shmem import BITCODE_PACKAGE, bitcode_path, check_installed
+from .shmem_parts import BITCODE_PACKAGE, bitcode_path, check_installed
 
 if TYPE_CHECKING:
     from max.dtype import DType

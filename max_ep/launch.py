@@ -24,7 +24,7 @@ from typing import Any
 from . import first_import
 from .cache import compile_once
 from .limits import GROUP_VARIABLE, MAX_RANKS, NODE_VARIABLE, is_integer
-from .memory import presence
+from .processes import presence
 
 _GRACE_S = 5.0
 """What the others have, after one has failed, to say what they saw; and after all have

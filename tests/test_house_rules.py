@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules a reviewer need not check: format, layers, atomics, sizes."""
 
+import ast
 import os
 import re
 import shlex
@@ -21,6 +22,13 @@ from tests.docs.test_docs import DOCS, MOJO_FILES, PAGES, PYTHON_FILES, name_of
 LAYERS = (
     "protocol work formats device row_limit dispatch_by_expert dispatch_by_rank "
     "combine_rows combine_sums cpu launch router"
+).split()
+
+# Each module or folder of the Python package may import only those to its left.
+PYTHON_LAYERS = (
+    "limits install quantize moe_shape checkpoint processes cache first_import launch "
+    "max_ep shmem_parts extension formats balance stats config agreement waits experts "
+    "reference graph memory all_gather torch serve cli"
 ).split()
 
 
@@ -170,6 +178,44 @@ def test_no_import_circle_in_mojo():
         graph.add_edges_from((name, module) for module in imports_of(path))
     assert graph.number_of_edges() > 100
     assert not list(nx.simple_cycles(graph))
+
+
+def python_imports() -> nx.DiGraph:
+    """Which module of `max_ep` imports which, also in functions and for types."""
+    paths = [path for path in PYTHON_FILES if path.is_relative_to(ROOT / "max_ep")]
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in paths}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph = nx.DiGraph()
+    for name, path in modules.items():
+        folder = path.relative_to(ROOT).parts[:-1]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            above = folder[: len(folder) - node.level + 1] if node.level else ()
+            home = ".".join((*above, *filter(None, [node.module])))
+            for alias in node.names:
+                inner = f"{home}.{alias.name}"
+                imported = inner if inner in modules else home
+                if imported in modules and imported != name:
+                    graph.add_edge(name, imported)
+    return graph
+
+
+def test_no_import_circle_in_python():
+    graph = python_imports()
+    assert graph.number_of_edges() > 200
+    found = [c for c in nx.strongly_connected_components(graph) if len(c) > 1]
+    # What still is one: Buffer and its calls name each other for types.
+    assert not [c for c in found if not all(x.startswith("max_ep.torch.") for x in c)]
+
+
+def test_python_layers_point_one_way():
+    """`max_ep` itself finds its names when they are asked for."""
+    layers = {name: i for i, name in enumerate(PYTHON_LAYERS)}
+    for name, imported in python_imports().edges:
+        own, other = (x.removeprefix("max_ep.").split(".")[0] for x in (name, imported))
+        is_lower = layers[other] < layers[own] or own == other
+        assert is_lower, f"{name} imports {imported}"
 
 
 def test_serving_and_matmuls_stand_apart():

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import install
 from ..cache import cache_dir, check_folder
-from ..memory.shmem import missing_parts, versions
+from ..shmem_parts import missing_parts, versions
 
 _WANTED_MAX = "26.7."
 

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from ..memory.answering import answers
-from ..memory.meeting import parent_of
+from ..processes.meeting import parent_of
 from ..waits import RankWait, Waits
 
 

@@ -17,10 +17,10 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..processes.meeting import process_state
+from ..processes.messages import said, taken
+from ..processes.sockets import Answering, call, found, listen, process_at
 from ..waits import Facts, Waits, Words, cpu_wait
-from .meeting import process_state
-from .messages import said, taken
-from .sockets import Answering, call, found, listen, process_at
 
 if TYPE_CHECKING:
     from .symmetric_memory import SharedMemory

@@ -19,13 +19,13 @@ from ..config import EPConfig, check_is_config
 from ..config.checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
+from ..processes import presence
+from ..processes.meeting import check_group
 from ..waits import Facts, RankWait, Waits, Words, gpu_wait
-from . import presence
 from .answering import answer_for, waits_of_processes
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory, reader
 from .masked_ranks import MaskedRanks
-from .meeting import check_group
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory

@@ -17,7 +17,7 @@ from max.driver import CPU, Buffer
 
 from ..config import EPConfig
 from ..limits import NUM_GROUPS
-from .membership import MEMBER, Decision, Membership, RankExpelled, notes_of
+from ..processes.membership import MEMBER, Decision, Membership, RankExpelled, notes_of
 
 
 class MaskedRanks:

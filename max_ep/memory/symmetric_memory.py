@@ -17,8 +17,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from .meeting import Meeting, Owner
-from .notes import Notes, damaged
+from ..processes.meeting import Meeting, Owner
+from ..processes.notes import Notes, damaged
 
 _PAGE = 4096
 _PART_BYTES = 64 << 20

@@ -21,7 +21,7 @@ from ..limits import (
     timeout_s_of_environment,
 )
 from ..memory.answering import answer_for
-from ..memory.meeting import differing
+from ..processes.meeting import differing
 from ..waits import Waits
 from .board import Board
 from .communicator import Communicator, Masks, refuse, refuse_hosts

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ..limits import MAX_EXPERTS, checked_int
 from ..memory.gpu_shared import GpuSharedMemory
-from ..memory.meeting import differing
 from ..memory.symmetric_memory import SharedMemory
+from ..processes.meeting import differing
 from ..waits import RankWait, Waits
 from .board import Board
 from .channel import Channel, Region

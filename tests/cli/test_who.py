@@ -18,8 +18,8 @@ from max_ep.cli import who
 from max_ep.cli.who import groups_of
 from max_ep.memory import answering
 from max_ep.memory.answering import answer_for
-from max_ep.memory.messages import said
-from max_ep.memory.sockets import Answering, call, listen
+from max_ep.processes.messages import said
+from max_ep.processes.sockets import Answering, call, listen
 from max_ep.waits import PHASES, Facts, RankWait, Waits, Words, cpu_wait, gpu_wait
 from tests.errors import refused
 

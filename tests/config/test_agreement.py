@@ -15,7 +15,7 @@ from max_ep import (
 )
 from max_ep.agreement import MAY_DIFFER
 from max_ep.graph.ops import group_of_ops
-from max_ep.memory.meeting import differing
+from max_ep.processes.meeting import differing
 from max_ep.torch.library import Settings
 from tests.children import ROOT
 from tests.config.test_config import (

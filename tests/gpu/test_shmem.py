@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from max_ep import EPCommInitializer, extension_path, limits
+from max_ep import EPCommInitializer, extension_path, limits, shmem_parts
 from max_ep.extension import mojo_dir, run_mojo
 from max_ep.graph.ops import group_of_ops
 from max_ep.memory import shmem
@@ -29,7 +29,7 @@ from tests.oracle.cases import CASES
 )
 def test_round_trips_of_two_processes(gpus_per_process):
     """Both processes find all of their ranks' rows and sums to be the oracle's."""
-    shmem.check_installed()
+    shmem_parts.check_installed()
     command = ["mpirun", "-np", "2", "--bind-to", "none", sys.executable]
     command += ["-m", "tests.gpu.shmem_member", str(gpus_per_process)]
     environment = {
@@ -77,28 +77,28 @@ def test_kernels_link_with_nvshmem():
     """What is installed has functions that Mojo's PTX can be assembled with."""
     where = "-I", ".", "-I", str(MOJO_PROGRAMS), "--bitcode-libs"
     program = str(MOJO_PROGRAMS / "linked_shmem.mojo")
-    printed = run_mojo("run", *where, str(shmem.bitcode_path()), program)
+    printed = run_mojo("run", *where, str(shmem_parts.bitcode_path()), program)
     assert all(int(n_bytes) > 20_000 for n_bytes in printed.split())
 
 
 def test_files_of_other_versions(monkeypatch, tmp_path):
     """From 3.7 each architecture has a file; that for sm_90 cannot be assembled."""
     monkeypatch.setattr(
-        shmem, "_find", lambda _, path: shmem._first_file(tmp_path / path)
+        shmem_parts, "_find", lambda _, path: shmem_parts._first_file(tmp_path / path)
     )
-    assert shmem.bitcode_path() is None
+    assert shmem_parts.bitcode_path() is None
     (folder := tmp_path / "nvshmem/lib").mkdir(parents=True)
     for name in ("sm_90", "sm_80"):
         (folder / f"libnvshmem_device_{name}.bc").touch()
-    assert shmem.bitcode_path() == folder / "libnvshmem_device_sm_80.bc"
+    assert shmem_parts.bitcode_path() == folder / "libnvshmem_device_sm_80.bc"
     (folder / "libnvshmem_device.bc").touch()
-    assert shmem.bitcode_path() == folder / "libnvshmem_device.bc"
+    assert shmem_parts.bitcode_path() == folder / "libnvshmem_device.bc"
 
 
 def test_doctor_names_the_versions(monkeypatch, run_cli):
     monkeypatch.setattr("max_ep.cli.doctor.missing_parts", list)
     said = " ".join(run_cli("doctor").split())
-    installed = metadata.version(shmem.BITCODE_PACKAGE)
+    installed = metadata.version(shmem_parts.BITCODE_PACKAGE)
     assert (
         f"can join: device functions of NVSHMEM {installed} (libnvshmem_device.bc), "
         "host library 3.7.0" in said
@@ -144,11 +144,11 @@ def test_a_call_of_all_processes_ends(monkeypatch, capsys):
 
 def test_missing_parts_are_named(monkeypatch):
     """Before anything is launched, and with the command that fixes it."""
-    monkeypatch.setattr(shmem, "bitcode_path", lambda: None)
+    monkeypatch.setattr(shmem_parts, "bitcode_path", lambda: None)
     monkeypatch.setattr("max_ep.extension.bitcode_path", lambda: None)
     with pytest.raises(RuntimeError, match="nvidia-nvshmem-cu13"):
         extension_path("max_ep", with_shmem=True)
-    monkeypatch.setenv(shmem.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
+    monkeypatch.setenv(shmem_parts.MPI_LIBRARY_VARIABLE, "/nowhere/libmpi.so.40")
     config = CASES["two_ranks"].config(target="gpu", n_nodes=2, n_gpus_per_node=1)
     with pytest.raises(RuntimeError) as caught:
         shmem.ShmemMemory(1, 0, 2, 1, "", 1.0, 1.0)

@@ -26,8 +26,8 @@ from max.graph import Module
 from graphs import late_rank
 from max_ep import EPCommInitializer, extension_path
 from max_ep.limits import GROUP_VARIABLE
-from max_ep.memory.meeting import process_state
 from max_ep.memory.setup_graph import setup_graph
+from max_ep.processes.meeting import process_state
 from max_ep.reference import degraded
 from tests.children import ALL_CASES
 from tests.harness import assert_same_bits, to_buffer, to_numpy

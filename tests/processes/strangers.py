@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 
-from max_ep.memory import presence
-from max_ep.memory.meeting import Hello, Owner
-from max_ep.memory.membership import MEMBER, Membership, notes_of
-from max_ep.memory.messages import said
-from max_ep.memory.notes import Notes
-from max_ep.memory.sockets import call, found, group_name, listen, process_at
 from max_ep.memory.symmetric_memory import SharedMemory
+from max_ep.processes import presence
+from max_ep.processes.meeting import Hello, Owner
+from max_ep.processes.membership import MEMBER, Membership, notes_of
+from max_ep.processes.messages import said
+from max_ep.processes.notes import Notes
+from max_ep.processes.sockets import call, found, group_name, listen, process_at
 
 USER, OTHER = 1234, 65534
 N_NODES, REGION_BYTES, TIMEOUT_S = 3, 4096, 60.0

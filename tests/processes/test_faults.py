@@ -19,18 +19,18 @@ from max.engine import InferenceSession
 
 from graphs import late_rank
 from max_ep import EPCommInitializer, launch
-from max_ep.memory.meeting import Owner
-from max_ep.memory.membership import (
+from max_ep.memory.setup_graph import SETUP_GRAPH
+from max_ep.processes.meeting import Owner
+from max_ep.processes.membership import (
     MEMBER,
     Membership,
     Note,
     decide,
     notes_of,
 )
-from max_ep.memory.messages import said
-from max_ep.memory.notes import _LOG_BYTES, Notes
-from max_ep.memory.setup_graph import SETUP_GRAPH
-from max_ep.memory.sockets import Answering, group_name, listen
+from max_ep.processes.messages import said
+from max_ep.processes.notes import _LOG_BYTES, Notes
+from max_ep.processes.sockets import Answering, group_name, listen
 from tests.children import names_of
 from tests.errors import raises
 from tests.processes.faults import (
@@ -329,7 +329,7 @@ def test_a_damaged_note_is_said_to_be(notes, monkeypatch, text):
         member.notes()
     member._notes.write(0, said(note([])))
     assert member.notes()
-    monkeypatch.setattr("max_ep.memory.notes._TRY_S", 0)
+    monkeypatch.setattr("max_ep.processes.notes._TRY_S", 0)
     member._notes._map[member._notes._place(0, 2) + 30] ^= 1
     with raises(
         RuntimeError, "damaged: the note of node 0 is not whole; start it again"
@@ -379,7 +379,7 @@ def test_who_is_forgotten_does_not_join(notes):
 
 
 def test_who_waits_to_be_let_in_says_so(notes, monkeypatch, capfd):
-    monkeypatch.setattr("max_ep.memory.membership._REPORT_EVERY_S", 0.1)
+    monkeypatch.setattr("max_ep.processes.membership._REPORT_EVERY_S", 0.1)
     member, joins = notes(0, 2), notes(1, 2)
     member.publish(state=MEMBER)
     words = (

@@ -24,10 +24,11 @@ import pytest
 
 from max_ep.cache import one_at_a_time
 from max_ep.limits import GROUP_VARIABLE, NODE_VARIABLE
-from max_ep.memory import meeting, presence, symmetric_memory
-from max_ep.memory.meeting import Meeting, process_state
-from max_ep.memory.sockets import call, found, group_name
+from max_ep.memory import symmetric_memory
 from max_ep.memory.symmetric_memory import LocalMemory, SharedMemory
+from max_ep.processes import meeting, presence
+from max_ep.processes.meeting import Meeting, process_state
+from max_ep.processes.sockets import call, found, group_name
 from tests.children import names_of
 from tests.errors import raises, refused
 from tests.processes.nonsense import NONSENSE
@@ -469,7 +470,9 @@ def test_peer_that_hangs_is_named(group, hung):
 def test_a_full_queue_holds_up_nobody(group, start):
     """A node listens, is stopped, and has more calls than its system lets wait: a call
     that waits until it is accepted would wait for ever."""
-    stopped = start("from max_ep.memory import sockets\nsockets._BACKLOG = 2\n" + _HANG)
+    stopped = start(
+        "from max_ep.processes import sockets\nsockets._BACKLOG = 2\n" + _HANG
+    )
     assert hear(stopped) == "there"
     stopped.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
@@ -488,7 +491,7 @@ def test_who_waits_says_what_the_others_do(group, start, monkeypatch, capfd):
     """Also of one that does not run: it need not answer."""
     monkeypatch.setattr(meeting, "_REPORT_EVERY_S", 0.2)
     busy = start("""
-        from max_ep.memory import presence
+        from max_ep.processes import presence
         presence.show(group, 1)
         with presence.doing("compiles graph layer"):
             say("there")

@@ -17,11 +17,11 @@ from typing import Any
 from max.dtype import DType
 from max.graph import BufferType, TensorType, TensorValue, Value
 
-from ..config import EPConfig
-from ..limits import MAX_TOP_K, checked_int
-from ..memory.initializer import EPCommInitializer
-from .checks import check_one_a_rank, check_same_rows, check_value
-from .manager import EPBatchManager
+from .config import EPConfig
+from .graph.checks import check_one_a_rank, check_same_rows, check_value
+from .graph.manager import EPBatchManager
+from .limits import MAX_TOP_K, checked_int
+from .memory.initializer import EPCommInitializer
 
 
 class AllGatherTokenDispatcher:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SHMEM needs, and which of it is installed. It loads no library."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from . import install
+
+BITCODE_PACKAGE = "nvidia-nvshmem-cu13"
+"""PyPI package whose device bitcode is built into the kernels."""
+
+_DEVICE_FUNCTIONS = "libnvshmem_device.bc", "libnvshmem_device_sm_80.bc"
+"""NVSHMEM up to 3.6.5 has one file for all architectures, later ones a file for each.
+Functions for sm_80 run on every later GPU; those for sm_90 need PTX ISA 8.6, and Mojo
+emits 8.5 (docs/upstream.md)."""
+
+MPI_LIBRARY_VARIABLE = "MAX_EP_MPI_LIBRARY"
+"""Environment variable that names Open MPI's ``libmpi.so.40``."""
+
+
+def _first_file(*places: Path) -> Path | None:
+    return next((place for place in places if place.is_file()), None)
+
+
+def _find(package: str, path: str) -> Path | None:
+    """Returns a file of an installed namespace package, or None."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec else ()
+    return _first_file(*(Path(folder, path) for folder in folders))
+
+
+def bitcode_path() -> Path | None:
+    """Returns NVSHMEM's device bitcode, or None if it is not installed."""
+    found = (_find("nvidia", f"nvshmem/lib/{name}") for name in _DEVICE_FUNCTIONS)
+    return next(filter(None, found), None)
+
+
+def versions() -> str:
+    """Says which NVSHMEM the device functions and the host library are of."""
+    path, host = bitcode_path(), host_library()
+    assert path is not None and host is not None
+    device = metadata.version(BITCODE_PACKAGE)
+    said = re.search(rb"NVSHMEM v(\d[\d.]*)", host.read_bytes())
+    return (
+        f"device functions of NVSHMEM {device} ({path.name}), host library "
+        f"{said[1].decode() if said else 'of an unknown version'}"
+    )
+
+
+def host_library() -> Path | None:
+    """Returns MAX's NVSHMEM host library, or None."""
+    return _find("modular", "lib/libnvshmem_host.so.3")
+
+
+def mpi_library() -> Path | None:
+    """Returns Open MPI's library, or None if it is not found."""
+    if MPI_LIBRARY_VARIABLE in os.environ:
+        return _first_file(Path(os.environ[MPI_LIBRARY_VARIABLE]))
+    more = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    folders = [Path(sys.prefix, "lib"), *filter(None, more)]
+    return _first_file(*(Path(folder, "libmpi.so.40") for folder in folders))
+
+
+def missing_parts() -> list[str]:
+    """Returns what SHMEM lacks on this machine; empty if it can be used."""
+    parts = {
+        f"the device bitcode of {BITCODE_PACKAGE}": bitcode_path(),
+        "MAX's libnvshmem_host.so.3 (package max-shmem-libs)": host_library(),
+        f"Open MPI's libmpi.so.40 ({MPI_LIBRARY_VARIABLE} names it)": mpi_library(),
+    }
+    return [name for name, path in parts.items() if path is None]
+
+
+def check_installed() -> None:
+    """Raises with what is missing, if SHMEM cannot be used here."""
+    if missing := missing_parts():
+        raise RuntimeError(
+            "max_ep: n_nodes > 1 with target='gpu' goes through SHMEM, which lacks "
+            f"{' and '.join(missing)}; {install.SHMEM}"
+        )
