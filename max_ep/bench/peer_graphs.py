@@ -266,9 +266,12 @@ class GraphPeer:
 
     def _streams(self) -> list[torch.cuda.Stream]:
         """Returns the stream on which each device runs graphs."""
+        handles = [d.default_queue.native_stream_handle for d in self.devices]
         return [
-            torch.cuda.ExternalStream(d.default_queue.native_stream_handle, device=i)
-            for i, d in enumerate(self.devices)
+            torch.cuda.ExternalStream(handle, device=i)
+            if handle
+            else torch.cuda.default_stream(i)
+            for i, handle in enumerate(handles)
         ]
 
     def _sample(self, run: Callable[[], object], n_samples: int) -> list[float]:

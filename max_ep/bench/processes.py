@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from .cases import FROM_TORCH, Case, Config
@@ -61,6 +62,16 @@ def compile_graphs(config: Config, forms: list[str], arch: str, folder: Path) ->
     use_virtual_devices(arch, config.n_ranks)
     for line in compile_peer(config, forms, folder / config.name):
         print(f"  {line}")
+
+
+def build_library(config: Config, arch: str) -> None:
+    """Compiles the kernels that ``max_ep.torch`` needs, as ``max-ep build``."""
+    from ..torch.library import run_build
+
+    shape = config.shape
+    sizes = dict(hidden=shape.hidden_size, experts=shape.n_experts, top_k=shape.top_k)
+    group = dict(ranks=config.n_ranks, tokens=config.max_tokens, target=arch)
+    run_build(SimpleNamespace(**sizes, **group, dispatch="bfloat16"))
 
 
 def measure(todo: list[Case], options: Any, results: Path) -> None:

@@ -226,35 +226,41 @@ def _not_installed(plan: Plan) -> Iterator[str]:
 
 
 def _compile(plan: Plan, found: _Results, left: Callable[[], float]) -> Path | None:
-    """Compiles MAX's graphs for GPUs, several at a time, before anything is timed."""
-    todo: dict[Config, list[str]] = {}
-    for cases in plan.groups():
-        if plan.target == "gpu" and cases[0].config.peer not in FROM_TORCH:
-            todo.setdefault(cases[0].config, [cases[0].form])
-    if not todo:
+    """Compiles for GPUs, several things at a time, before anything is timed: MAX's
+    graphs, whose folder it returns, and the kernels of ``max_ep.torch``."""
+    if plan.target == "cpu":
         return None
     from ..bench.peer_graphs import is_compiled
     from ..cache import cache_dir, check_folder
     from ..extension import extension_path
 
-    extension_path()
-    mefs = cache_dir() / "bench"
+    cases = [case for of_process in plan.groups() for case in of_process]
+    forms = {case.config: [case.form] for case in cases}
     check_folder(cache_dir())
+    mefs = cache_dir() / "bench"
 
     def compile_one(config: Config) -> None:
-        if is_compiled(config, mefs, todo[config]):
-            return
-        (mefs / config.name).mkdir(parents=True, exist_ok=True)
-        given = config, todo[config], plan.arch, mefs
-        error = processes.in_child(processes.compile_graphs, given, max(1, left()))
-        done = is_compiled(config, mefs, todo[config])
-        found.say(f"compiled {config.name}" if done else f"{config.name}: {error}")
+        error, limit = "", max(1.0, left())
+        if config.peer == "buffer":
+            given = config, plan.arch
+            error = processes.in_child(processes.build_library, given, limit)
+        elif not is_compiled(config, mefs, forms[config]):
+            (mefs / config.name).mkdir(parents=True, exist_ok=True)
+            given = config, forms[config], plan.arch, mefs
+            error = processes.in_child(processes.compile_graphs, given, limit)
+            if is_compiled(config, mefs, forms[config]):
+                error = ""
+        found.say(f"compiled {config.name}{': ' * bool(error)}{error}")
 
-    cores = len(os.sched_getaffinity(0))
-    n_workers = max(1, min(len(todo), cores // _CORES_OF_COMPILER))
-    found.say(f"compiling graphs of {len(todo)} configurations, {n_workers} at a time")
-    with ThreadPoolExecutor(n_workers) as pool:
-        list(pool.map(compile_one, todo))
+    # Others have nothing to compile, or do it themselves.
+    todo = [c for c in forms if c.peer == "buffer" or c.peer not in FROM_TORCH]
+    if todo:
+        extension_path()
+        cores = len(os.sched_getaffinity(0))
+        n_workers = max(1, min(len(todo), cores // _CORES_OF_COMPILER))
+        found.say(f"compiling for {len(todo)} configurations, {n_workers} at a time")
+        with ThreadPoolExecutor(n_workers) as pool:
+            list(pool.map(compile_one, todo))
     return mefs
 
 
