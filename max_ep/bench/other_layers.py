@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .cases import expert_row
-from .torch_layers import Layers, LowLatency
+from .torch_layers import Elastic, Layers, LowLatency, RowsOfRanks
 
 
 class DeepEPV1(LowLatency):
@@ -35,59 +34,13 @@ class DeepEPV1(LowLatency):
         )
 
 
-class _RowsOfRanks(Layers):
-    """Layers that deliver one row for each (token, rank), and add up one of each."""
+class DeepEPV2(Elastic):
+    """DeepEP's ``ElasticBuffer``."""
 
-    is_exact = False
-
-    def wanted(self, layer: int) -> torch.Tensor:
-        return self.x.double() * self.ranks_of_tokens(layer).sum(1, keepdim=True)
-
-
-class DeepEPV2(_RowsOfRanks):
-    """``ElasticBuffer`` without a look at counts by the host, as graphs need it. All
-    multiprocessors may take part (``prefer_overlap_with_compute=False``)."""
-
-    def open(self) -> None:
+    def elastic_buffer(self) -> type:
         from deep_ep import ElasticBuffer
 
-        self.ids = [ids.long() for ids in self.ids]
-        self._most = dict(
-            num_max_tokens_per_rank=self.config.max_tokens,
-        )
-        self.buffer = ElasticBuffer(
-            dist.group.WORLD,
-            hidden=self.shape.hidden_size,
-            num_topk=self.shape.top_k,
-            allow_hybrid_mode=False,
-            prefer_overlap_with_compute=False,
-            explicitly_destroy=True,
-            **self._most,
-        )
-
-    def dispatch(self, layer: int) -> Any:
-        rows, _, _, handle, _ = self.buffer.dispatch(
-            self.x,
-            self.ids[layer],
-            self.weights[layer],
-            num_experts=self.shape.n_experts,
-            do_cpu_sync=False,
-            **self._most,
-        )
-        return rows, handle
-
-    def combine(self, layer: int, sent: Any) -> torch.Tensor:
-        return self.buffer.combine(*sent)[0]
-
-    def delivered(
-        self, layer: int, sent: Any
-    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        rows, handle = sent
-        n = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-        yield rows[:n], self.tokens_of_rank(layer)
-
-    def close(self) -> None:
-        self.buffer.destroy()
+        return ElasticBuffer
 
 
 class OneSided(Layers):
@@ -154,7 +107,7 @@ class OneSided(Layers):
         return self.ranks_of_tokens(layer).double() @ of_ranks
 
 
-class NcclEP(_RowsOfRanks):
+class NcclEP(RowsOfRanks):
     """NCCL EP's low-latency algorithm. A layer's handle is made before it is timed."""
 
     def open(self) -> None:
@@ -225,10 +178,3 @@ class NcclEP(_RowsOfRanks):
         for handle in self._handles:
             handle.destroy()
         self._group.destroy()
-
-
-def set_variables() -> None:
-    """Sets what these libraries read of the environment, before they are imported."""
-    # DeepEP refuses another copy of NCCL than the one it was linked with; one host
-    # needs no GIN.
-    os.environ.setdefault("EP_DISABLE_GIN", "1")

@@ -147,7 +147,16 @@ class AllGather(Layers):
         return self.x.double()
 
 
-class AllToAll(Layers):
+class RowsOfRanks(Layers):
+    """Layers that deliver one row for each (token, rank), and add up one of each."""
+
+    is_exact = False
+
+    def wanted(self, layer: int) -> torch.Tensor:
+        return self.x.double() * self.ranks_of_tokens(layer).sum(1, keepdim=True)
+
+
+class AllToAll(RowsOfRanks):
     """One row for each (token, rank) that has an expert of it: a gather kernel packs
     them, ``all_to_all_single`` sends them, the same back, and one kernel adds each
     token's rows. The sizes of messages are known in advance, which no router would give
@@ -184,11 +193,6 @@ class AllToAll(Layers):
         self, layer: int, sent: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
         yield sent, self.tokens_of_rank(layer)
-
-    is_exact = False
-
-    def wanted(self, layer: int) -> torch.Tensor:
-        return self.x.double() * self.ranks_of_tokens(layer).sum(1, keepdim=True)
 
 
 class LowLatency(Layers):
@@ -232,4 +236,51 @@ class LowLatency(Layers):
     def close(self) -> None:
         if hasattr(self.buffer, "check"):
             self.buffer.check()
+        self.buffer.destroy()
+
+
+class Elastic(RowsOfRanks):
+    """``ElasticBuffer``, whose sizes no host looks at, as graphs need it. All
+    multiprocessors may take part (``prefer_overlap_with_compute=False``)."""
+
+    def elastic_buffer(self) -> type:
+        from .. import torch as of_max_ep
+
+        return of_max_ep.ElasticBuffer
+
+    def open(self) -> None:
+        self.ids = [ids.long() for ids in self.ids]
+        self._most = dict(num_max_tokens_per_rank=self.config.max_tokens)
+        self.buffer = self.elastic_buffer()(
+            dist.group.WORLD,
+            hidden=self.shape.hidden_size,
+            num_topk=self.shape.top_k,
+            allow_hybrid_mode=False,
+            prefer_overlap_with_compute=False,
+            explicitly_destroy=True,
+            **self._most,
+        )
+
+    def dispatch(self, layer: int) -> Any:
+        rows, _, _, handle, _ = self.buffer.dispatch(
+            self.x,
+            self.ids[layer],
+            self.weights[layer],
+            num_experts=self.shape.n_experts,
+            do_cpu_sync=False,
+            **self._most,
+        )
+        return rows, handle
+
+    def combine(self, layer: int, sent: Any) -> torch.Tensor:
+        return self.buffer.combine(*sent)[0]
+
+    def delivered(
+        self, layer: int, sent: Any
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        rows, handle = sent
+        n = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        yield rows[:n], self.tokens_of_rank(layer)
+
+    def close(self) -> None:
         self.buffer.destroy()
