@@ -28,7 +28,7 @@ LAYERS = (
 PYTHON_LAYERS = (
     "limits install quantize moe_shape checkpoint processes cache first_import launch "
     "max_ep shmem_parts extension formats balance stats config agreement waits experts "
-    "reference graph memory all_gather torch serve cli"
+    "reference graph memory all_gather torch bench serve cli"
 ).split()
 
 

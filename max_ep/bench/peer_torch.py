@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from .cases import Case
 from .checks import CheckError
 from .clock import Clock, back_to_back, from_idle, summary
-from .processes import write
+from .runs import write
 
 LAYERS = {
     ("nccl", "all_gather"): "torch_layers.AllGather",

@@ -6,7 +6,6 @@ The process is killed after a limit: a hang costs the rest of its rows only.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -17,14 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .cases import FROM_TORCH, Case, Config
-
-
-def write(results: Path, case: Case, result: dict) -> None:
-    """Adds a row to a file, so that it is there however the process ends."""
-    with results.open("a") as file:
-        file.write(json.dumps(case.row() | result) + "\n")
-    shown = f"{result['us']:.2f} us" if "us" in result else result["error"]
-    print(f"{case.name}: {shown}", flush=True)
+from .runs import write
 
 
 def in_child(function: Callable, arguments: tuple, limit_s: float) -> str:

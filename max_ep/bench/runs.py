@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from .. import __version__
+from .cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("gpu", "experts", "cpu", "serving")
@@ -37,6 +38,14 @@ def dump(data: dict) -> str:
         rows = [" " + json.dumps(row) for row in data[kind]]
         parts.append(f'"{kind}": [\n' + ",\n".join(rows) + "\n]")
     return "{" + ",\n".join(parts) + "}\n"
+
+
+def write(results: Path, case: Case, result: dict) -> None:
+    """Adds a row to a file, so that it is there however the process ends."""
+    with results.open("a") as file:
+        file.write(json.dumps(case.row() | result) + "\n")
+    shown = f"{result['us']:.2f} us" if "us" in result else result["error"]
+    print(f"{case.name}: {shown}", flush=True)
 
 
 def save(path: Path, kind: str, commit: str, run: dict, rows: list[dict]) -> None:
