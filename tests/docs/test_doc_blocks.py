@@ -44,7 +44,8 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
 
 def file_with(block: str, above: str) -> Path | None:
     """Returns which of the files named above a block contains it, if one does."""
-    for name in re.findall(r"(?:graphs|tests)/[\w/]+\.(?:py|mojo)", above):
+    pages = rf"docs/(?:{'|'.join(RUN)})\.md"
+    for name in re.findall(rf"(?:graphs|tests)/[\w/]+\.(?:py|mojo)|{pages}", above):
         text = (ROOT / name).read_text()
         if any(textwrap.indent(block, n * " ") in text for n in (0, 4, 8, 12, 16)):
             return ROOT / name
@@ -56,6 +57,7 @@ def is_run(file: Path) -> bool:
     others = [path for path in (ROOT / "tests").rglob("*.py") if path != HERE]
     words = rf"{file.name}\b|\b(?:import|from) .*\b{file.stem}\b|\.{file.stem}\""
     is_test = file.is_relative_to(ROOT / "tests") and file.name.startswith("test_")
+    is_test = is_test or file.suffix == ".md"  # which is run here
     return is_test or any(re.search(words, x.read_text()) for x in others)
 
 

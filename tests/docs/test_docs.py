@@ -93,7 +93,26 @@ def test_public_names_are_on_the_api_page():
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_who_in_the_readme_is_the_guides():
+    """So is the site's home page, which includes the README's parts."""
+    (shown,) = blocks(ROOT / "README.md", "text")
+    assert f"$ max-ep who 28346\n{shown}" in (DOCS / "troubleshooting.md").read_text()
+    parts = re.findall(r'^--8<-- "README.md:(\w+)"$', (DOCS / "index.md").read_text(), re.M)
+    assert parts == ["who", "speed", "example"]
+
+
+MOST_LINES_OF_A_DECISION = 60
+
+
+def test_decisions_are_short():
+    decisions = sorted((DOCS / "decisions").glob("*.md"))
+    assert len(decisions) > 15
+    for path in decisions:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= MOST_LINES_OF_A_DECISION, name_of(path)
 
 
 def test_readme_commands_are_run():
