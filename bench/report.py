@@ -38,6 +38,11 @@ PEERS = {
     "max_layer": "MAX, no expert parallelism",
     "nccl": "NCCL through torch",
     "buffer": "max_ep Buffer, from torch",
+    "elastic": "max_ep ElasticBuffer, from torch",
+    "deepep_v1": "DeepEP V1, low latency",
+    "deepep_v2": "DeepEP V2",
+    "trtllm": "TensorRT-LLM, one-sided",
+    "nccl_ep": "NCCL EP, low latency",
     "experts": "max_ep",
     "grouped_mm": "torch._grouped_mm",
 }
@@ -47,6 +52,8 @@ FORMS = {
     "work": ", async + work + wait",
     "fused_work": ", work + fused",
     "dispatch": ", dispatch alone",
+    "plain": ", plain rows",
+    "expanded": ", expanded rows",
     "all_gather": ", all-gather + reduce-scatter",
     "all_to_all": ", all-to-all",
     "gathered": ", a layer that gathers",
@@ -97,6 +104,8 @@ def _group_lines(rows: list[dict]) -> list[list[str]]:
         before = [] if dtype == "bfloat16" else [dtype]
         at = [of_size.get(n, {}) for n in sizes]
         values = {"captured": [row.get("us") for row in at]}
+        if _is_main(rows[0]):
+            values["from idle"] = [row.get("idle_us") for row in at]
         if _is_main(rows[0]) and form == "fused":
             values["eager"] = [row.get("eager_us") for row in at]
         if _is_main(rows[0]) and (peer, form) == ("sums", "fused"):

@@ -10,27 +10,21 @@ from collections.abc import Callable, Iterator
 from operator import itemgetter
 
 from max_ep.bench.cases import SHAPES
+from max_ep.bench.systems import OURS, SYSTEMS
 from max_ep.bench.tables import SERVING_PEERS, machine, number, table
 
 TOKENS = (1, 8, 32, 128, 512, 4096)
-_LAYER = ("fused", "all_gather")
+_LAYER = {system.form for system in SYSTEMS}
 _SYSTEMS = {
-    ("sums", "fused"): ("**max_ep, `sums`**", "experts"),
-    ("rows", "fused"): ("**max_ep, `rows`**", "experts"),
-    ("buffer", "fused"): ("**max_ep, `Buffer` from PyTorch**", "experts"),
-    ("max", "fused"): ("MAX 26.7", "experts"),
-    ("nccl", "all_gather"): ("NCCL all-gather, reduce-scatter", "all"),
+    (s.peer, s.form): (f"**{s.name}**" if s.peer in OURS else s.name, s.delivers)
+    for s in SYSTEMS
 }
 _FORMATS = {"bfloat16": "bfloat16", "fp8": "blockwise FP8", "mxfp8": "MXFP8"}
 _SUMS = {"sums": "**`sums`**", "sums_mxfp8": "**`sums` in MXFP8**"}
 _MAIN = ("h7168_e256_k8", "uniform", "bfloat16")
 _MIN_SIZES = 3
 """Fewer sizes of a series are in the measurements alone."""
-_OTHERS = {
-    "max": "MAX EP",
-    "max_layer": "MAX without expert parallelism",
-    "nccl": "NCCL all-gather, reduce-scatter",
-}
+_OTHERS = {s.peer: s.name for s in SYSTEMS if s.peer not in OURS}
 
 Row = dict
 Machine = tuple[int, str]

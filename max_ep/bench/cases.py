@@ -103,20 +103,30 @@ FORMS = {
     "max_layer": ("fused",),
     "nccl": ("all_gather", "all_to_all"),
     "buffer": ("fused", "split"),
-    **dict.fromkeys(("deepep_v1", "deepep_v2", "trtllm", "nccl_ep"), ("fused",)),
+    **dict.fromkeys(("elastic", "deepep_v2"), ("plain", "expanded")),
+    **dict.fromkeys(("deepep_v1", "trtllm", "nccl_ep"), ("fused",)),
     **EXPERTS,
 }
 """Peers, and what a layer of each is made of.
 
 ``fused``: one launch for dispatch and one for combine. ``split``: async, then wait.
 ``work``: async, other work, wait; ``fused_work``: the same work, then fused.
-``dispatch``: the fused dispatch, without combine.
+``dispatch``: the fused dispatch, without combine. ``plain``, ``expanded``: a row for
+each (token, rank), or for each choice, of an ``ElasticBuffer``.
 ``all_gather`` is an ``AllGatherTokenDispatcher``; ``max`` MAX's EP; ``max_layer`` what
 MAX's MoE layer does on one GPU, without expert parallelism; those from PyTorch see
 ``torch_layers.py`` and ``other_layers.py``.
 """
 
-FROM_TORCH = ("nccl", "buffer", "deepep_v1", "deepep_v2", "trtllm", "nccl_ep")
+FROM_TORCH = (
+    "nccl",
+    "buffer",
+    "elastic",
+    "deepep_v1",
+    "deepep_v2",
+    "trtllm",
+    "nccl_ep",
+)
 """Peers that PyTorch runs, one process a GPU."""
 WITHOUT_GRAPHS = (*FROM_TORCH, "grouped_mm")
 """Peers that have no graphs to compile."""
@@ -129,8 +139,8 @@ _SCHEMES = {
     "all_to_all": ("dedup", "dedup"),
 }
 _SCHEMES |= {f"{name}_masks": _SCHEMES[name] for name in ("sums", "rows")}
-_RANKS = ("sums_mxfp8", "given", "packed", "deepep_v2", "trtllm", "nccl_ep")
-_SCHEMES |= dict.fromkeys(_RANKS, _SCHEMES["sums"])
+_RANKS = "sums_mxfp8 given packed elastic deepep_v2 trtllm nccl_ep"
+_SCHEMES |= dict.fromkeys(_RANKS.split(), _SCHEMES["sums"])
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow
 # with it: one configuration serves all token counts up to its own.

@@ -30,8 +30,11 @@ LAYERS = {
     ("nccl", "all_to_all"): "torch_layers.AllToAll",
     ("buffer", "fused"): "torch_layers.LowLatency",
     ("buffer", "split"): "torch_layers.LowLatency",
+    ("elastic", "plain"): "torch_layers.Elastic",
+    ("elastic", "expanded"): "torch_layers.Elastic",
     ("deepep_v1", "fused"): "other_layers.DeepEPV1",
-    ("deepep_v2", "fused"): "other_layers.DeepEPV2",
+    ("deepep_v2", "plain"): "other_layers.DeepEPV2",
+    ("deepep_v2", "expanded"): "other_layers.DeepEPV2",
     ("trtllm", "fused"): "other_layers.OneSided",
     ("nccl_ep", "fused"): "other_layers.NcclEP",
 }

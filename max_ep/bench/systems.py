@@ -44,43 +44,32 @@ class System:
 
 
 _FROM_TORCH = dict(package="torch", brings=install.TORCH)
+_DEEP_EP = dict(package="sgl-deep-ep", brings=install.DEEP_EP)
 
 SYSTEMS = (
     System("sums", "fused", "max_ep, `sums`", "experts", ranks=(1, 8)),
-    System("max", "fused", "MAX", "experts"),
-    System(
-        "max_layer", "fused", "MAX without expert parallelism", "experts", ranks=(1, 1)
-    ),
-    System(
-        "nccl", "all_gather", "NCCL all-gather, reduce-scatter", "all", **_FROM_TORCH
-    ),
     System("rows", "fused", "max_ep, `rows`", "experts", ranks=(1, 8)),
     System(
         "buffer", "fused", "max_ep, `Buffer` from PyTorch", "experts", **_FROM_TORCH
     ),
-    # `ElasticBuffer` of max_ep.torch: System("elastic", "fused", ...) here, its peer in
-    # `cases.FORMS`, and its layer in `peer_torch.LAYERS`.
+    # Ready: ("elastic", "plain", "max_ep, `ElasticBuffer` from PyTorch", "ranks").
+    System("max", "fused", "MAX 26.7", "experts"),
+    System(
+        "max_layer", "fused", "MAX without expert parallelism", "experts", ranks=(1, 1)
+    ),
     System(
         "deepep_v1",
         "fused",
         "DeepEP V1, low latency",
         "experts",
-        package="sgl-deep-ep",
-        brings=install.DEEP_EP,
         max_tokens=1024,
+        **_DEEP_EP,
     ),
-    System(
-        "deepep_v2",
-        "fused",
-        "DeepEP V2",
-        "ranks",
-        package="sgl-deep-ep",
-        brings=install.DEEP_EP,
-    ),
+    System("deepep_v2", "plain", "DeepEP V2", "ranks", **_DEEP_EP),
     System(
         "trtllm",
         "fused",
-        "TensorRT-LLM, one-sided (FlashInfer)",
+        "TensorRT-LLM, one-sided",
         "ranks",
         package="flashinfer-python",
         brings=install.FLASHINFER,
@@ -88,21 +77,22 @@ SYSTEMS = (
     System(
         "nccl_ep",
         "fused",
-        "NCCL EP, low latency, rank-major",
+        "NCCL EP, low latency",
         "ranks",
         package="nccl-extensions",
         brings=install.NCCL_EP,
     ),
+    System("all_gather", "all_gather", "max_ep, `AllGatherTokenDispatcher`", "all"),
     System(
-        "all_gather",
-        "all_gather",
-        "max_ep, `AllGatherTokenDispatcher`",
-        "all",
+        "nccl", "all_gather", "NCCL all-gather, reduce-scatter", "all", **_FROM_TORCH
     ),
 )
-"""In the order in which they are measured: the first matter most."""
+"""In the order of the table."""
 
-OURS = {"sums", "rows", "buffer", "elastic", "all_gather"}
-"""Peers that are max_ep, in bold."""
+FIRST = ("sums", "max", "nccl")
+"""Peers that are measured before the others: a table of them says most."""
+
+OURS = ("sums", "rows", "buffer", "elastic", "all_gather")
+"""Peers that are max_ep."""
 
 BY_PEER = {system.peer: system for system in SYSTEMS}

@@ -240,8 +240,9 @@ class LowLatency(Layers):
 
 
 class Elastic(RowsOfRanks):
-    """``ElasticBuffer``, whose sizes no host looks at, as graphs need it. All
-    multiprocessors may take part (``prefer_overlap_with_compute=False``)."""
+    """``ElasticBuffer``, whose sizes no host looks at, as graphs need it, with
+    ``plain`` or ``expanded`` rows. All multiprocessors may take part
+    (``prefer_overlap_with_compute=False``)."""
 
     def elastic_buffer(self) -> type:
         from .. import torch as of_max_ep
@@ -251,6 +252,7 @@ class Elastic(RowsOfRanks):
     def open(self) -> None:
         self.ids = [ids.long() for ids in self.ids]
         self._most = dict(num_max_tokens_per_rank=self.config.max_tokens)
+        self._expands = self.case.form == "expanded"
         self.buffer = self.elastic_buffer()(
             dist.group.WORLD,
             hidden=self.shape.hidden_size,
@@ -268,6 +270,7 @@ class Elastic(RowsOfRanks):
             self.weights[layer],
             num_experts=self.shape.n_experts,
             do_cpu_sync=False,
+            do_expand=self._expands,
             **self._most,
         )
         return rows, handle
@@ -279,8 +282,19 @@ class Elastic(RowsOfRanks):
         self, layer: int, sent: Any
     ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
         rows, handle = sent
-        n = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-        yield rows[:n], self.tokens_of_rank(layer)
+        if not self._expands:
+            n = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+            yield rows[:n], self.tokens_of_rank(layer)
+            return
+        begin, ends = 0, handle.psum_num_recv_tokens_per_expert.tolist()
+        for expert, end in enumerate(ends, self.rank * self.n_local):
+            yield rows[begin:end], self.tokens_of_expert(layer, expert)
+            begin = end
+
+    def wanted(self, layer: int) -> torch.Tensor:
+        if self._expands:  # rows of all choices are added up as they are
+            return self.x.double() * self.shape.top_k
+        return super().wanted(layer)
 
     def close(self) -> None:
         self.buffer.destroy()

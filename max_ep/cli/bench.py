@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 from ..bench import processes, runs
 from ..bench.cases import FROM_TORCH, TOKENS, Case, Config, max_tokens_for, shape_of
-from ..bench.systems import BY_PEER, DELIVERS, OURS, SYSTEMS, System
+from ..bench.systems import BY_PEER, DELIVERS, FIRST, OURS, SYSTEMS, System
 from ..bench.tables import draw, number, table
 
 _COMPILE_SHARE = 0.6
@@ -74,7 +74,7 @@ class Plan:
         graphs are for one ``max_tokens_per_rank``; PyTorch runs all sizes."""
         sizes = sorted({max_tokens_for(n, "") for n in self.tokens})
         for size in sizes:
-            for system in self.systems:
+            for system in sorted(self.systems, key=lambda s: s.peer not in FIRST):
                 cases = self.cases(system)
                 if system.peer in FROM_TORCH:
                     if size == sizes[0] and cases:

@@ -53,7 +53,7 @@ def test_rows_are_those_of_their_cases():
     of_kind = [(kind, row) for kind in ("gpu", "experts") for row in DATA[kind]]
     keys = [runs._key(DATA, *of_row) for of_row in of_kind]
     assert len(set(keys)) == len(keys)
-    times = ("run", "us", "p95", "eager_us", "eager_p95")
+    times = "run us p95 eager_us eager_p95 idle_us idle_p95".split()
     for _, row in of_kind:
         max_tokens = cases.max_tokens_for(row["tokens"], row["peer"])
         what = row["peer"], row["ranks"], row["shape"], row["dtype"], max_tokens
@@ -265,5 +265,5 @@ def test_the_summary_says_where_others_are_faster():
     data = {"runs": {"r": {"gpu": "NVIDIA H100", "n_gpus": 2}}, "gpu": rows}
     lines = summary.tables(data | {"serving": []})["slower"]
     (line,) = lines[2:-1]
-    assert line.startswith("| Two H100s | MAX EP | 8 tokens, ")
+    assert line.startswith("| Two H100s | MAX 26.7 | 8 tokens, ")
     assert line.endswith("| 2.00 | 3.00 | 1.50 |")

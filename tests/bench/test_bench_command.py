@@ -160,10 +160,10 @@ def test_partial_results(plan, tmp_path):
     lines = list(found.tables())
     assert lines[3:5] == [
         "| max_ep, `sums` | experts | 8.00 | 76.2 |",
-        "| MAX | experts | 34.0 |  |",
+        "| MAX 26.7 | experts | 34.0 |  |",
     ]
     assert "| max_ep, `sums` | experts | 11.5 | 80.0 |" in lines
-    assert "not measured in full: MAX: killed after 150 s" in lines
+    assert "not measured in full: MAX 26.7: killed after 150 s" in lines
     assert f"not measured in full: {nccl.name}: the time limit" in lines
     found.take(sums, [rows[0] | {"error": "CheckError: rank 1"}], "")
     assert found.is_wrong
@@ -200,7 +200,7 @@ def test_each_process_and_each_system_is_known(plan, monkeypatch):
             "--gpus 8",
             "--gpus 8: this machine has 5 NVIDIA GPUs; give one",
         ),
-        ("--systems sums foo", "--systems foo: there are sums, max, "),
+        ("--systems sums foo", "--systems foo: there are sums, rows, "),
         ("--gpus 1 --systems max", "--systems: none of these runs with 1 ranks"),
         ("--shape foo", "shape 'foo': needs hHIDDEN_eEXPERTS_kTOP_K, such as"),
         ("--tokens 0", "--tokens 0: give 1 or more"),
