@@ -79,7 +79,7 @@ def call_ep_dispatch_async(
     """
     given = input_tokens, topk_ids, input_scales, router_weights
     pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
-    _dispatch("dispatch_async", config, atomic_counter, pointers, given)
+    dispatch("dispatch_async", config, atomic_counter, pointers, given)
 
 
 def call_ep_dispatch_wait(
@@ -124,7 +124,7 @@ def call_ep_dispatch_wait(
             "mode, needs none; pass None"
         )
     pointers = recv_buf_ptrs, recv_count_ptrs
-    return _dispatch("dispatch_wait", config, atomic_counter, pointers)
+    return dispatch("dispatch_wait", config, atomic_counter, pointers)
 
 
 def call_ep_dispatch(
@@ -143,13 +143,12 @@ def call_ep_dispatch(
     Args and results are those of :func:`call_ep_dispatch_async` and
     :func:`call_ep_dispatch_wait`.
     """
-    refuse_if_in_turn(config, "dispatch")
     given = input_tokens, topk_ids, input_scales, router_weights
     pointers = send_buf_ptrs, recv_buf_ptrs, recv_count_ptrs
-    return _dispatch("dispatch", config, atomic_counter, pointers, given)
+    return dispatch("dispatch", config, atomic_counter, pointers, given)
 
 
-def _dispatch(
+def dispatch(
     op: str,
     config: EPConfig,
     counter: BufferValue,
@@ -157,6 +156,8 @@ def _dispatch(
     given: tuple[Any, ...] = (),
 ) -> tuple[TensorValue, ...]:
     """Adds the op in a form that sends what is given, or receives, or both."""
+    if op == "dispatch":
+        refuse_if_in_turn(config, op)
     device = counter.device
     addresses = ops.check_buffers(config, counter, *pointers)
     if given:

@@ -7,8 +7,7 @@ ops need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from max.dtype import DType
@@ -56,7 +55,7 @@ class EPBatchManager(GraphBuffers):
         ``router_weight`` is None: :meth:`ep_combine_wait` takes it.
         """
         tokens = input_tokens, topk_ids, input_scales, router_weight
-        self._dispatch(builders.call_ep_dispatch_async, device_id, *tokens)
+        self._send("dispatch_async", device_id, *tokens)
 
     def ep_dispatch_wait(self, device_id: int) -> tuple[TensorValue, ...]:
         """Completes receiving.
@@ -87,19 +86,19 @@ class EPBatchManager(GraphBuffers):
         """
         self._check_receive("ep_dispatch", device_id)
         tokens = input_tokens, topk_ids, input_scales, router_weight
-        results = self._dispatch(builders.call_ep_dispatch, device_id, *tokens)
+        results = self._send("dispatch", device_id, *tokens)
         self._order[DISPATCH].wait(device_id)
         return self._keep_src_info(device_id, results)
 
-    def _dispatch(
+    def _send(
         self,
-        build: Callable[..., Any],
+        op: str,
         device_id: int,
         tokens: Tokens,
         ids: TensorValue,
         scales: TensorValue | None,
         weights: TensorValue | None,
-    ) -> Any:
+    ) -> tuple[TensorValue, ...]:
         """Adds an op that sends tokens, with the choices of a rank's own launch."""
         config = self.config
         if config.use_allreduce and ids.dtype == DType.int32:
@@ -108,8 +107,12 @@ class EPBatchManager(GraphBuffers):
             ids = own_ids(ids, first, n_local, config.n_experts)
             if scales is not None and scales.shape[0] == config.n_experts:
                 scales = scales[first : first + n_local]
-        where = self._counter(device_id), *self._pointers(DISPATCH, device_id)
-        results = build(tokens, ids, *where, config, scales, weights)
+        counter, pointers = (
+            self._counter(device_id),
+            self._pointers(DISPATCH, device_id),
+        )
+        given = tokens, ids, scales, weights
+        results = builders.dispatch(op, config, counter, pointers, given)
         self._order[DISPATCH].send(device_id)
         self._num_tokens[device_id] = n_tokens_of(tokens)
         return results
