@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -60,7 +61,7 @@ def run_mojo(*args: str) -> str:
 
 @functools.cache
 def region_sizes(*words: str) -> SimpleNamespace:
-    """Asks Mojo for sizes: the formulas are in ``layout.mojo`` only.
+    """Asks Mojo for sizes, and for places of words: only ``layout.mojo`` knows them.
 
     Returns what ``layout_query.mojo`` prints, which runs once for a configuration.
     """
@@ -69,9 +70,13 @@ def region_sizes(*words: str) -> SimpleNamespace:
         path.write_text(run_mojo("run", "-I", ".", "layout_query.mojo", *words))
 
     name = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
-    answer = kept(cache_dir() / sources_hash() / f"layout-{name}.txt", ask)
-    lines = (line.split() for line in answer.read_text().splitlines())
-    return SimpleNamespace(**{name: int(value) for name, value in lines})
+    answer = kept(cache_dir() / sources_hash() / f"layout-{name}.json", ask)
+    return sizes_in(answer.read_text())
+
+
+def sizes_in(text: str) -> SimpleNamespace:
+    """Reads what ``sizes_of`` in ``mojo/max_ep/launch/sizes.mojo`` says."""
+    return json.loads(text, object_hook=lambda named: SimpleNamespace(**named))
 
 
 def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:

@@ -1,56 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads from a rank's memory whom it waits for, while a launch hangs.
 
-No rank takes part: flags in the regions show what has arrived, and the counters of a
-CPU rank say which phase runs.
+No rank takes part: words in the regions show what has arrived, and the counters of a
+CPU rank say which phase runs. Where these words are, which phase awaits them, and which
+generation, Mojo says once for a configuration (``mojo/max_ep/launch/sizes.mojo``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from .limits import SOURCE_INFO_BYTES
-
-if TYPE_CHECKING:
-    from .config import EPConfig
-
-PHASES = ("dispatch_async", "dispatch_wait", "combine_async", "combine_wait")
-N_HEADER_WORDS = 32
 _LINE = 80
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a reader of a rank's memory must know about its group."""
-
-    n_ranks: int
-    n_experts: int
-    n_local_experts: int
-    dispatch_counts_offset: int
-    combine_counts_offset: int
-    generations_word: int
-    launch_word: int
-    protocol: int
-    max_tokens_per_rank: int
-    top_k: int
-    combine_msg_bytes: int
-    combine_recv_offset: int
-    n_tokens_word: int
-    combine_of_word: int
-    choices_word: int
-    masked_word: int
-
-    @classmethod
-    def of(cls, config: EPConfig) -> Facts:
-        """Takes them from a configuration; Mojo knows where words are."""
-        own = "n_ranks", "n_experts", "max_tokens_per_rank", "top_k"
-        known = vars(config.sizes()) | {name: getattr(config, name) for name in own}
-        return cls(**{field.name: known[field.name] for field in fields(cls)})
 
 
 @dataclass
@@ -59,7 +26,7 @@ class RankWait:
 
     rank: int
     phase: str = ""
-    """One of ``PHASES``: what runs, or what ran last; "": nothing has run."""
+    """The name of what runs, or of what ran last; "": nothing has run."""
     generation: int = 0
     is_running: bool = False
     since_s: float | None = None
@@ -160,152 +127,161 @@ class Words:
         """Reads words of the counters, int32."""
         return np.frombuffer(self.read_counters(4 * first, 4 * n), np.int32)
 
-    def flags(self, offset: int, n: int) -> np.ndarray:
-        """Reads flags of the region."""
-        return np.frombuffer(self.read_region(offset, 8 * n), np.uint64)
+    def flag(self, offset: int) -> int:
+        """Reads a flag of the region."""
+        return int.from_bytes(self.read_region(offset, 8), "little")
 
 
-def cpu_wait(facts: Facts, rank: int, words: Words, now_ns: int) -> RankWait:
+def at_address(address: int) -> Callable[[int, int], bytes]:
+    """Returns what copies bytes behind an address of this process."""
+    return lambda at, n_bytes: ctypes.string_at(address + at, n_bytes)
+
+
+def place(kind: SimpleNamespace, peer: int, i: Any, run: int = 0) -> Any:
+    """Locates word ``i`` of a peer in a region; as ``place`` of ``peer_words.mojo``."""
+    first = kind.offset + peer * kind.peer_stride + run * kind.run_stride
+    return first + i * kind.spacing
+
+
+def n_words(
+    sizes: SimpleNamespace, kind: SimpleNamespace, reader: int, peer: int
+) -> int:
+    """Counts the words of a peer that exist in the region of a rank."""
+    if kind.limit == "none":
+        return kind.n
+    return min(kind.n, sizes.experts_of[reader if kind.limit == "reader" else peer])
+
+
+def named(kinds: Sequence[SimpleNamespace], name: str) -> SimpleNamespace:
+    return next(kind for kind in kinds if kind.name == name)
+
+
+def _after(last: int, step: int) -> int:
+    """Returns a generation, the one after it (1), or before it (-1); as
+    ``next_generation`` of ``flags.mojo``, which skips 0 and 1 after a wrap."""
+    if step > 0 and last == 2**32 - 1:
+        return 2
+    return max(0, last + step)
+
+
+def _is_behind(found: np.ndarray, wanted: int) -> bool:
+    """Returns whether one of some generations has not reached another; they wrap."""
+    behind = (wanted - found.astype(np.int64)) & 0xFFFF_FFFF
+    return bool(((behind != 0) & (behind < 2**31)).any())
+
+
+@dataclass
+class _Look:
+    """A look at the memory of a rank; ``sizes``: what Mojo says of its group."""
+
+    sizes: SimpleNamespace
+    rank: int
+    words: Words
+
+    def __post_init__(self) -> None:
+        self.header = self.words.counters(0, self.sizes.header_words)
+
+    def generation(self, word: int) -> int:
+        """Reads a generation in the header."""
+        return int(self.header[word].view(np.uint32))
+
+    def missing(self, kind: SimpleNamespace) -> tuple[int, list[int]]:
+        """Returns the generation that is awaited, and the ranks whose words of a kind
+        have not reached it."""
+        look = self._rows if kind.which == "choices" else self._flags
+        wanted, late = look(kind)
+        if late and self.sizes.masks:  # nobody waits for a rank that it masks
+            masked = self.words.counters(self.sizes.masked_word, self.sizes.n_ranks)
+            late = [rank for rank in late if masked[rank] == 0]
+        return wanted, late
+
+    def _flags(self, kind: SimpleNamespace) -> tuple[int, list[int]]:
+        ranks = range(self.sizes.n_ranks)
+        n = [n_words(self.sizes, kind, self.rank, peer) for peer in ranks]
+        at = np.stack([place(kind, peer, np.arange(kind.n)) for peer in ranks])
+        begin, end = int(at.min()), int(at.max()) + 8
+        flags = np.frombuffer(self.words.read_region(begin, end - begin), np.uint64)
+        shift = np.uint64(32 if kind.holds == "generation" else 0)
+        found = (flags[(at - begin) // 8] >> shift).astype(np.uint32)
+        if kind.word < 0:  # as its own words
+            wanted = int(found[self.rank, : n[self.rank]].max(initial=0))
+        else:
+            wanted = _after(self.generation(kind.word), kind.step)
+        return wanted, [x for x in ranks if _is_behind(found[x, : n[x]], wanted)]
+
+    def _rows(self, kind: SimpleNamespace) -> tuple[int, list[int]]:
+        """Looks at the rows of this rank's tokens, where each is on its own."""
+        sizes, words = self.sizes, self.words
+        wanted = _after(self.generation(kind.word), kind.step)
+        answered = self.generation(sizes.combine_of_word)
+        if kind.step > 0:  # of the dispatch received last, unless that was answered
+            received = self.generation(sizes.generations_word + 1)
+            if answered == received:
+                return wanted, []
+            answered = received
+        half = answered & 1
+        n = int(self.header[sizes.n_tokens_word + half]) * sizes.top_k
+        choices = words.counters(sizes.choices_word + half * sizes.n_choices, n)
+        counts, late = named(sizes.gpu, "combine count"), set()
+        # Negative: no row, or one that is here. With a cap on rows, also the position.
+        for choice in np.flatnonzero(choices >= 0).tolist():
+            position, expert = divmod(int(choices[choice]), sizes.n_experts)
+            owner, local_expert = divmod(expert, sizes.n_local_experts)
+            if owner in late:
+                continue
+            kept = words.flag(place(counts, owner, local_expert))
+            if kept >> 32 == wanted and position >= kept & 0xFFFF_FFFF:
+                continue
+            if words.flag(place(kind, owner, choice)) >> 32 != wanted:
+                late.add(owner)
+        return wanted, sorted(late)
+
+
+def cpu_wait(sizes: SimpleNamespace, rank: int, words: Words, now_ns: int) -> RankWait:
     """Reads what a CPU rank does, at a time of the monotonic clock."""
-    header = words.counters(0, N_HEADER_WORDS)
-    launch = int(header[facts.launch_word])
+    look = _Look(sizes, rank, words)
+    launch = int(look.header[sizes.launch_word])
     if launch == 0:
         return RankWait(rank)
     number = abs(launch) - 1
-    last = int(header[facts.generations_word + number].view(np.uint32))
-    since_ns = int(header[facts.launch_word + 2 :][:2].copy().view(np.int64)[0])
-    is_running = launch > 0
     # A CPU rank advances its generation at the end of a phase.
-    generation = next_generation(last) if is_running else last
-    wait = RankWait(rank, PHASES[number], generation, is_running)
-    wait.since_s = max(0, now_ns - since_ns) / 1e9
+    last = look.generation(sizes.generations_word + number)
+    is_running = launch > 0
+    wait = RankWait(rank, sizes.phases[number], _after(last, is_running), is_running)
+    since = look.header[sizes.launch_since_word :][:2].copy().view(np.int64)
+    wait.since_s = max(0, now_ns - int(since[0])) / 1e9
     if is_running:
-        wait.missing = missing_ranks(facts, rank, wait.phase, last, words)
-        if facts.protocol & MASKS:
-            is_masked = words.counters(facts.masked_word, facts.n_ranks) != 0
-            wait.missing = [r for r in wait.missing if not is_masked[r]]
+        for kind in sizes.cpu:
+            if kind.phase == wait.phase:
+                wait.missing = sorted({*wait.missing, *look.missing(kind)[1]})
     return wait
 
 
-def next_generation(last: int) -> int:
-    """Returns the generation after one, as ``next_generation`` of ``flags.mojo``."""
-    return last + 1 if last != 2**32 - 1 else 2
-
-
-def missing_ranks(
-    facts: Facts, rank: int, phase: str, last: int, words: Words
-) -> list[int]:
-    """Returns whose flags have not come that a phase of a CPU rank awaits after
-    generation ``last``. They stand as in ``layout.mojo``."""
-    n, n_local = facts.n_ranks, facts.n_local_experts
-    n_counts, offset = n_local * n, facts.dispatch_counts_offset
-    if phase.startswith("combine"):
-        n_counts, offset = facts.n_experts, facts.combine_counts_offset
-    flags = words.flags(offset, n_counts + n) >> np.uint64(32)
-    counts, done = flags[:n_counts], flags[n_counts:]
-    n_mine = _experts_of(facts, rank)
-    if phase == "dispatch_async":  # of ranks with experts
-        readers = range(-(-facts.n_experts // n_local))
-        return [r for r in readers if done[r] != last]
-    if phase == "combine_async":  # of all; a rank without experts sends nothing
-        return [r for r in range(n) if n_mine and done[r] != last]
-    has_come = counts == next_generation(last)
-    if phase == "dispatch_wait":
-        come = has_come.reshape(n_local, n)[:n_mine].all(axis=0)
-        return [r for r in range(n) if not come[r]]
-    return sorted({e // n_local for e in np.flatnonzero(~has_come).tolist()})
-
-
-# --------------------------------------------------------------------- on a GPU
-
-
-BY_EXPERT, SUMS, TO_ALL, MASKS = 1, 3, 5, 8  # as `Group.protocol` of layout.mojo
-
-
-def gpu_wait(facts: Facts, rank: int, words: Words) -> RankWait:
+def gpu_wait(sizes: SimpleNamespace, rank: int, words: Words) -> RankWait:
     """Reads what a GPU rank does, from what its kernels leave in any case.
 
     They store no time, and none for this. ``is_running``: something is missing that
     the rank's last launch, or its next, waits for.
     """
-
-    def wait(phase: str, generation: int, missing: Sequence[int] = ()) -> RankWait:
-        is_running = bool(missing)
-        return RankWait(rank, phase, generation, is_running, missing=list(missing))
-
-    header = words.counters(0, N_HEADER_WORDS)
-    generations = header[facts.generations_word :][:4].view(np.uint32).tolist()
-    sent, received, combine_sent, combine_received = generations
-    n, n_local = facts.n_ranks, facts.n_local_experts
-    protocol = facts.protocol & ~MASKS
-    is_by_rank = protocol != BY_EXPERT
-    n_pairs, n_mine = n_local * n, _experts_of(facts, rank)
-    flags = words.flags(facts.dispatch_counts_offset, n_pairs + (1 + is_by_rank) * n)
-    flags = flags >> np.uint64(32)
-    read, counts = flags[n_pairs:][:n], flags[:n_pairs].reshape(n_local, n)[:n_mine]
-    if is_by_rank:  # numbers of tokens go to every rank
-        counts = np.vstack([counts, flags[n_pairs + n :]])
-    else:  # the generation advances when a launch ends
-        sent = max([sent, *counts[:, rank].tolist()])
+    look = _Look(sizes, rank, words)
+    sent, received, combine_sent, combine_received = (
+        look.generation(sizes.generations_word + i) for i in range(4)
+    )
+    for phase in sizes.phases:
+        generation, late = 0, set()
+        for kind in sizes.gpu:
+            can_see = kind.holds != "data" and kind.which in ("each", "choices")
+            if kind.phase == phase and can_see:
+                wanted, missing = look.missing(kind)
+                if kind.word == sizes.combine_of_word:  # the dispatch that is answered
+                    wanted = combine_sent
+                generation, late = max(generation, wanted), late | {*missing}
+        if late:
+            if phase.endswith("_async"):  # what was read is of the generation before
+                generation = _after(generation, 1)
+            return RankWait(rank, phase, generation, True, missing=sorted(late))
     if sent == 0:
         return RankWait(rank)
-    missing = np.flatnonzero((counts != sent).any(axis=0)).tolist()
-    if rank in missing:
-        return wait("dispatch_async", sent, _late(read, sent - 1))
-    if missing:
-        return wait("dispatch_wait", sent, missing)
-    is_combined = header[facts.combine_of_word].view(np.uint32) == received
-    if protocol in (SUMS, TO_ALL):
-        if not is_combined:
-            return wait("dispatch_wait", sent)
-        # A combine begins by publishing that its rank has read the dispatch.
-        late = [r for r in _late(read, received) if r != rank]
-        return wait("combine_wait", combine_sent, late)
-    if is_combined:
-        return wait("combine_wait", combine_received)
-    awaited = next_generation(combine_received)
-    late = _owners_of_missing_rows(facts, header, received, awaited, words)
-    if late:
-        return wait("combine_wait", awaited, late)
-    return wait("dispatch_wait", sent)
-
-
-def _late(read: np.ndarray, generation: int) -> list[int]:
-    """Returns the ranks whose done word has not reached a generation."""
-    behind = (generation - read.astype(np.int64)) & 0xFFFF_FFFF
-    return np.flatnonzero((behind != 0) & (behind < 2**31)).tolist()
-
-
-def _owners_of_missing_rows(
-    facts: Facts,
-    header: np.ndarray,
-    dispatched: int,
-    generation: int,
-    words: Words,
-) -> list[int]:
-    """Returns the ranks that have a row of this rank's tokens and have not sent it."""
-    half = dispatched & 1
-    n = int(header[facts.n_tokens_word + half]) * facts.top_k
-    n_places = facts.max_tokens_per_rank * facts.top_k
-    choices = words.counters(facts.choices_word + half * n_places, n)
-    # Negative: no row, or one that is here. With a cap on rows, also the position.
-    positions, experts = divmod(choices, facts.n_experts)
-    kept = words.flags(facts.combine_counts_offset, facts.n_experts)[experts]
-    is_dropped = kept >> np.uint64(32) == generation
-    is_dropped &= positions >= (kept & np.uint64(2**32 - 1)).astype(np.int64)
-    has_no_row = (choices < 0) | is_dropped
-    owners = np.where(has_no_row, -1, experts // facts.n_local_experts)
-    late: set[int] = set()
-    for choice, owner in enumerate(owners.tolist()):
-        if owner < 0 or owner in late:
-            continue
-        place = choice + (owner * n_places if facts.protocol & MASKS else 0)
-        behind = (place + 1) * facts.combine_msg_bytes - SOURCE_INFO_BYTES
-        if words.flags(facts.combine_recv_offset + behind, 1) >> 32 != generation:
-            late.add(owner)
-    return sorted(late)
-
-
-def _experts_of(facts: Facts, rank: int) -> int:
-    n_local = facts.n_local_experts
-    return max(0, min(n_local, facts.n_experts - rank * n_local))
+    if look.generation(sizes.combine_of_word) == received:
+        return RankWait(rank, sizes.phases[3], combine_received)
+    return RankWait(rank, sizes.phases[1], sent)

@@ -3,25 +3,16 @@
 
 Arguments: what `op_config.mojo` reads of a group, and `value_bits`, `scale_block`,
 `scale_bytes` and `row_scale_bytes` of a dispatched token, as in `formats.py`;
-`combine_bytes` of a combine element. Prints a line `name value` for each size, in bytes
-unless the name says otherwise. A `_word` is the first of its kind in the counters; an
-`_offset` is in the region.
+`combine_bytes` of a combine element. Prints what `sizes_of` returns.
 """
-from max_ep.protocol.counters import (
-    choices_word,
-    local_sync_counters_words,
-    masked_word,
-    N_FAILURE_WORDS,
-    Word,
-)
-from max_ep.protocol.layout import (
+from max_ep.launch.op_config import group_of, number_in
+from max_ep.launch.sizes import sizes_of
+from max_ep.protocol.message_sizes import (
     combine_msg_bytes_of,
     message_bytes,
     plain_token_bytes,
     scaled_token_bytes,
 )
-from max_ep.launch.op_config import group_of, number_in
-from max_ep.launch.setup import N_SETUP_WORDS
 from std.sys import argv
 
 
@@ -47,31 +38,4 @@ def main() raises:
             number_in(asked, "partial_block"),
         ),
     )
-    print("counters_words", local_sync_counters_words(group))
-    print("masked_word", masked_word(group))
-    print("failure_word", Word.FAILURE)
-    print("n_failure_words", N_FAILURE_WORDS)
-    print("generations_word", Word.DISPATCH_SENT)
-    print("launch_word", Word.LAUNCH)
-    print("n_tokens_word", Word.N_TOKENS)
-    print("combine_of_word", Word.COMBINE_OF)
-    print("choices_word", choices_word(group.n_experts))
-    print("setup_words", N_SETUP_WORDS)
-    print("protocol", group.protocol())
-    print("n_local_experts", group.n_local_experts())
-    print("dispatch_msg_bytes", group.dispatch_msg_bytes)
-    print("combine_msg_bytes", group.combine_msg_bytes)
-    print("dispatch_send_bytes", group.dispatch_send_bytes())
-    print("dispatch_recv_bytes", group.dispatch_recv_bytes())
-    print("dispatch_counts_bytes", group.dispatch_counts_bytes())
-    print("combine_recv_bytes", group.combine_recv_bytes())
-    print("combine_counts_bytes", group.combine_counts_bytes())
-    print("dispatch_counts_offset", group.dispatch_counts_offset())
-    print(
-        "heartbeats_offset", group.dispatch_counts_offset() + group.heartbeat_offset(0)
-    )
-    print("combine_recv_offset", group.combine_recv_offset())
-    print("combine_counts_offset", group.combine_counts_offset())
-    print("region_bytes", group.region_bytes())
-    print("dispatch_put_bytes", group.combine_put_from_region_end())
-    print("put_bytes", group.put_bytes())
+    print(sizes_of(group))

@@ -15,18 +15,19 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..processes.meeting import process_state
 from ..processes.messages import said, taken
 from ..processes.sockets import Answering, call, found, listen, process_at
-from ..waits import Facts, Waits, Words, cpu_wait
+from ..waits import Waits, Words, cpu_wait
 
 if TYPE_CHECKING:
     from .symmetric_memory import SharedMemory
 
 
-def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
+def waits_of_processes(sizes: SimpleNamespace, memory: SharedMemory) -> Waits:
     """Reads all ranks of a group of CPU processes, in one that maps their memory."""
     ranks, n_local = [], memory.n_local_ranks
     for node, owner in sorted(memory.owners.items()):
@@ -38,7 +39,7 @@ def waits_of_processes(facts: Facts, memory: SharedMemory) -> Waits:
                 functools.partial(memory.read_status, node, i),
                 functools.partial(memory.read_region, node, i),
             )
-            wait = cpu_wait(facts, node * n_local + i, words, time.monotonic_ns())
+            wait = cpu_wait(sizes, node * n_local + i, words, time.monotonic_ns())
             wait.pid = owner.pid
             wait.process = f"process {owner.pid} {state}" if state else ""
             ranks.append(wait)

@@ -21,7 +21,7 @@ from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
 from ..processes import presence
 from ..processes.meeting import check_group
-from ..waits import Facts, RankWait, Waits, Words, gpu_wait
+from ..waits import RankWait, Waits, Words, gpu_wait
 from .answering import answer_for, waits_of_processes
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory, reader
@@ -203,7 +203,7 @@ class EPCommInitializer(MaskedRanks):
         """
         self._check_open("who_waits")
         if isinstance(self._memory, SharedMemory):
-            return waits_of_processes(Facts.of(self.config), self._memory)
+            return waits_of_processes(self.config.sizes(), self._memory)
         waits = []
         for i, device in enumerate(self._rank_devices()):
             waits.append(RankWait(self._rank_of(i)))
@@ -212,7 +212,7 @@ class EPCommInitializer(MaskedRanks):
                 words = Words(
                     reader(device.id, counters), reader(device.id, self._regions[i])
                 )
-                waits[i] = gpu_wait(Facts.of(self.config), self._rank_of(i), words)
+                waits[i] = gpu_wait(self.config.sizes(), self._rank_of(i), words)
         return Waits(self._group or f"of process {os.getpid()}", waits)
 
     def _fingerprint(self) -> str:
@@ -230,6 +230,7 @@ class EPCommInitializer(MaskedRanks):
         region, ``[NUM_GROUPS, 3]``. Clears only what a ``readmitted`` rank wrote, and
         goes on with the ``generations`` that the group has dispatched and combined."""
         config, sizes = self.config, self.config.sizes()
+        dispatched, combined = generations
         # What a device was asked before (zeros in the counters) comes first.
         self._synchronize()
         # A run of the set-up graph prepares one rank on each device.
@@ -239,22 +240,17 @@ class EPCommInitializer(MaskedRanks):
             inputs: list[Buffer | np.ndarray] = []
             for device in range(n_devices):
                 rank = device * per_device + i
-                setup = [  # as setup.mojo lists them
-                    self._regions[rank],
-                    0 if config.use_allreduce else self._rank_of(rank),
-                    config.timeout_ms,
-                    was_used,
-                    config.exchange_experts,
-                    config.exchange_ranks,
-                    config.max_tokens_per_rank,
-                    config.top_k,
-                    sizes.dispatch_msg_bytes,
-                    sizes.combine_msg_bytes,
-                    sizes.protocol,
-                    readmitted,
-                    *generations,
-                ]
+                known = vars(sizes) | dict(
+                    region=self._regions[rank],
+                    rank=0 if config.use_allreduce else self._rank_of(rank),
+                    timeout_ms=config.timeout_ms,
+                    was_used=was_used,
+                    readmitted=readmitted,
+                    dispatched=dispatched,
+                    combined=combined,
+                )
                 inputs += [group[rank] for group in self._counters]
+                setup = [known[name] for name in sizes.setup]
                 inputs.append(np.array(setup, np.int64))
             device_ptrs, *_ = self._model.execute(*inputs)
         self._synchronize()

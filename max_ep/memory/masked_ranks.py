@@ -7,7 +7,6 @@ processes (``membership.py``) on who is out and who is in.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from max.driver import CPU, Buffer
 from ..config import EPConfig
 from ..limits import NUM_GROUPS
 from ..processes.membership import MEMBER, Decision, Membership, RankExpelled, notes_of
+from ..waits import Words, at_address, named, place
 
 
 class MaskedRanks:
@@ -151,9 +151,10 @@ class MaskedRanks:
         """Returns when the ranks of some nodes have given their last sign of life."""
         if self.config.target == "gpu":
             return 0
-        first = self._regions[0] + self.config.sizes().heartbeats_offset
-        beats = (ctypes.c_uint64 * self.config.n_ranks).from_address(first)
-        beats_ms = [beats[rank] >> 32 for rank in self._ranks(nodes)]
+        beat = named(self.config.sizes().cpu, "heartbeat")
+        read = at_address(self._regions[0])
+        words = Words(read, read)
+        beats_ms = [words.flag(place(beat, x, 0)) >> 32 for x in self._ranks(nodes)]
         now_s = time.monotonic()  # after them
         return now_s - min((int(1000 * now_s) - ms) % 2**32 for ms in beats_ms) / 1000
 

@@ -24,7 +24,7 @@ _setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
 def setup_model(session: InferenceSession, config: EPConfig) -> Model:
     """Loads the graph that prepares one rank on each device of this process, once a
     session and kind of devices: the sizes of the group are its inputs."""
-    kind = (config.target, config.n_local_devices, config.sizes().setup_words)
+    kind = (config.target, config.n_local_devices, len(config.sizes().setup))
     models = _setup_models.setdefault(session, {})
     if kind not in models:
         models[kind] = session.load(setup_graph(config))
@@ -41,7 +41,7 @@ def setup_graph(config: EPConfig, module: Module | None = None) -> Graph:
         device = config.device(i * config.n_gpus_per_node // n_devices)
         # The number of counters is left open: one graph serves all sizes.
         types += [BufferType(DType.int32, ["counters_words"], device)] * NUM_GROUPS
-        types.append(TensorType(DType.int64, [config.sizes().setup_words], cpu))
+        types.append(TensorType(DType.int64, [len(config.sizes().setup)], cpu))
     with Graph(SETUP_GRAPH, input_types=types, module=module) as graph:
         outputs = []
         for i in range(0, len(types), 3):

@@ -12,16 +12,15 @@ import functools
 import struct
 import time
 from collections.abc import Callable
-from ctypes import addressof, string_at
-from dataclasses import fields
+from ctypes import addressof
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..limits import FP8_BLOCK
 from ..memory.gpu_shared import reader
-from ..waits import Facts, RankWait, Words, cpu_wait, gpu_wait
-from .library import Settings, load
+from ..waits import RankWait, Words, at_address, cpu_wait, gpu_wait
+from .library import Settings, load, text_of
 from .tables import n_table_words, row_major
 
 if TYPE_CHECKING:
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which parts of dispatch or combine a call does; see ``max_ep_c/api.mojo``."""
 
-_REGION_BYTES, _N_WORDS, _FAILURE_WORD, _N_FAILURE_WORDS, _MASKED_WORD = range(5)
-_FACTS = 5  # the first of them
-_TEXT_BYTES = 4000
 _EIGHT, _FIVE = struct.Struct("8q"), struct.Struct("5q")
 
 
@@ -40,19 +36,16 @@ class Region:
     """One region: counters, addresses of all ranks, and the calls of the library."""
 
     @torch.inference_mode(False)  # later calls change `counters` in any mode
-    def __init__(
-        self, library: Any, comm: Communicator, address: int, n_words: int
-    ) -> None:
+    def __init__(self, library: Any, comm: Communicator, address: int) -> None:
         """Clears this rank's part."""
         self.library = library
         self.comm = comm
         self._address = address
         device = comm.device
-        self.counters = torch.zeros(n_words, dtype=torch.int32, device=device)
-        first = library.size(_FAILURE_WORD)
-        self._record = self.counters[first : first + library.size(_N_FAILURE_WORDS)]
-        first = library.size(_MASKED_WORD)
-        self.masked = self.counters[first : first + comm.n_ranks]
+        sizes, words = library.sizes, dict(dtype=torch.int32, device=device)
+        self.counters = torch.zeros(sizes.counters_words, **words)
+        self._record = self.counters[sizes.failure_word :][: sizes.n_failure_words]
+        self.masked = self.counters[sizes.masked_word :][: comm.n_ranks]
         if comm.is_gpu:
             torch.cuda.synchronize(device)  # the library clears on a stream of its own
         timeout_ms, counters = max(1, int(comm.timeout_s * 1000)), self.counters
@@ -116,25 +109,18 @@ class Region:
             self.library.failure(self.handle, record.data_ptr())
             self._raise()
 
-    def facts(self) -> Facts:
-        """Returns what a reader of the region must know."""
-        size = self.library.size
-        return Facts(*(size(_FACTS + i) for i in range(len(fields(Facts)))))
-
     def who_waits(self) -> RankWait:
         """Says whom this rank waits for in this region, also while a launch hangs."""
-        comm, facts = self.comm, self.facts()
-        read = functools.partial(reader, comm.index) if comm.is_gpu else _cpu_reader
+        comm, sizes = self.comm, self.library.sizes
+        read = functools.partial(reader, comm.index) if comm.is_gpu else at_address
         words = Words(read(self.counters.data_ptr()), read(self._address))
         if comm.is_gpu:
-            return gpu_wait(facts, comm.rank, words)
-        return cpu_wait(facts, comm.rank, words, time.monotonic_ns())
+            return gpu_wait(sizes, comm.rank, words)
+        return cpu_wait(sizes, comm.rank, words, time.monotonic_ns())
 
     def _raise(self) -> None:
         """Raises what the library's last call that failed says."""
-        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
-        self.library.last_error(self.handle, addressof(buffer), _TEXT_BYTES)
-        text = buffer.value.decode()
+        text = text_of(functools.partial(self.library.last_error, self.handle))
         if "timed out" in text:
             text += self.comm.other_calls()
         self.comm.failure = text
@@ -150,10 +136,6 @@ class Region:
         if self.handle:
             self.library.close(self.handle)
             self.handle = 0
-
-
-def _cpu_reader(address: int) -> Callable[[int, int], bytes]:
-    return lambda at, n_bytes: string_at(address + at, n_bytes)
 
 
 class Channel:
@@ -173,13 +155,13 @@ class Channel:
         self.latest: tuple[Any, bool] = (None, False)
         self.was_captured = False
         library = load(settings)
-        n_bytes, n_words = library.size(_REGION_BYTES), library.size(_N_WORDS)
+        n_bytes = library.sizes.region_bytes
         self.memory = comm.allocate(n_regions * n_bytes, settings.facts())
         self.regions: list[Region] = []
         try:
             (mine,) = self.memory.local_addresses()
             for i in range(n_regions):
-                self.regions.append(Region(library, comm, mine + i * n_bytes, n_words))
+                self.regions.append(Region(library, comm, mine + i * n_bytes))
             absent = comm.masks.absent if comm.masks else ()
             bases = self.memory.connect(comm.timeout_s, absent)
             for i, region in enumerate(self.regions):

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..cache import cache_dir, kept
-from ..extension import extension_path, run_mojo, sources_hash
+from ..extension import extension_path, run_mojo, sizes_in, sources_hash
 from ..limits import (
     FP8_BLOCK,
     MAX_COUNT,
@@ -42,7 +42,7 @@ _RUNTIME = (
 
 I32, I64, BYTES = ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p
 _FUNCTIONS = {
-    "size": (I64, [I32]),
+    "sizes": (I32, [I64, I32]),
     "open": (I64, [I32, I32, I32, I64, I64]),
     "connect": (None, [I64, I64]),
     "clear": (I32, [I64]),
@@ -146,7 +146,8 @@ def build_all(wanted: Sequence[Settings]) -> list[Path]:
 
 @functools.cache
 def load(settings: Settings) -> SimpleNamespace:
-    """Returns the functions of a library, by their names without ``max_ep_``."""
+    """Returns the functions of a library, by their names without ``max_ep_``; ``sizes``
+    is what that function says."""
     # By full path: a library names the folder it was built with.
     folder = Path(str(metadata.distribution("max-core").locate_file("modular/lib")))
     for name in _RUNTIME:
@@ -163,7 +164,16 @@ def load(settings: Settings) -> SimpleNamespace:
         function = getattr(library, f"max_ep_{name}")
         function.restype, function.argtypes = result, arguments
         setattr(functions, name, function)
+    functions.sizes = sizes_in(text_of(functions.sizes))
     return functions
+
+
+def text_of(ask: Callable[[int, int], int]) -> str:
+    """Returns what a function of a library copies to an address, of any length."""
+    n_bytes = ask(0, 0)
+    buffer = ctypes.create_string_buffer(n_bytes)
+    ask(ctypes.addressof(buffer), n_bytes)
+    return buffer.raw.decode()
 
 
 WIRE_FORMATS = {

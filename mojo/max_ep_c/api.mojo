@@ -18,6 +18,7 @@ error.
 """
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
+from max_ep.protocol.addressing import Addressing
 from max_ep.protocol.arguments import (
     Call,
     CombinedTokens,
@@ -27,22 +28,17 @@ from max_ep.protocol.arguments import (
     GivenTokens,
 )
 from max_ep.combine_rows.kernel import CombineRows
-from max_ep.protocol.counters import (
-    choices_word,
-    Counters,
-    local_sync_counters_words,
-    masked_word,
-    N_FAILURE_WORDS,
-    Word,
-)
+from max_ep.protocol.counters import Counters, N_FAILURE_WORDS
 from max_ep.device.kernel import Kernel, kernel_entry, Queue
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.protocol.failures import Caller, raise_failure
 from max_ep.formats.table import FormatOf
 from max_ep.protocol.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch.launch import launch_combine, launch_dispatch
-from max_ep.protocol.layout import Addressing, combine_msg_bytes, Group, MESSAGE_ALIGN
-from max_ep.launch.setup import buffer_offsets, SetUp, start_set_up
+from max_ep.protocol.layout import Group, MESSAGE_ALIGN
+from max_ep.protocol.message_sizes import combine_msg_bytes
+from max_ep.launch.setup import SetUp, start_set_up
+from max_ep.launch.sizes import sizes_of
 from max_ep.protocol.token_format import OutputTensors, LocalRows
 from max_ep.protocol.transport import PeerBuffers
 from max_ep.launch.watch import launch_watch, watch_kernel
@@ -191,36 +187,18 @@ def _rank(handle: Int) -> MutPointer[Rank]:
     return {unsafe_from_address = handle}
 
 
+def _copy(said: String, text: Int, size: Int32) -> Int32:
+    """Copies what fits; returns the bytes of all."""
+    var bytes = said.as_bytes()
+    for i in range(min(len(bytes), Int(size))):
+        _at[UInt8](text)[unsafe_offset=i] = bytes[i]
+    return Int32(len(bytes))
+
+
 @export
-def max_ep_size(what: Int32) abi("C") -> Int64:
-    """Returns a size: 0 a region, in bytes; 1 the counters, in int32 words; 2 the
-    offset of the failure record in the counters; 3 the words of that record; 4 the
-    offset of the mask in the counters; then the `Facts` of `max_ep/waits.py`, in order.
-    """
-    var sizes = [
-        REGION.region_bytes(),
-        local_sync_counters_words(REGION),
-        Word.FAILURE,
-        N_FAILURE_WORDS,
-        masked_word(REGION),
-        N_RANKS,
-        REGION.n_experts,
-        REGION.n_local_experts(),
-        REGION.dispatch_counts_offset(),
-        REGION.combine_counts_offset(),
-        Word.DISPATCH_SENT,
-        Word.LAUNCH,
-        REGION.protocol(),
-        REGION.max_tokens_per_rank,
-        TOP_K,
-        REGION.combine_msg_bytes,
-        REGION.combine_recv_offset(),
-        Word.N_TOKENS,
-        Word.COMBINE_OF,
-        choices_word(REGION.n_experts),
-        masked_word(REGION),
-    ]
-    return Int64(sizes[Int(what)])
+def max_ep_sizes(text: Int, size: Int32) abi("C") -> Int32:
+    """Copies what `sizes_of` says of the group; returns its bytes."""
+    return _copy(sizes_of(REGION), text, size)
 
 
 @export
@@ -244,11 +222,10 @@ def max_ep_connect(handle: Int, regions: Int) abi("C"):
     """Takes the address of every rank's region, uint64 `[n_ranks]`."""
     ref rank = _rank(handle)[]
     var bases = _at[UInt64](regions)
-    var offsets = buffer_offsets(REGION)
     for i in range(6):
         for peer in range(N_RANKS):
             rank.addresses[i * N_RANKS + peer] = bases[unsafe_offset=peer] + UInt64(
-                offsets[i]
+                REGION.buffer_offset(i)
             )
 
 
@@ -274,11 +251,7 @@ def max_ep_close(handle: Int) abi("C"):
 @export
 def max_ep_last_error(handle: Int, text: Int, size: Int32) abi("C") -> Int32:
     """Copies what the last call that failed says; returns its bytes."""
-    var bytes = _rank(handle)[].error.as_bytes()
-    var n = min(len(bytes), Int(size))
-    for i in range(n):
-        _at[UInt8](text)[unsafe_offset=i] = bytes[i]
-    return Int32(n)
+    return _copy(_rank(handle)[].error, text, size)
 
 
 @export

@@ -1,102 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests who waits for whom, with words of memory that are written here, without ranks.
+Where they are, Mojo says.
 
 `test_processes.py` looks at processes that hang.
 """
 
 import contextlib
+import functools
 import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from max_ep.cli import who
 from max_ep.cli.who import groups_of
+from max_ep.extension import region_sizes
 from max_ep.memory import answering
 from max_ep.memory.answering import answer_for
 from max_ep.processes.messages import said
 from max_ep.processes.sockets import Answering, call, listen
-from max_ep.waits import PHASES, Facts, RankWait, Waits, Words, cpu_wait, gpu_wait
+from max_ep.waits import RankWait, Waits, Words, cpu_wait, gpu_wait, named, place
 from tests.errors import refused
 
-# 3 ranks with 2, 2 and 1 experts; counts of dispatch, then of combine.
+# 3 ranks with 2, 2 and 1 experts.
 N_RANKS, N_EXPERTS, N_LOCAL = 3, 5, 2
-N_PAIRS = N_LOCAL * N_RANKS
-FACTS = Facts(
-    n_ranks=N_RANKS,
-    n_experts=N_EXPERTS,
-    n_local_experts=N_LOCAL,
-    dispatch_counts_offset=256,
-    combine_counts_offset=512,
-    combine_recv_offset=1024,
-    generations_word=3,
-    launch_word=28,
-    protocol=2,
-    max_tokens_per_rank=4,
-    top_k=2,
-    combine_msg_bytes=48,
-    n_tokens_word=16,
-    combine_of_word=18,
-    choices_word=32,
-    masked_word=32,
-)
 LAST = 6
 """The last generation of every phase."""
+DISPATCH_DONE, COMBINE_DONE = "done word of dispatch", "done word of combine"
 
 
-def memory_of() -> np.ndarray:
-    """A region in which the flags of all phases are of generation `LAST`."""
-    region = np.zeros(2048, np.uint8)
-    region[FACTS.dispatch_counts_offset :].view(np.uint64)[:] = LAST << 32 | 17
-    return region
+@functools.cache
+def sizes_of(protocol: str = "by_rank", mode: str = "rows", *masks: str):
+    """What Mojo says of a group of these ranks, which send 4 tokens to two experts."""
+    names = "n_experts n_ranks max_tokens_per_rank top_k hidden_size value_bits"
+    numbers = zip(f"{names} combine_bytes".split(), (5, 3, 4, 2, 16, 16, 2))
+    return region_sizes(protocol, mode, *(f"{n}={i}" for n, i in numbers), *masks)
 
 
-def look(
-    rank: int, phase: str, changed: dict[tuple[str, int], int], protocol: int = 2
-) -> RankWait:
-    """Looks at a rank that is in a phase; some flags are of other generations."""
-    region = memory_of()
-    flags = {
-        "dispatch": region[FACTS.dispatch_counts_offset :].view(np.uint64),
-        "combine": region[FACTS.combine_counts_offset :].view(np.uint64),
-    }
-    for (buffer, place), generation in changed.items():
-        flags[buffer][place] = generation << 32
-    header = np.zeros(32 + N_RANKS, np.int32)
-    header[FACTS.masked_word + 1] = 1
-    header[FACTS.generations_word :][:4] = LAST
-    header[FACTS.launch_word] = 1 + PHASES.index(phase)
-    header[FACTS.launch_word + 2 :][:2].view(np.int64)[0] = 10**9
-    facts = replace(FACTS, protocol=protocol)
+class Memory:
+    """A rank's counters, and a region in which all flags are of generation `LAST`."""
 
-    def reads(memory: np.ndarray):
-        return lambda at, n_bytes: memory.tobytes()[at : at + n_bytes]
+    def __init__(self, sizes, kinds) -> None:
+        self.sizes, self.kinds = sizes, kinds
+        self.counters = np.zeros(sizes.counters_words, np.int32)
+        self.region = np.zeros(sizes.region_bytes, np.uint8)
+        self.region.view(np.uint64)[:] = LAST << 32 | LAST
 
-    words = Words(reads(header), reads(region))
-    return cpu_wait(facts, rank, words, now_ns=4 * 10**9)
+    def __getitem__(self, name: str) -> int:
+        return int(self.counters[getattr(self.sizes, f"{name}_word")])
+
+    def __setitem__(self, name: str, numbers) -> None:
+        """Sets words of the counters, the first of which has this name."""
+        words = np.atleast_1d(numbers)
+        first = getattr(self.sizes, f"{name}_word")
+        self.counters[first : first + len(words)] = words
+
+    def flag(self, name: str, peer: int, generation: int, i: int = 0, count=0) -> None:
+        at = place(named(self.kinds, name), peer, i)
+        self.region[at : at + 8].view(np.uint64)[0] = generation << 32 | count
+
+    def words(self) -> Words:
+        def reads(memory: np.ndarray):
+            return lambda at, n_bytes: memory.tobytes()[at : at + n_bytes]
+
+        return Words(reads(self.counters), reads(self.region))
 
 
-def arrived(buffer: str, places: range, but: int = -1) -> dict[tuple[str, int], int]:
-    return {(buffer, i): LAST + 1 for i in places if i != but}
+def look(rank: int, phase: str, changed=(), masks=()) -> RankWait:
+    """Looks at a CPU rank that is in a phase; some flags are of other generations."""
+    sizes = sizes_of("by_rank", "rows", *masks)
+    memory = Memory(sizes, sizes.cpu)
+    for name, peer, i, generation in changed:
+        memory.flag(name, peer, generation, i)
+    if masks:
+        memory["masked"] = 0, 1, 0
+    memory["generations"] = [LAST] * 4
+    memory["launch"] = 1 + sizes.phases.index(phase)
+    memory["launch_since"] = np.array([10**9]).view(np.int32)
+    return cpu_wait(sizes, rank, memory.words(), now_ns=4 * 10**9)
+
+
+def arrived(name: str, n: int, but=()) -> list[tuple[str, int, int, int]]:
+    """All of `n` words of each peer, but for some (peer, word)."""
+    all_ = [(peer, i) for peer in range(N_RANKS) for i in range(n)]
+    return [(name, *x, LAST + 1) for x in all_ if x not in but]
 
 
 @pytest.mark.parametrize(
     "phase, rank, changed, missing",
     [
-        # Done words follow the counts: of the pairs, of the experts.
-        ("dispatch_async", 0, {("dispatch", N_PAIRS + 1): LAST - 1}, [1]),
-        ("dispatch_async", 0, {}, []),
-        ("dispatch_wait", 0, {}, [0, 1, 2]),
-        ("dispatch_wait", 0, arrived("dispatch", range(N_PAIRS), but=5), [2]),
+        ("dispatch_async", 0, [(DISPATCH_DONE, 1, 0, LAST - 1)], [1]),
+        ("dispatch_async", 0, [], []),
+        ("dispatch_wait", 0, [], [0, 1, 2]),
+        ("dispatch_wait", 0, arrived("count", N_LOCAL, but=[(2, 1)]), [2]),
         # Rank 2 has one expert, and awaits nothing of the second.
-        ("dispatch_wait", 2, arrived("dispatch", range(N_RANKS)), []),
-        ("combine_async", 1, {("combine", N_EXPERTS + 2): LAST - 1}, [2]),
-        ("combine_wait", 1, arrived("combine", range(N_EXPERTS), but=3), [1]),
-        ("combine_wait", 1, arrived("combine", range(4)), [2]),
+        ("dispatch_wait", 2, arrived("count", 1), []),
+        ("combine_async", 1, [(COMBINE_DONE, 2, 0, LAST - 1)], [2]),
+        (
+            "combine_wait",
+            1,
+            arrived("combine count", N_LOCAL, but=[(1, 1), (2, 1)]),
+            [1],
+        ),
+        (
+            "combine_wait",
+            1,
+            arrived("combine count", N_LOCAL, but=[(2, 0), (2, 1)]),
+            [2],
+        ),
     ],
 )
 def test_missing_ranks(phase, rank, changed, missing):
@@ -105,60 +119,65 @@ def test_missing_ranks(phase, rank, changed, missing):
     assert wait.is_running and wait.since_s == 3
 
 
-class GpuMemory:
-    """What a rank leaves in dispatch 7 by rank, once it has all counts. It sent 3
-    tokens, to experts 0 and 3, 4 and 1 (its own, so coded), 2 and none."""
-
-    def __init__(self) -> None:
-        self.header = np.zeros(32, np.int32)
-        self.header[FACTS.generations_word :][:4] = 7, 7, 6, 6
-        self.header[FACTS.combine_of_word] = 6
-        self.header[FACTS.n_tokens_word + 1] = 3
-        self.choices = np.zeros(16, np.int32)
-        self.choices[8:14] = -2, 3, 4, -3, 2, -1
-        self.region = memory_of()
-        self.dispatch = self.region[FACTS.dispatch_counts_offset :].view(np.uint64)
-        self.dispatch[:N_PAIRS] = 7 << 32
-        self.dispatch[N_PAIRS + N_RANKS :][:N_RANKS] = 7 << 32 | 3
-
-    def counters(self, first: int, n: int) -> np.ndarray:
-        return np.concatenate([self.header, self.choices])[first : first + n].copy()
-
-    def flags(self, offset: int, n: int) -> np.ndarray:
-        return self.region[offset:].view(np.uint64)[:n]
-
-    def send_row(self, choice: int) -> None:
-        start = FACTS.combine_recv_offset + (choice + 1) * FACTS.combine_msg_bytes
-        self.region[start - 16 :].view(np.uint64)[0] = 7 << 32
+def gpu_memory(*group: str) -> Memory:
+    """What rank 0 leaves in dispatch 7, once it has all counts. It sent 3 tokens, to
+    experts 0 and 3, 4 and 1 (its own, so coded), 2 and none."""
+    sizes = sizes_of(*group)
+    memory = Memory(sizes, sizes.gpu)
+    memory["generations"] = 7, 7, 6, 6
+    memory["combine_of"] = 6
+    memory["n_tokens"] = 0, 3
+    memory["choices"] = [0] * 8 + [-2, 3, 4, -3, 2, -1]
+    for peer in range(N_RANKS):
+        for i in range(N_LOCAL):
+            memory.flag("count", peer, 7, i)
+        if group[0] == "by_rank":
+            memory.flag("number of tokens", peer, 7, count=3)
+    return memory
 
 
-SUMS = replace(FACTS, protocol=3)
-BY_EXPERT = replace(FACTS, protocol=1)
-
-
-# By expert the generation advances when the launch ends. Rank 2 has not read dispatch
-# 6. Of sums rank 1 has begun its combine, and so has read dispatch 7.
+# Rank 2 has not read dispatch 6. By expert the generation advances when the launch
+# ends. Of sums, who has begun its combine has read dispatch 7.
 GPU_WAITS = """
-FACTS: m.dispatch[1] = 6 << 32 | "dispatch_wait", 7, True, [1]
-FACTS: m.dispatch[N + R + 2] = 6 << 32 | "dispatch_wait", 7, True, [2]
-BY_EXPERT: m.header[3:5] = 6; m.dispatch[1] = 0 | "dispatch_wait", 7, True, [1]
-FACTS: m.dispatch[:N] = 6 << 32; m.dispatch[N + 2] = 5 << 32 | \
+by_rank rows: m.flag("count", 1, 6) | "dispatch_wait", 7, True, [1]
+by_rank rows: m.flag("number of tokens", 2, 6) | "dispatch_wait", 7, True, [2]
+by_expert rows: m["generations"] = 6, 6; m.flag("count", 1, 0) | \
+"dispatch_wait", 7, True, [1]
+by_rank rows: m.flag("count", 0, 6); m.flag(DISPATCH_DONE, 2, 5) | \
 "dispatch_async", 7, True, [2]
-FACTS: m.send_row(1); m.send_row(4) | "combine_wait", 7, True, [2]
-FACTS: m.send_row(1); m.send_row(2) | "combine_wait", 7, True, [1]
-FACTS: m.header[5:7] = 7; m.header[18] = 7 | "combine_wait", 7, False, []
-SUMS: 0 | "dispatch_wait", 7, False, []
-SUMS: m.header[5:7] = 7; m.header[18] = 7; m.dispatch[N + 1] = 7 << 32 | \
+by_rank rows: send_row(m, 1, 1); send_row(m, 1, 4) | "combine_wait", 7, True, [2]
+by_rank rows: send_row(m, 1, 1); send_row(m, 2, 2) | "combine_wait", 7, True, [1]
+by_rank rows: m["generations"] = [7] * 4; m["combine_of"] = 7 | \
+"combine_wait", 7, False, []
+by_rank sums: 0 | "dispatch_wait", 7, False, []
+by_rank sums: begin_combine(m, 0, 1) | "combine_wait", 7, True, [2]
+by_rank sums: begin_combine(m); m.flag(DISPATCH_DONE, 1, 7, count=5) | \
+"combine_async", 7, True, [1]
+by_rank rows masks: m["masked"] = 0, 1, 0; m.flag("count", 1, 6) | \
 "combine_wait", 7, True, [2]
-FACTS: m.header[3:7] = 0; m.dispatch[:] = 0 | "", 0, False, []
+by_rank rows: m["generations"] = [0] * 4; m["combine_of"] = 0; m.region[:] = 0 | \
+"", 0, False, []
 """
+
+
+def send_row(memory: Memory, peer: int, choice: int) -> None:
+    memory.flag("row", peer, 7, choice)
+
+
+def begin_combine(memory: Memory, *begun: int) -> None:
+    """Begins combine 7 on this rank; some ranks have said that they have, too."""
+    memory["generations"] = [7] * 4
+    memory["combine_of"] = 7
+    for peer in begun:
+        memory.flag(DISPATCH_DONE, peer, 7, count=6)
 
 
 @refused(GPU_WAITS)
 def test_gpu_ranks(arguments, words):
-    memory, (facts, steps) = GpuMemory(), arguments.split(": ")
-    exec(steps, {"m": memory, "N": N_PAIRS, "R": N_RANKS})
-    wait = gpu_wait(globals()[facts], 0, memory)
+    group, steps = arguments.split(": ")
+    memory = gpu_memory(*group.split())
+    exec(steps, globals() | {"m": memory})
+    wait = gpu_wait(memory.sizes, 0, memory.words())
     found = wait.phase, wait.generation, wait.is_running, wait.missing
     assert found == eval(words)
 
@@ -234,14 +253,14 @@ def test_who_has_a_successor_is_not_shown(monkeypatch):
 
 
 def test_nobody_waits_for_a_masked_rank():
-    """The mask of rank 1 stands there in any case; only groups that mask read it."""
-    assert look(0, "dispatch_wait", {}).missing == [0, 1, 2]
-    assert look(0, "dispatch_wait", {}, protocol=2 + 8).missing == [0, 2]
+    assert look(0, "dispatch_wait").missing == [0, 1, 2]
+    assert look(0, "dispatch_wait", masks=["masks"]).missing == [0, 2]
 
 
 def waits_of(*missing: list[int]) -> Waits:
     return Waits(
-        "g", [RankWait(i, PHASES[1], 4, True, 1.0, m) for i, m in enumerate(missing)]
+        "g",
+        [RankWait(i, "dispatch_wait", 4, True, 1.0, m) for i, m in enumerate(missing)],
     )
 
 

@@ -11,12 +11,10 @@ import pytest
 from max.dtype import DType
 
 from max_ep import (
-    AllGatherTokenDispatcher,
     estimate_ep_memory_usage,
     formats,
     limits,
     quantize,
-    waits,
 )
 from max_ep.config.protocol import least_region_bytes
 from tests.codegen.kernels import mojo_constant
@@ -46,23 +44,11 @@ EXPERTS_SOURCE = "max_ep_experts/fp8.mojo"
         (quantize.FP8_MAX, "FP8_MAX", EXPERTS_SOURCE),
         (quantize.FP8_MIN_AMAX, "FP8_MIN_AMAX", EXPERTS_SOURCE),
         (limits.FP8_COLUMNS, "BN", "max_ep_experts/tiles.mojo"),
-        (waits.N_HEADER_WORDS, "N_HEADER_WORDS", "max_ep/protocol/counters.mojo"),
-        (waits.MASKS, "MASKS_BIT", "max_ep/protocol/layout.mojo"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_python_and_mojo_agree(value, name, path):
     assert np.float32(value) == np.float32(mojo_constant(name, path))
-
-
-def test_protocols_have_the_numbers_of_mojo():
-    case = CASES["two_ranks"]
-    by_expert = case.config(protocol="by_expert", combine_mode="rows")
-    assert by_expert.sizes().protocol == waits.BY_EXPERT
-    sums = case.config(combine_mode="sums", protocol="auto")
-    assert sums.sizes().protocol == waits.SUMS
-    all_ranks = AllGatherTokenDispatcher(80, 5, 7, n_gpus_per_node=3, target="cpu")
-    assert all_ranks.config.sizes().protocol == waits.TO_ALL
 
 
 def test_entries_hold_what_the_config_lets_through():
@@ -123,7 +109,9 @@ def test_the_largest_sizes_do_not_wrap(changes):
     config = CASES["two_ranks"].config(**sizes)
     found, least = config.sizes(), least_region_bytes(config, config.protocol)
     assert 2**42 < least < found.region_bytes < 2 * least < 2**49
-    assert min(vars(found).values()) >= 0
+    assert all(n >= 0 for n in vars(found).values() if isinstance(n, int))
+    for kind in found.gpu + found.cpu:
+        assert min(n for n in vars(kind).values() if isinstance(n, int)) >= -1
     field = next(iter(changes))
     with pytest.raises(ValueError, match=f"{field}.*(is too large|at most 65535)"):
         CASES["two_ranks"].config(**(sizes | {field: 2 * sizes[field]}))

@@ -9,7 +9,6 @@ import pytest
 
 from max_ep import extension
 from max_ep.extension import extension_path, run_mojo
-from max_ep.waits import PHASES
 from tests.children import MOJO_PROGRAMS, compiled_mojo
 from tests.errors import raises, refused
 
@@ -34,11 +33,11 @@ def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
 
 
 PREAMBLE = """
-from max_ep.arguments import check_group
+from max_ep.protocol.arguments import check_group
 from max_ep.formats.block_numbers import BlockNumbers, BlockScale, checked_block
 from max_ep.formats.unused_words import unused_scales, unused_values
-from max_ep.layout import Addressing, Group
-from max_ep.op_config import check_entry
+from max_ep.protocol.layout import Addressing, Group
+from max_ep.launch.op_config import check_entry
 
 comptime TWO_OF_THREE = Group(
     n_experts=2,
@@ -123,7 +122,8 @@ def test_failure_records_in_words(failure_text, record, words):
     """What `EPCommInitializer.check` says of a rank's record."""
     said = failure_text("1", "5000", *record.split())
     assert said.startswith("max_ep: ") == bool(words)
-    phase = PHASES[int(record.split()[1])]
+    phases = "dispatch_async dispatch_wait combine_async combine_wait".split()
+    phase = phases[int(record.split()[1])]
     for word in words + [f"{phase} on rank 1: "] * bool(words):
         assert word in said
 

@@ -3,14 +3,17 @@
 
 import contextlib
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 
+from max_ep.extension import sizes_in
 from max_ep.quantize import bfloat16_to_float32, float32_to_bfloat16
-from max_ep.waits import N_HEADER_WORDS
+from max_ep.waits import n_words, named, place
 from tests.codegen.kernels import compiled, counter_word
 from tests.emulator import Clock, Emulated, Launch, Memory, Races, run
 
@@ -78,6 +81,8 @@ class World:
         lines = (compiled("emulated.mojo") / "printed").read_text().splitlines()
         (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
         self.sizes = s = Sizes(*map(int, line))
+        (said,) = (x.split(" ", 1)[1] for x in lines if x.split()[0] == f"{name}.sizes")
+        self.words, self.polled = sizes_in(said), set()
         self.name, self.seed = name, 0
         self.has_sums = s.protocol % MASKS_BIT == 3
         self.memory, self.clock = Memory(1 << 24), Clock()
@@ -90,15 +95,16 @@ class World:
         self.counters = [self.memory.allocate(4 * s.counters) for _ in ranks]
         self.spare = [self.memory.allocate(4 * s.counters) for _ in ranks]
         # A lane loads each word of the header; launches record the last ones meanwhile.
-        unwatched = [*range(counter_word("BROKEN"), N_HEADER_WORDS)]
+        header = counter_word("BROKEN"), counter_word("N_HEADER_WORDS")
+        unwatched = [*range(*header)]
         self.unwatched = []
         if s.protocol & MASKS_BIT:
             # Blocks need not agree on who is masked, nor when heartbeats came.
             unwatched += range(s.masked, s.masked + s.n_ranks + 1)
             end = s.counters - s.max_tokens - s.n_local
             unwatched += range(end - 2 * s.n_ranks, end)
-            first = s.dispatch_counts + 8 * (s.n_local + 2) * s.n_ranks
-            beats = range(first, first + 8 * s.n_ranks, 4)
+            beat = named(self.words.gpu, "heartbeat")
+            beats = [place(beat, rank, 0) + i for rank in ranks for i in (0, 4)]
             self.unwatched = [x + i for x in self.regions for i in beats]
         self.unwatched += [x + 4 * i for x in self.counters for i in unwatched]
         self.n_tokens = [0] * s.n_ranks
@@ -153,6 +159,38 @@ class World:
         found = Races(len(queues), N_BLOCKS, N_THREADS, *how)
         how = self.seed, is_even, found if self.finds_races else None
         run(queues.values(), self.memory, self.clock, *how)
+        for rank, threads in zip(queues, found.threads):
+            self._check_polled(rank, set().union(*(x.polled for x in threads)))
+
+    def _check_polled(self, rank: int, addresses: set[int]) -> None:
+        """In regions a kernel polls only what Mojo lists, and only in its rank's own.
+        Inline tokens of its own, which it loads alike, are elsewhere."""
+        for of_rank, region in enumerate(self.regions):
+            for at in addresses & {*range(region, region + self.sizes.region)}:
+                kinds = self._kinds_at[rank].get(at - region)
+                where = f"rank {rank} polls {at - region} of rank {of_rank}"
+                assert of_rank == rank and kinds, f"{where}, which is in no list"
+                self.polled |= kinds
+
+    @functools.cached_property
+    def _kinds_at(self) -> list[dict[int, set[str]]]:
+        """Finds the kinds of each word that peers write into a rank's region."""
+        all_: list[dict[int, set[str]]] = [{} for _ in self.regions]
+        ranks = range(self.sizes.n_ranks)
+        for kind, reader, peer in itertools.product(self._kinds(), ranks, ranks):
+            i = np.arange(n_words(self.words, kind, reader, peer))
+            for number in range(kind.n_runs):
+                for at in place(kind, peer, i, number).tolist():
+                    all_[reader].setdefault(at, set()).add(kind.name)
+        return all_
+
+    def _kinds(self) -> list[SimpleNamespace]:
+        """Kinds of words; one more shows others what a rank awaits."""
+        return [kind for kind in self.words.gpu if kind.name != "begin of combine"]
+
+    def awaited(self) -> set[str]:
+        """Names the kinds that a phase awaits."""
+        return {kind.name for kind in self._kinds() if kind.phase}
 
     def word(self, rank: int, name: str) -> int:
         return self.memory.load(self.counters[rank] + 4 * counter_word(name), 4)

@@ -65,6 +65,8 @@ class Thread:
         self.number, self.rank, self.block = number, rank, block
         self.now, self.seen = 1, array("I", [0]) * n_threads
         self.launch = 0
+        self.polled: set[int] = set()
+        """Addresses that it has loaded as what other ranks store."""
 
     def clocks(self) -> array:
         """Copies what it has seen, and goes on."""
@@ -169,6 +171,8 @@ class Watched:
     ) -> None:
         """Is called at each ordered access; some say what is stored."""
         thread, stores = self.thread, how != "ld"
+        if scope == "sys" and how == "ld":
+            thread.polled.add(at)
         if self.lets_equal and stored is not None and order == "relaxed":
             loads = self.unordered.loads
             there = [loads[min(n_bytes, 8)](at + i) for i in range(0, n_bytes, 8)]

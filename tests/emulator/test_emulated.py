@@ -132,6 +132,7 @@ def test_rows_and_results(name):
     if name == "sums":  # Whoever receives polls for who sends next.
         steps += [([1, 0, 1], 1), ([0, 1, 2], 1)]
     run_steps(world, steps)
+    assert world.polled == world.awaited(), "Mojo lists what no kernel awaits"
     check_header(world, range(3), len(steps))
     if name == "expert":
         check_done_words(world, len(steps))

@@ -7,6 +7,7 @@ tests/emulator/test_emulated.py.
 from emitting import emit
 from max_ep.combine_rows.kernel import CombineRows
 from max_ep.combine_sums.kernel import CombineSums
+from max_ep.protocol.addressing import Addressing
 from max_ep.protocol.counters import local_sync_counters_words, masked_word
 from max_ep.device.kernel import Kernel, kernel_entry
 from max_ep.dispatch_by_expert.kernel import DispatchByExpert
@@ -16,8 +17,10 @@ from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat
 from max_ep.formats.scale_layouts import RowByRow
-from max_ep.protocol.layout import Addressing, combine_msg_bytes, Group
+from max_ep.protocol.layout import Group
+from max_ep.protocol.message_sizes import combine_msg_bytes
 from max_ep.launch.setup import set_up_kernel
+from max_ep.launch.sizes import sizes_of
 from max_ep.protocol.token_format import TokenFormat
 from max_ep_experts.heads import heads_kernel
 
@@ -147,6 +150,7 @@ def describe(group: Group, name: String):
     for word in group.words():
         print("", word, end="")
     print()
+    print(name + ".sizes", sizes_of(group))
 
 
 def main() raises:

@@ -8,7 +8,9 @@ from max_ep.dispatch_by_expert.kernel import DispatchByExpert
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.formats.plain import PlainTokenFormat
 from max_ep.formats.table import FormatOf
-from max_ep.protocol.layout import Addressing, combine_msg_bytes, Group
+from max_ep.protocol.addressing import Addressing
+from max_ep.protocol.layout import Group
+from max_ep.protocol.message_sizes import combine_msg_bytes
 from max_ep.protocol.token_format import TokenFormat
 
 comptime HIDDEN = 7168

@@ -11,9 +11,10 @@ from max_ep import (
     ep_dispatch_wait_kernel_api,
     Float32TokenFormat,
 )
+from max_ep.protocol.addressing import Addressing
 from max_ep.protocol.arguments import Call
 from max_ep.formats.plain import PlainRows
-from max_ep.protocol.layout import Addressing, Group
+from max_ep.protocol.layout import Group
 from ranks import Ranks, tensor, vector
 from std.testing import assert_equal, assert_raises, assert_true
 

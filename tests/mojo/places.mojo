@@ -12,17 +12,26 @@ from max_ep import (
     PlainTokenFormat,
     TokenFormat,
 )
+from max_ep.protocol.addressing import Addressing
 from max_ep.protocol.layout import (
-    Addressing,
     BUFFER_ALIGN,
-    FLAG_BYTES,
     Group,
-    message_bytes,
     METADATA_BYTES,
     N_CHUNKS,
+    N_KINDS,
+    SOURCE_INFO_BYTES,
+)
+from max_ep.protocol.message_sizes import (
+    message_bytes,
     plain_token_bytes,
     scaled_token_bytes,
-    SOURCE_INFO_BYTES,
+)
+from max_ep.protocol.peer_words import Buf, FLAG_BYTES
+from max_ep.protocol.transport import (
+    dispatch_put_offset,
+    combine_put_offset,
+    combine_put_from_region_end,
+    put_bytes,
 )
 from std.testing import assert_equal
 
@@ -82,6 +91,23 @@ def check_recv_by_rank(group: Group, mut c: Cursor) raises:
                 c.take(recv + flag, FLAG_BYTES)
 
 
+def check_counts(group: Group, buffer: Int, n_bytes: Int) raises:
+    """A buffer of counts has each word that the list has there, and no other."""
+    var n_there = List[Int](length=n_bytes // FLAG_BYTES, fill=0)
+    comptime for kind in range(N_KINDS):
+        var words = group.peer_words[kind](on_gpu=False)
+        if words.buffer == buffer and words.name != "":
+            for peer in range(group.n_ranks):
+                var n = words.n
+                if words.name == "combine count":
+                    n = group.n_words_of(words, 0, peer)
+                for i in range(n):
+                    n_there[words.place(peer, i) // FLAG_BYTES] += 1
+    for n in n_there:
+        assert_equal(n, 1)
+    assert_equal(group.buffer_offset(buffer) % BUFFER_ALIGN, 0)
+
+
 def check(group: Group) raises:
     var c = Cursor()
     var n_local = group.n_local_experts()
@@ -107,17 +133,8 @@ def check(group: Group) raises:
     c.buffer(recv, group.dispatch_recv_bytes())
 
     var counts = group.dispatch_counts_offset()
-    for expert in range(n_local):
-        for src in range(group.n_ranks):
-            var pair = group.pair(expert, src)
-            c.take(counts + group.dispatch_count_offset(pair), FLAG_BYTES)
-    for reader in range(group.n_ranks):
-        c.take(counts + group.dispatch_done_offset(reader), FLAG_BYTES)
-    if group.is_by_rank():
-        for src in range(group.n_ranks):
-            c.take(counts + group.dispatch_n_tokens_offset(src), FLAG_BYTES)
-    for rank in range(group.n_ranks if group.masks else 0):
-        c.take(counts + group.heartbeat_offset(rank), FLAG_BYTES)
+    check_counts(group, Buf.DISPATCH_COUNTS, group.dispatch_counts_bytes())
+    c.at += group.dispatch_counts_bytes()
     c.buffer(counts, group.dispatch_counts_bytes())
 
     recv = group.combine_recv_offset()
@@ -138,25 +155,23 @@ def check(group: Group) raises:
         counts + group.dispatch_counts_from_combine_counts(),
         group.dispatch_counts_offset(),
     )
-    for expert in range(group.n_experts):
-        c.take(counts + group.combine_count_offset(expert), FLAG_BYTES)
-    for reader in range(group.n_ranks):
-        c.take(counts + group.combine_done_offset(reader), FLAG_BYTES)
+    check_counts(group, Buf.COMBINE_COUNTS, group.combine_counts_bytes())
+    c.at += group.combine_counts_bytes()
     c.buffer(counts, group.combine_counts_bytes())
 
     # SHMEM's put buffers follow the region.
     var end = group.region_bytes()
     for choice in range(group.n_choices()):
-        var message = group.dispatch_put_offset(choice)
+        var message = dispatch_put_offset(group, choice)
         c.take(end + message, group.dispatch_msg_bytes)
     c.align()
-    var put = end + group.combine_put_from_region_end()
+    var put = end + combine_put_from_region_end(group)
     for src in range(group.n_ranks):
         for choice in range(group.n_choices()):
-            var message = group.combine_put_offset(src, choice)
+            var message = combine_put_offset(group, src, choice)
             c.take(put + message, group.combine_msg_bytes)
     c.align()
-    assert_equal(end + group.put_bytes(), c.at)
+    assert_equal(end + put_bytes(group), c.at)
 
 
 def check_format[Format: TokenFormat](token_bytes: Int, n_more: Int = 0) raises:

@@ -5,6 +5,7 @@ Prints OK, or raises. Run by `checks.mojo`.
 """
 from max.gpu import WARP_SIZE
 from max_ep.combine_sums.roles import sum_receive_schedule
+from max_ep.protocol.addressing import Addressing
 from max_ep.protocol.counters import Counters
 from max_ep.device.schedule import chunk_of, InlineSplit, Schedule
 from max_ep.dispatch_by_expert.send import SendSchedule
@@ -33,7 +34,7 @@ from max_ep.protocol.flags import (
 from max_ep.formats.quantized_sums import QuantizedSums
 from max_ep.formats.table import NumbersOf
 from max_ep.formats.unused_words import unused_bytes, unused_scales, unused_values
-from max_ep.protocol.layout import Addressing, Group, N_CHUNKS
+from max_ep.protocol.layout import Group, N_CHUNKS
 from max_ep.protocol.token_format import BytePointer, LaneBytes, SENTINEL
 from std.testing import assert_equal, assert_not_equal, assert_true
 

@@ -4,7 +4,7 @@ from layout import Coord, row_major, TileTensor
 from max.gpu.host import DeviceContext
 from max_ep import EPLocalSyncCounters
 from max_ep.protocol.layout import Group
-from max_ep.launch.setup import init, N_SETUP_WORDS
+from max_ep.launch.setup import init, N_SETUP_WORDS, place_in_setup
 from std.memory.alloc import unsafe_alloc
 
 comptime VectorLayout = type_of(row_major(Coord(Int64(0))))
@@ -42,24 +42,13 @@ def set_up[
 ) raises -> Vector[DType.uint64]:
     """Puts a rank's memory in its first state; returns where its buffers are."""
     var setup = vector[DType.int64](N_SETUP_WORDS)
-    var words = [
-        region,
-        rank,
-        0,
-        0,
-        group.n_experts,
-        group.n_ranks,
-        group.max_tokens_per_rank,
-        group.top_k,
-        group.dispatch_msg_bytes,
-        group.combine_msg_bytes,
-        group.protocol(),
-        -1,
-        0,
-        0,
-    ]
-    for i in range(N_SETUP_WORDS):
-        setup.ptr[unsafe_offset=i] = Int64(words[i])
+    setup.ptr[unsafe_offset=place_in_setup("region")] = Int64(region)
+    setup.ptr[unsafe_offset=place_in_setup("rank")] = Int64(rank)
+    setup.ptr[unsafe_offset=place_in_setup("readmitted")] = -1
+    var words = group.words()
+    for i in range(len(words)):
+        var place = place_in_setup("n_experts") + i
+        setup.ptr[unsafe_offset=place] = Int64(words[i])
     var buffers = vector[DType.uint64](6)
     var my_rank = vector[DType.int32](1)
     init[target](buffers, my_rank, counters, spare_counters, setup, ctx)

@@ -16,6 +16,7 @@ from max_ep import (
     EPLocalSyncCounters,
     Float32TokenFormat,
 )
+from max_ep.protocol.addressing import Addressing
 from max_ep.protocol.arguments import InputScales
 from max_ep.protocol.flags import FlagPointer
 from max_ep.formats.plain import PlainRows
@@ -25,7 +26,7 @@ from max_ep.launch.kernels import (
     dispatch_async_kernel,
     dispatch_wait_kernel,
 )
-from max_ep.protocol.layout import Addressing, Group
+from max_ep.protocol.layout import Group
 from max_ep.protocol.token_format import BytePointer, LocalRows
 from ranks import MatrixLayout, set_up, Vector, vector
 from std.testing import assert_equal

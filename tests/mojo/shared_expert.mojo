@@ -14,7 +14,9 @@ from max_ep import (
     Float32TokenFormat,
 )
 from max_ep.formats.plain import PlainRows
-from max_ep.protocol.layout import Addressing, combine_msg_bytes, Group
+from max_ep.protocol.addressing import Addressing
+from max_ep.protocol.layout import Group
+from max_ep.protocol.message_sizes import combine_msg_bytes
 from max_ep.protocol.token_format import LocalRows
 from ranks import Matrix, Ranks, tensor, vector
 from std.testing import assert_equal, assert_raises

@@ -13,7 +13,8 @@ from ..protocol.arguments import CombinedTokens
 from ..protocol.counters import expert_of_choice, NO_EXPERT, row_of_own, Word
 from ..protocol.failures import Failure, is_fatal, RECEIVE
 from ..protocol.flags import count_of, flag_word, generation_of, message_flag
-from ..protocol.layout import Group, MESSAGE_ALIGN, plain_token_bytes
+from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.message_sizes import plain_token_bytes
 from ..protocol.token_format import BytePointer, LaneBytes, LocalRows
 from ..row_limit.kept_counts import await_dropped, record_rows_found
 from .send import NEXT_CHUNK

@@ -11,8 +11,9 @@ from ..protocol.arguments import GivenRows
 from ..protocol.counters import Word
 from ..protocol.failures import Failure, SEND
 from ..protocol.flags import message_flag, publish
-from ..protocol.layout import Group, plain_token_bytes
-from ..protocol.transport import put_message_warp
+from ..protocol.layout import Group
+from ..protocol.message_sizes import plain_token_bytes
+from ..protocol.transport import combine_put_offset, put_message_warp
 from ..row_limit.kept_counts import publish_kept_counts
 
 comptime NEXT_ROW = 0
@@ -90,7 +91,7 @@ def send_rows[
         comptime if group.uses_shmem():
             if message == offset:
                 message = put_buf + UInt64(
-                    group.combine_put_offset(src_rank, group.choice(token_idx, k))
+                    combine_put_offset(group, src_rank, group.choice(token_idx, k))
                 )
                 put_to = block.recv_bufs[unsafe_offset=block.my_rank] + offset
         var from_ = given.rows.rows.unsafe_offset(row * row_bytes)

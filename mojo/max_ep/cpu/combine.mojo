@@ -112,10 +112,7 @@ def cpu_combine_async[
     group: Group, //, dtype: DType, partial_dtype: DType
 ](given: GivenRows, rank: CpuRank[group]) raises:
     _check_rows(given.rows.n_rows, given.src_info, rank)
-    # Nobody waits for a rank without experts, so their done words run ahead of
-    # it; it writes nothing.
-    if rank.n_experts() > 0:
-        rank.await_readers(group.combine_done_offset(0), only_owners=False)
+    rank.await_peers()
     comptime if group.has_sums:
         _send_sums[dtype, partial_dtype](given.rows, rank)
     else:
@@ -331,14 +328,7 @@ def cpu_combine_wait[
 
 def _await_rows[group: Group, //](rank: CpuRank[group]) raises -> Int:
     """Waits for every expert's count; returns how many rows they announce."""
-    for expert_id in range(group.n_experts):
-        rank.await_flag(
-            rank.my_flag(group.combine_count_offset(expert_id)),
-            rank.generation,
-            Failure.NO_COUNT,
-            expert_id // group.n_local_experts(),
-            expert_id,
-        )
+    rank.await_peers()
     var n_rows = 0
     for expert_id in range(group.n_experts):
         var owner_rank = expert_id // group.n_local_experts()

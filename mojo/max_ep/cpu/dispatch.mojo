@@ -48,7 +48,7 @@ def cpu_dispatch_async[
     comptime n_copies = min(group.top_k, group.n_ranks if is_by_rank else group.top_k)
     comptime bytes_per_token = n_copies * token_fmt_type.msg_bytes
     var n_tokens = given.n_tokens
-    rank.await_readers(group.dispatch_done_offset(0), only_owners=True)
+    rank.await_peers()
     rank.counters.n_tokens_of(rank.generation)[] = Int32(n_tokens)
 
     var plan = SendPlan[group](given.topk_ids, n_tokens)

@@ -90,16 +90,7 @@ def lay_out_rows[
 
     # Before any row has a place: a source that is masked for a count that is late has
     # no rows at all.
-    for local_expert in range(rank.n_experts()):
-        for src_rank in range(group.n_ranks):
-            var pair = group.pair(local_expert, src_rank)
-            rank.await_flag(
-                rank.my_flag(group.dispatch_count_offset(pair)),
-                rank.generation,
-                Failure.NO_COUNT,
-                src_rank,
-                rank.expert_id(local_expert),
-            )
+    rank.await_peers()
     var counts = List[Int](length=group.n_pairs(), fill=0)
     for pair in range(rank.n_experts() * group.n_ranks):
         var offset = group.dispatch_count_offset(pair)

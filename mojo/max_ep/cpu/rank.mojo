@@ -20,7 +20,8 @@ from ..protocol.flags import (
     publish,
     SLEEP_SECONDS,
 )
-from ..protocol.layout import FLAG_BYTES, Group
+from ..protocol.layout import Group, N_KINDS
+from ..protocol.peer_words import FLAG_BYTES, Limit, PeerWords
 from ..protocol.token_format import BytePointer
 from ..protocol.transport import PeerBuffers
 from std.time import sleep
@@ -112,15 +113,24 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             return 0
         return count_of(load_acquire_sys(self.my_flag(offset)))
 
-    def await_flag(
-        self,
-        flag: FlagPointer,
-        generation: UInt32,
-        code: Int32,
-        missing_rank: Int,
-        expert_id: Int = -1,
-    ) raises:
-        """Waits until a rank has published; raises, or masks it, if it is late."""
+    def await_peers(self) raises:
+        """Waits for all that this phase awaits of its peers; raises, or masks who is
+        late.
+
+        Before it sends, every peer has read what it was sent last (I3: no slot is
+        written before its last reader is done with it).
+        """
+        comptime for kind in range(N_KINDS):
+            var words = Self.group.peer_words[kind](on_gpu=False)
+            if words.phase == self.phase:
+                for peer in range(Self.group.n_ranks):
+                    for i in range(Self.group.n_words_of(words, self.my_rank, peer)):
+                        self._await_word(words, peer, i)
+
+    def _await_word(self, words: PeerWords, missing_rank: Int, i: Int) raises:
+        var mine = self.recv_bufs if words.is_in_recv() else self.recv_counts
+        var flag = flag_at(mine[self.my_rank], words.place(missing_rank, i))
+        var generation = self.last if words.is_done_word() else self.generation
         comptime masks = Self.group.masks
         var began: UInt32 = 0
         comptime if masks:
@@ -146,10 +156,10 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             if is_late:
                 if not masks or missing_rank == self.my_rank:
                     var record: Array[Int32, N_FAILURE_WORDS] = [
-                        code,
+                        Failure.NOT_READ if words.is_done_word() else Failure.NO_COUNT,
                         Int32(self.phase),
                         Int32(missing_rank),
-                        Int32(expert_id),
+                        Int32(self._expert_of(words, missing_rank, i)),
                         generation.cast[DType.int32](),
                         generation_of(word).cast[DType.int32](),
                         0,
@@ -161,6 +171,13 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             if masks and n_polls % _POLLS_PER_HEARTBEAT == 0:
                 self._give_heartbeat(now)
             sleep(SLEEP_SECONDS)
+
+    def _expert_of(self, words: PeerWords, peer: Int, i: Int) -> Int:
+        """Names the expert whose count a word is, or -1."""
+        if words.is_done_word() or words.limit == Limit.NONE:
+            return -1
+        var is_mine = words.limit == Limit.EXPERTS_OF_READER
+        return Self.group.expert_id(self.my_rank if is_mine else peer, i)
 
     def _give_heartbeat(self, now: UInt32):
         var place = Self._heartbeats + self.my_rank * FLAG_BYTES
@@ -194,12 +211,3 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     ) -> Error:
         var what = what_failed(code, self.my_rank, expert_or_row, a, b, self.caller)
         return self.error(what)
-
-    def await_readers(self, done_offset: Int, *, only_owners: Bool) raises:
-        """Waits until every peer has read what this rank sent last."""
-        for reader_rank in range(Self.group.n_ranks):
-            if only_owners and Self.group.n_experts_on(reader_rank) == 0:
-                continue
-            # I3: no slot is written before its last reader is done with it.
-            var done = self.my_flag(done_offset + reader_rank * FLAG_BYTES)
-            self.await_flag(done, self.last, Failure.NOT_READ, reader_rank)

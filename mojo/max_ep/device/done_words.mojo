@@ -23,7 +23,8 @@ from ..protocol.flags import (
     load_acquire_sys,
     publish,
 )
-from ..protocol.layout import FLAG_BYTES, Group
+from ..protocol.layout import Group
+from ..protocol.peer_words import FLAG_BYTES
 from ..protocol.transport import put_flag
 from .block import Block
 from .start import elect_last_block

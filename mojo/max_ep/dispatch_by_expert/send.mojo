@@ -26,7 +26,7 @@ from ..protocol.flags import (
 )
 from ..protocol.layout import Group, MESSAGE_ALIGN
 from ..protocol.token_format import TokenFormat
-from ..protocol.transport import put_flag, put_message_warp
+from ..protocol.transport import dispatch_put_offset, put_flag, put_message_warp
 
 # Words of a block's control.
 comptime INDEXED = 0
@@ -274,7 +274,7 @@ struct Sender[
             comptime if group.uses_shmem():
                 if place.message == offset:
                     place.message = self.put_buf + UInt64(
-                        group.dispatch_put_offset(choice)
+                        dispatch_put_offset(group, choice)
                     )
                     place.put_to = recv_bufs[unsafe_offset=my_rank] + offset
         return place

@@ -9,7 +9,8 @@ from std.memory import bitcast
 from std.sys import size_of
 
 from ..protocol.kernel_argument import ImmPointer
-from ..protocol.layout import MESSAGE_ALIGN, scaled_token_bytes
+from ..protocol.layout import MESSAGE_ALIGN
+from ..protocol.message_sizes import scaled_token_bytes
 from ..protocol.token_format import (
     BytePointer,
     LaneBytes,

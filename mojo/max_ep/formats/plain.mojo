@@ -8,7 +8,8 @@ from std.memory import bitcast, unsafe_memcpy
 from std.sys import size_of
 
 from ..protocol.kernel_argument import ImmPointer, MutPointer, unused
-from ..protocol.layout import MESSAGE_ALIGN, message_bytes, plain_token_bytes
+from ..protocol.layout import MESSAGE_ALIGN
+from ..protocol.message_sizes import message_bytes, plain_token_bytes
 from ..protocol.token_format import (
     BytePointer,
     LaneWire,

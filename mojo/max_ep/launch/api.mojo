@@ -66,6 +66,7 @@ from layout import TileTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
+from ..protocol.addressing import Addressing
 from ..protocol.arguments import (
     Call,
     combined_tokens,
@@ -81,7 +82,8 @@ from ..protocol.arguments import (
     peer_buffers,
 )
 from ..protocol.kernel_argument import ImmPointer, unused
-from ..protocol.layout import Addressing, combine_msg_bytes, Group
+from ..protocol.layout import Group
+from ..protocol.message_sizes import combine_msg_bytes
 from ..protocol.token_format import LocalRows, TokenFormat
 from .launch import launch_combine, launch_dispatch
 

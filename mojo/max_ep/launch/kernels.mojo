@@ -21,6 +21,7 @@ from std.utils import StaticTuple
 
 from ..combine_rows.kernel import CombineRows
 from ..dispatch_by_expert.kernel import DispatchByExpert
+from ..protocol.addressing import Addressing
 from ..protocol.arguments import (
     Buffers,
     CombinedTokens,
@@ -32,7 +33,8 @@ from ..protocol.arguments import (
 from ..protocol.counters import EPLocalSyncCounters
 from ..protocol.flags import FlagPointer
 from ..protocol.kernel_argument import ImmPointer, MutPointer, unused
-from ..protocol.layout import Addressing, combine_msg_bytes, Group
+from ..protocol.layout import Group
+from ..protocol.message_sizes import combine_msg_bytes
 from ..protocol.token_format import BytePointer, LocalRows, TokenFormat
 
 

@@ -24,9 +24,10 @@ from ..protocol.arguments import (
     mapped_buffers,
 )
 from ..protocol.counters import Word
-from ..protocol.failures import PHASES, place_of
+from ..protocol.failures import place_of
 from ..protocol.flags import now_ns
 from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.peer_words import PHASES
 from ..protocol.token_format import TokenFormat
 
 

@@ -6,7 +6,9 @@ the same words.
 from std.sys import size_of
 
 from ..formats.table import FormatOf, NumbersOf
-from ..protocol.layout import Addressing, combine_msg_bytes, Group
+from ..protocol.addressing import Addressing
+from ..protocol.layout import Group
+from ..protocol.message_sizes import combine_msg_bytes
 
 
 def has_word(config: StringSlice, word: StaticString) -> Bool:

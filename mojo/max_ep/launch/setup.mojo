@@ -13,16 +13,33 @@ from ..protocol.counters import (
     wanted_word,
     Word,
 )
-from ..protocol.flags import flag_at, flag_word, message_flag
-from ..protocol.kernel_argument import KernelArgument, MutPointer
-from ..protocol.layout import Group, N_GROUP_WORDS
+from ..protocol.flags import flag_at, flag_word
+from ..protocol.kernel_argument import ImmPointer, KernelArgument, MutPointer
+from ..protocol.layout import Group, MESSAGE_ALIGN, N_GROUP_WORDS, N_KINDS
+from ..protocol.peer_words import Buf, Holds, N_BUFFERS, PeerWords
 from ..protocol.token_format import BytePointer, SENTINEL
 
-comptime N_SETUP_WORDS = 14
-"""Int64 words of `setup`: region address, rank, time-out in ms, whether the
-memory was used before (1) or is zero (0), then the seven fields of
-`Group` in order; a peer that is readmitted (-1: none, this rank begins), and the
-last generations of dispatch and of combine that the group has run."""
+comptime SETUP_WORDS: Array[StaticString, 14] = [
+    "region",
+    "rank",
+    "timeout_ms",
+    "was_used",
+    "n_experts",
+    "n_ranks",
+    "max_tokens_per_rank",
+    "top_k",
+    "dispatch_msg_bytes",
+    "combine_msg_bytes",
+    "protocol",
+    "readmitted",
+    "dispatched",
+    "combined",
+]
+"""The Int64 words of `setup`, by name; Python asks for this list. They are the region's
+address, whether its memory was used before (1) or is zero (0), the words of `Group` in
+its order; a peer that is readmitted (-1: none, this rank begins), and the last
+generations of dispatch and of combine that the group has run."""
+comptime N_SETUP_WORDS = len(SETUP_WORDS)
 
 
 @fieldwise_init
@@ -45,82 +62,36 @@ def _thread() -> Tuple[Int, Int]:
     return (0, 1)
 
 
-def _fill(buffer: BytePointer, begin: Int, end: Int, value: UInt32):
-    """Fills a part of a buffer with a word, on a GPU with the whole grid."""
-    var words = buffer.unsafe_offset(begin).unsafe_bitcast[UInt32]()
-    var first, n_threads = _thread()
-    for i in range(first, (end - begin) // 4, n_threads):
-        words[unsafe_offset=i] = value
-
-
-def _clear_flags(messages: BytePointer, n: Int, msg_bytes: Int):
-    var first, n_threads = _thread()
-    for i in range(first, n, n_threads):
-        message_flag(messages.unsafe_offset(i * msg_bytes), msg_bytes)[] = 0
-
-
-def _clear_places_of(region: BytePointer, group: Group, rank: Int):
-    """Clears every flag that a rank wrote into a region, with all threads."""
-    var first, n_threads = _thread()
-    var counts = region.unsafe_offset(group.dispatch_counts_offset())
-    for local_expert in range(first, group.n_local_experts(), n_threads):
-        var pair = group.pair(local_expert, rank)
-        flag_at(counts, group.dispatch_count_offset(pair))[] = 0
-    if group.masks:
-        flag_at(counts, group.heartbeat_offset(rank))[] = 0
-    var recv = region.unsafe_offset(group.dispatch_recv_offset())
-    if group.is_by_rank():
-        flag_at(counts, group.dispatch_n_tokens_offset(rank))[] = 0
-        # Clear entries: an old one would count for the new generation with the same
-        # number.
-        _fill(recv, group.entry_offset(rank, 0), group.entry_offset(rank + 1, 0), 0)
-        comptime if is_gpu():
-            var begin = group.chunk_flag_offset(rank, 0, 0)
-            _fill(recv, begin, group.chunk_flag_offset(rank + 1, 0, 0), 0)
-            # Data that is its own flag: all of it says that it has not come.
-            begin = group.inline_token_offset(rank, 0)
-            _fill(recv, begin, group.inline_token_offset(rank + 1, 0), SENTINEL)
-            if group.sends_to_all():
-                # Routing metadata says its generation, too.
-                begin = group.token_offset(rank, 0)
-                _fill(recv, begin, group.token_offset(rank + 1, 0), 0)
-    elif is_gpu():
-        for local_expert in range(group.n_local_experts()):
-            var pair = group.pair(local_expert, rank)
-            var messages = recv.unsafe_offset(group.dispatch_message_offset(pair, 0))
-            _clear_flags(messages, group.max_tokens_per_rank, group.dispatch_msg_bytes)
-    counts = region.unsafe_offset(group.combine_counts_offset())
-    for expert in range(first, group.n_experts_on(rank), n_threads):
-        var expert_id = group.expert_id(rank, expert)
-        flag_at(counts, group.combine_count_offset(expert_id))[] = 0
-    recv = region.unsafe_offset(group.combine_recv_offset())
-    # Only with masking does each owner write rows to a place of its own.
-    var begin = 0
-    var end = group.combine_recv_bytes()
-    if group.has_sums:
-        begin = group.partial_offset(rank, 0)
-        end = group.partial_offset(rank + 1, 0)
-        comptime if is_gpu():
-            _fill(recv, begin, end, SENTINEL)
-            return
-    elif group.masks:
-        begin = group.combine_message_offset(0, 0, rank)
-        end = group.combine_message_offset(0, 0, rank + 1)
-    var msg_bytes = group.combine_msg_bytes
-    _clear_flags(recv.unsafe_offset(begin), (end - begin) // msg_bytes, msg_bytes)
-
-
-def _set_done(
-    region: BytePointer, group: Group, rank: Int, dispatched: UInt32, combined: UInt32
+def _clear_words(
+    buffer: BytePointer, words: PeerWords, n: Int, rank: Int, value: UInt64
 ):
-    """Lets a region say that a rank has read everything of some generations."""
-    var counts = region.unsafe_offset(group.dispatch_counts_offset())
-    # On GPUs one word holds both generations.
-    flag_at(counts, group.dispatch_done_offset(rank))[] = flag_word(
-        dispatched, Int(combined)
-    )
-    counts = region.unsafe_offset(group.combine_counts_offset())
-    flag_at(counts, group.combine_done_offset(rank))[] = flag_word(combined, 0)
+    """Sets the words that a rank wrote into a buffer, with all threads."""
+    var first, n_threads = _thread()
+    for run in range(words.n_runs):
+        for i in range(first, n, n_threads):
+            var at = buffer.unsafe_offset(words.place(rank, i, run))
+            if words.holds == Holds.DATA:
+                # It is its own flag: all of it says that it has not come.
+                comptime for j in range(MESSAGE_ALIGN // 4):
+                    at.unsafe_bitcast[UInt32]()[unsafe_offset=j] = SENTINEL
+            else:
+                flag_at(at, 0)[] = value
+
+
+def _clear_places_of(group: Group, rank: Int, setup: SetUp):
+    """Clears all that a rank wrote into the region, and lets it say that the rank has
+    read everything of some generations."""
+    comptime for kind in range(N_KINDS):
+        var words = group.peer_words[kind](on_gpu=is_gpu())
+        var value: UInt64 = 0
+        if words.is_done_word():
+            value = flag_word(setup.combined, 0)
+            if words.buffer == Buf.DISPATCH_COUNTS:
+                # On GPUs one word holds both generations.
+                value = flag_word(setup.dispatched, Int(setup.combined))
+        var buffer = setup.region.unsafe_offset(group.buffer_offset(words.buffer))
+        var n = group.n_words_of(words, Int(setup.my_rank), rank)
+        _clear_words(buffer, words, n, rank, value)
 
 
 def _first_word(i: Int, setup: SetUp, group: Group) -> Int32:
@@ -155,9 +126,9 @@ def set_up_kernel(
             counters_1[unsafe_offset=i] = _first_word(i, setup, group)
     for rank in range(group.n_ranks):
         if readmitted < 0 or rank == readmitted:
+            # Memory that is zero says so already.
             if is_gpu() or setup.was_used or readmitted >= 0:
-                _clear_places_of(setup.region, group, rank)
-            _set_done(setup.region, group, rank, setup.dispatched, setup.combined)
+                _clear_places_of(group, rank, setup)
 
 
 def start_set_up[
@@ -177,16 +148,30 @@ def start_set_up[
         set_up_kernel(counters_0, counters_1, setup)
 
 
-def buffer_offsets(group: Group) -> Array[Int, 6]:
-    """Lists where buffers begin: `[dispatch, combine][send, recv, counts]`."""
-    return [
-        0,
-        group.dispatch_recv_offset(),
-        group.dispatch_counts_offset(),
-        group.combine_recv_offset(),
-        group.combine_recv_offset(),
-        group.combine_counts_offset(),
-    ]
+def place_in_setup(name: StaticString) raises -> Int:
+    """Finds a word of `setup` by its name."""
+    var names = materialize[SETUP_WORDS]()
+    for i in range(N_SETUP_WORDS):
+        if names[i] == name:
+            return i
+    raise Error("max_ep: setup has no word ", name)
+
+
+@fieldwise_init
+struct _Given(TrivialRegisterPassable):
+    """The words of `setup`, by name."""
+
+    var words: ImmPointer[Int64]
+
+    def __getitem__(self, name: StaticString) raises -> Int:
+        return Int(self.words[unsafe_offset=place_in_setup(name)])
+
+    def of_group(self) raises -> Array[Int32, N_GROUP_WORDS]:
+        var words = Array[Int32, N_GROUP_WORDS](fill=0)
+        var first = place_in_setup("n_experts")
+        for i in range(N_GROUP_WORDS):
+            words[i] = Int32(self.words[unsafe_offset=first + i])
+        return words^
 
 
 def init[
@@ -206,27 +191,23 @@ def init[
     """
     if Int(setup.dim[0]()) != N_SETUP_WORDS:
         raise Error("max_ep: init: setup must hold ", N_SETUP_WORDS, " words.")
-    var words = setup.ptr
-    var group_words = Array[Int32, N_GROUP_WORDS](fill=0)
-    for i in range(N_GROUP_WORDS):
-        group_words[i] = Int32(words[unsafe_offset=4 + i])
-    var group = Group.of(group_words)
+    var given = _Given({unsafe_from_address = Int(setup.ptr)})
+    var group = Group.of(given.of_group())
     var n_words = local_sync_counters_words(group)
     if Int(counters_0.dim[0]()) < n_words or Int(counters_1.dim[0]()) < n_words:
         raise Error("max_ep: init: atomic_counters need ", n_words, " words.")
-    var region = Int(words[unsafe_offset=0])
+    var region = given["region"]
     var asked = SetUp(
         {unsafe_from_address = region},
-        Int32(words[unsafe_offset=1]),
-        Int32(words[unsafe_offset=2]),
-        words[unsafe_offset=3] != 0,
-        group_words^,
-        Int32(words[unsafe_offset=11]),
-        UInt32(words[unsafe_offset=12]),
-        UInt32(words[unsafe_offset=13]),
+        Int32(given["rank"]),
+        Int32(given["timeout_ms"]),
+        given["was_used"] != 0,
+        given.of_group(),
+        Int32(given["readmitted"]),
+        UInt32(given["dispatched"]),
+        UInt32(given["combined"]),
     )
     start_set_up[target](mut_(counters_0), mut_(counters_1), asked, context)
     mut_(my_rank)[] = asked.my_rank
-    var offsets = buffer_offsets(group)
-    for i in range(len(offsets)):
-        mut_(device_ptrs)[unsafe_offset=i] = UInt64(region + offsets[i])
+    for i in range(N_BUFFERS):
+        mut_(device_ptrs)[unsafe_offset=i] = UInt64(region + group.buffer_offset(i))

@@ -3,12 +3,9 @@
 
 The op runs between the async and the wait of a direction. It polls words that the
 wait will poll, and writes only times. So dispatch and combine are the same code with
-and without it. It polls for each peer:
-
-    dispatch        the count of each pair of it
-    combine on CPU  the count of each of its experts
-    combine on GPU  the flag of each row that it sends back; with sums the
-                    first 16 bytes of each of its partial sums
+and without it. It polls what the wait awaits of each peer (`Group.peer_words`), but for
+what other words announce: counts; of combine on GPUs the flag of each row that the peer
+sends back, or the first 16 bytes of each of its partial sums.
 
 The time of a peer runs from the start of the watch until the last of these has
 arrived. It is `NEVER` after a time-out, or if the counters do not allow a launch. The
@@ -29,7 +26,6 @@ from ..protocol.flags import (
     generation_of,
     load_acquire_sys,
     load_relaxed_sys_16,
-    message_flag,
     next_generation,
     now_ns,
     POLLS_BEFORE_SLEEP,
@@ -37,7 +33,8 @@ from ..protocol.flags import (
     SLEEP_SECONDS,
 )
 from ..protocol.kernel_argument import MutPointer
-from ..protocol.layout import Group
+from ..protocol.layout import Group, N_KINDS
+from ..protocol.peer_words import COMBINE_WAIT, DISPATCH_WAIT, Holds, PeerWords, Which
 from ..protocol.token_format import BytePointer, SENTINEL
 
 comptime NEVER = Int64(-1)
@@ -51,15 +48,23 @@ def _awaited_generation[is_combine: Bool](counters: Counters[...]) -> UInt32:
     return next_generation(counters.generation(word))
 
 
-@always_inline
-def _is_there[
+def _is_watched(words: PeerWords, is_combine: Bool) -> Bool:
+    var phase = COMBINE_WAIT if is_combine else DISPATCH_WAIT
+    return words.phase == phase and words.which != Which.SOME
+
+
+def _have_come[
     group: Group, is_combine: Bool
-](my_counts: BytePointer, peer_rank: Int, i: Int, generation: UInt32) -> Bool:
-    """Returns whether the `i`-th of them has come."""
-    var offset = group.dispatch_count_offset(group.pair(i, peer_rank))
-    comptime if is_combine:
-        offset = group.combine_count_offset(group.expert_id(peer_rank, i))
-    return generation_of(load_acquire_sys(flag_at(my_counts, offset))) == generation
+](my_counts: BytePointer, my_rank: Int, peer: Int, generation: UInt32) -> Bool:
+    """Returns whether all words of a peer are there; on CPU they are among counts."""
+    comptime for kind in range(N_KINDS):
+        comptime words = group.peer_words[kind](on_gpu=False)
+        if _is_watched(words, is_combine):
+            for i in range(group.n_words_of(words, my_rank, peer)):
+                var flag = flag_at(my_counts, words.place(peer, i))
+                if generation_of(load_acquire_sys(flag)) != generation:
+                    return False
+    return True
 
 
 def watch_cpu[
@@ -71,22 +76,15 @@ def watch_cpu[
     var generation = _awaited_generation[is_combine](counters)
     var start_ns = now_ns()
     var deadline = Deadline.after(counters.timeout_ms())
-    # For each peer, the first count that was not there yet.
-    var first = Array[Int, n_ranks](fill=0)
     var n_missing = n_ranks
     for peer_rank in range(n_ranks):
         waits_ns[unsafe_offset=peer_rank] = NEVER
     var n_polls = 0
     while True:
         for peer_rank in range(n_ranks):
-            if waits_ns[unsafe_offset=peer_rank] != NEVER:
-                continue
-            var n = group.n_experts_on(peer_rank if is_combine else my_rank)
-            while first[peer_rank] < n and _is_there[group, is_combine](
-                my_counts, peer_rank, first[peer_rank], generation
-            ):
-                first[peer_rank] += 1
-            if first[peer_rank] == n:
+            if waits_ns[unsafe_offset=peer_rank] == NEVER and _have_come[
+                group, is_combine
+            ](my_counts, my_rank, peer_rank, generation):
                 waits_ns[unsafe_offset=peer_rank] = Int64(now_ns() - start_ns)
                 n_missing -= 1
         if n_missing == 0:
@@ -97,6 +95,37 @@ def watch_cpu[
         if deadline.has_passed():
             return
         sleep(SLEEP_SECONDS)
+
+
+@always_inline
+def _is_expected[
+    group: Group, words: PeerWords
+](item: Int, peer_rank: Int, my_rank: Int, choices: MutPointer[Int32]) -> Bool:
+    """Returns whether a peer sends the words of an item: a choice, or a token."""
+    comptime n_local_experts = group.n_local_experts()
+    comptime if words.which == Which.CHOICES:
+        # Negative if there is no row, and if it is on this rank.
+        var expert = choices[unsafe_offset=item]
+        return expert >= 0 and Int(expert) // n_local_experts == peer_rank
+    elif words.which == Which.TOKENS:
+        var is_sent = False
+        for k in range(group.top_k):
+            var expert = choices[unsafe_offset=group.choice(item, k)]
+            if expert != NO_EXPERT:
+                is_sent |= Int(expert) // n_local_experts == peer_rank
+        # A rank does not send to itself.
+        return is_sent and peer_rank != my_rank
+    return True
+
+
+@always_inline
+def _is_there[
+    words: PeerWords
+](buffer: BytePointer, peer_rank: Int, i: Int, generation: UInt32) -> Bool:
+    var at = buffer.unsafe_offset(words.place(peer_rank, i))
+    comptime if words.holds == Holds.DATA:
+        return load_relaxed_sys_16(at)[3] != SENTINEL
+    return generation_of(load_acquire_sys(flag_at(at, 0))) == generation
 
 
 def watch_kernel[
@@ -128,50 +157,35 @@ def watch_kernel[
     barrier()
     var dispatched = counters.generation(Word.COMBINE_OF)
     var choices = counters.choices(dispatched)
-    var n_items = 0
-    if has_expired[unsafe_offset=0] == 0:
-        comptime if not is_combine:
-            n_items = group.n_experts_on(my_rank)
-        elif group.has_sums:
-            n_items = Int(counters.n_tokens_of(dispatched)[])
-        else:
-            n_items = Int(counters.n_tokens_of(dispatched)[]) * group.top_k
+    var n_tokens = Int(counters.n_tokens_of(dispatched)[])
     var generation = _awaited_generation[is_combine](counters)
-    comptime n_local_experts = group.n_local_experts()
-
-    # Whether an item has arrived, or never will.
-    @always_inline
-    @__parameter
-    def is_there(item: Int) -> Bool:
-        comptime if not is_combine:
-            return _is_there[group, False](my_counts, peer_rank, item, generation)
-        elif not group.has_sums:
-            # Negative if there is no row, and if it is on this rank.
-            var expert = choices[unsafe_offset=item]
-            if expert < 0 or Int(expert) // n_local_experts != peer_rank:
-                return True
-            var row = recv_buf.unsafe_offset(group.combine_message_offset(0, item))
-            var flag = message_flag(row, group.combine_msg_bytes)
-            return generation_of(load_acquire_sys(flag)) == generation
-        else:
-            # A rank does not send to itself.
-            var is_sent = False
-            for k in range(group.top_k):
-                var expert = choices[unsafe_offset=group.choice(item, k)]
-                if expert != NO_EXPERT:
-                    is_sent |= Int(expert) // n_local_experts == peer_rank
-            if not is_sent or peer_rank == my_rank:
-                return True
-            var offset = group.partial_offset(peer_rank, item)
-            return load_relaxed_sys_16(recv_buf.unsafe_offset(offset))[3] != SENTINEL
-
-    for item in range(Int(thread_idx.x), n_items, WATCH_THREADS):
-        var n_polls = 0
-        while not is_there(item):
-            n_polls += 1
-            if n_polls % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
-                has_expired[unsafe_offset=0] = 1
-                break
+    var can_poll = has_expired[unsafe_offset=0] == 0
+    comptime for kind in range(N_KINDS):
+        comptime words = group.peer_words[kind](on_gpu=True)
+        comptime if _is_watched(words, is_combine):
+            var buffer = recv_buf if words.is_in_recv() else my_counts
+            var n_items = group.n_words_of(words, my_rank, peer_rank)
+            # The first word of each token.
+            comptime words_of_item = (
+                words.n // group.max_tokens_per_rank
+            ) if words.which == Which.TOKENS else 1
+            comptime if words.which == Which.CHOICES:
+                n_items = n_tokens * group.top_k
+            elif words.which == Which.TOKENS:
+                n_items = n_tokens
+            for item in range(
+                Int(thread_idx.x), n_items if can_poll else 0, WATCH_THREADS
+            ):
+                if not _is_expected[group, words](item, peer_rank, my_rank, choices):
+                    continue
+                var n_polls = 0
+                while not _is_there[words](
+                    buffer, peer_rank, item * words_of_item, generation
+                ):
+                    n_polls += 1
+                    if n_polls % POLLS_PER_CLOCK_READ == 0 and deadline.has_passed():
+                        has_expired[unsafe_offset=0] = 1
+                        break
     barrier()
     if thread_idx.x == 0:
         var elapsed = Int64(now_ns() - start_ns)

@@ -13,6 +13,7 @@ rank raises the same.
 from .counters import Counters, N_FAILURE_WORDS, name_of_word, Word
 from .flags import fetch_max, generation_of
 from .layout import MAX_EXPERTS
+from .peer_words import PHASES
 
 
 struct Failure:
@@ -48,14 +49,6 @@ struct Failure:
 
 comptime SEND = 0
 comptime RECEIVE = 1
-
-comptime PHASES: Array[StaticString, 4] = [
-    "dispatch_async",
-    "dispatch_wait",
-    "combine_async",
-    "combine_wait",
-]
-"""Names of the phases, by the number in the record: 2 for combine, and `RECEIVE`."""
 
 
 @always_inline

@@ -48,7 +48,20 @@ routing metadata stands between them: for each choice two words, generation and
 expert id, generation and probability. This file knows offsets and sizes: no
 pointers, no atomics. Who may write what is in `docs/protocol.md`.
 """
-from std.sys import size_of
+from .addressing import Addressing
+from .peer_words import (
+    Buf,
+    COMBINE_ASYNC,
+    COMBINE_WAIT,
+    DISPATCH_ASYNC,
+    DISPATCH_WAIT,
+    FLAG_BYTES,
+    Holds,
+    Limit,
+    OWN_WORD,
+    PeerWords,
+    Which,
+)
 
 comptime MESSAGE_ALIGN = 16
 """Messages start and end on this many bytes: one 128-bit access."""
@@ -63,8 +76,6 @@ partial sum of a CPU rank, the rows in it. On GPUs it also announces the message
 
 comptime BUFFER_ALIGN = 256
 """Every buffer of a region starts on this many bytes."""
-comptime FLAG_BYTES = 8
-"""Bytes of one flag or done word (UInt64)."""
 comptime ENTRY_BYTES = 8
 """Bytes of a word of an entry (`protocol/entries.mojo`)."""
 comptime METADATA_BYTES = 2 * ENTRY_BYTES
@@ -87,63 +98,12 @@ comptime MAX_TOP_K = 32
 comptime MAX_EXPERTS = 1048576
 """Largest `n_experts`."""
 
-
-@fieldwise_init
-struct Addressing(Equatable, TrivialRegisterPassable):
-    """How dispatch addresses a token."""
-
-    var value: Int
-    """Its part of `Group.protocol`; 1 is added for sums, which need by rank."""
-
-    comptime ANY = Self(0)
-    """The op works with each of them."""
-    comptime BY_EXPERT = Self(1)
-    """A message for each choice, in a slot of its expert."""
-    comptime BY_RANK = Self(2)
-    """A message for each rank that has an expert of the token, and entries."""
-    comptime TO_ALL = Self(4)
-    """A message for each rank of the group, and entries: an all-gather."""
+comptime N_KINDS = 13
+"""Kinds of words that peers write into a region (`Group.peer_words`)."""
 
 
 def round_up(n: Int, multiple: Int) -> Int:
     return (n + multiple - 1) // multiple * multiple
-
-
-def plain_token_bytes(hidden_size: Int, element_bytes: Int) -> Int:
-    """Counts the bytes of a token that is sent as it is."""
-    return round_up(hidden_size * element_bytes, MESSAGE_ALIGN)
-
-
-def scaled_token_bytes(
-    hidden_size: Int, value_bits: Int, block: Int, scale_bytes: Int
-) -> Int:
-    """Counts the bytes of values, and of a scale for each block."""
-    return round_up(hidden_size * value_bits // 8, MESSAGE_ALIGN) + round_up(
-        hidden_size // block * scale_bytes, MESSAGE_ALIGN
-    )
-
-
-def message_bytes(token_bytes: Int, router_top_k: Int = 0) -> Int:
-    """Counts the bytes of a message: token, routing metadata, source info."""
-    return token_bytes + router_top_k * METADATA_BYTES + SOURCE_INFO_BYTES
-
-
-def combine_msg_bytes[dtype: DType](hidden_size: Int, partial_block: Int = 0) -> Int:
-    return combine_msg_bytes_of(hidden_size, size_of[Scalar[dtype]](), partial_block)
-
-
-def combine_msg_bytes_of(
-    hidden_size: Int, element_bytes: Int, partial_block: Int = 0
-) -> Int:
-    """Counts the bytes of a combine message, with a scale for each block if there are
-    blocks: float32 for 128 elements, or float8_e8m0fnu for 32."""
-    if partial_block == 0:
-        return message_bytes(plain_token_bytes(hidden_size, element_bytes))
-    return message_bytes(
-        scaled_token_bytes(
-            hidden_size, 8 * element_bytes, partial_block, partial_block // 32
-        )
-    )
 
 
 struct Group(TrivialRegisterPassable):
@@ -426,27 +386,6 @@ struct Group(TrivialRegisterPassable):
     def combine_done_offset(self, reader_rank: Int) -> Int:
         return self.combine_count_offset(self.n_experts + reader_rank)
 
-    # --------------------------------------------- inside SHMEM's put buffers
-
-    def dispatch_put_offset(self, choice: Int) -> Int:
-        return choice * self.dispatch_msg_bytes
-
-    def combine_put_offset(self, src_rank: Int, choice: Int) -> Int:
-        return (src_rank * self.n_choices() + choice) * self.combine_msg_bytes
-
-    def put_bytes(self) -> Int:
-        """Counts the bytes of both put buffers, dispatch's first.
-
-        They follow the region, and exist only if SHMEM is used.
-        """
-        return self.combine_put_from_region_end() + round_up(
-            self.combine_put_offset(self.n_ranks, 0), BUFFER_ALIGN
-        )
-
-    def combine_put_from_region_end(self) -> Int:
-        """Locates the combine put buffer, from the end of the region."""
-        return round_up(self.dispatch_put_offset(self.n_choices()), BUFFER_ALIGN)
-
     # ---------------------------------------------------- sizes of the buffers
 
     def dispatch_send_bytes(self) -> Int:
@@ -510,3 +449,130 @@ struct Group(TrivialRegisterPassable):
         return self.combine_counts_offset() + round_up(
             self.combine_counts_bytes(), BUFFER_ALIGN
         )
+
+    @always_inline
+    def buffer_offset(self, buffer: Int) -> Int:
+        """Locates one of `Buf`."""
+        if buffer == Buf.DISPATCH_SEND:
+            return 0
+        if buffer == Buf.DISPATCH_RECV:
+            return self.dispatch_recv_offset()
+        if buffer == Buf.DISPATCH_COUNTS:
+            return self.dispatch_counts_offset()
+        if buffer == Buf.COMBINE_COUNTS:
+            return self.combine_counts_offset()
+        return self.combine_recv_offset()
+
+    # ------------------------------------------------------- words that peers write
+
+    @always_inline
+    def n_words_of(self, words: PeerWords, reader: Int, peer: Int) -> Int:
+        """Counts the words of a peer that exist in the region of a rank."""
+        if words.limit == Limit.EXPERTS_OF_READER:
+            return min(words.n, self.n_experts_on(reader))
+        if words.limit == Limit.EXPERTS_OF_PEER:
+            return min(words.n, self.n_experts_on(peer))
+        return words.n
+
+    @always_inline
+    def peer_words[kind: Int](self, on_gpu: Bool) -> PeerWords:
+        """Describes one kind of the words by which peers tell a rank what has come, and
+        what they have read."""
+        comptime counts, recv = Buf.DISPATCH_COUNTS, Buf.DISPATCH_RECV
+        comptime back_counts, back_recv = Buf.COMBINE_COUNTS, Buf.COMBINE_RECV
+        var n_local, most = self.n_local_experts(), self.max_tokens_per_rank
+        var msg_bytes, back_bytes = self.dispatch_msg_bytes, self.combine_msg_bytes
+        var is_by_rank, has_sums = self.is_by_rank(), self.has_sums
+        var words = PeerWords(on_gpu)
+        comptime if kind == 0:
+            words.add("done word of dispatch", counts, self.dispatch_done_offset(0))
+            words.await_in(DISPATCH_ASYNC)
+            if not on_gpu:  # which sends nothing to ranks without experts
+                words.limit = Limit.EXPERTS_OF_PEER
+        elif kind == 1:
+            words.add("count", counts, 0)
+            words.each(n_local, self.dispatch_count_offset(self.pair(1, 0)))
+            words.limit = Limit.EXPERTS_OF_READER
+            words.await_in(DISPATCH_WAIT)
+            if on_gpu and not is_by_rank:  # its generation advances at the end
+                words.want(OWN_WORD, 0)
+        elif kind == 2:
+            if is_by_rank:
+                words.add("number of tokens", counts, self.dispatch_n_tokens_offset(0))
+                words.await_on_gpu(DISPATCH_WAIT, Which.EACH)
+        elif kind == 3:
+            if is_by_rank:
+                var n_bytes = self.entry_offset(1, 0)
+                words.add("entry", recv, 0, n_bytes)
+                words.each(n_bytes // ENTRY_BYTES, ENTRY_BYTES)
+                words.await_on_gpu(DISPATCH_WAIT, Which.SOME)
+        elif kind == 4:
+            if on_gpu and self.sends_to_all():
+                # In front of the source info; how many, only the token format knows.
+                var n_bytes = most * msg_bytes
+                words.add("routing metadata", recv, self.token_offset(0, 0), n_bytes)
+                words.each(n_bytes // ENTRY_BYTES, ENTRY_BYTES)
+                words.await_in(DISPATCH_WAIT, Which.SOME)
+        elif kind == 5:
+            if on_gpu and is_by_rank:
+                var n_bytes = self.n_inline_tokens() * msg_bytes
+                words.add("inline token", recv, self.inline_token_offset(0, 0), n_bytes)
+                words.each(n_bytes // MESSAGE_ALIGN, MESSAGE_ALIGN)
+                words.holds = Holds.DATA
+                words.await_in(DISPATCH_WAIT, Which.SOME)
+        elif kind == 6:
+            if on_gpu and is_by_rank and most > self.n_inline_tokens():
+                var n = most * N_CHUNKS
+                words.add(
+                    "chunk", recv, self.chunk_flag_offset(0, 0, 0), n * FLAG_BYTES
+                )
+                words.each(n, FLAG_BYTES)
+                words.await_in(DISPATCH_WAIT, Which.SOME)
+        elif kind == 7:
+            if on_gpu and not is_by_rank:
+                var n_bytes = most * msg_bytes
+                words.add("message", recv, msg_bytes - SOURCE_INFO_BYTES, n_bytes)
+                words.each(most, msg_bytes)
+                words.repeat(n_local, self.n_ranks * n_bytes)
+                words.await_in(DISPATCH_WAIT, Which.SOME)
+        elif kind == 8:
+            if on_gpu and has_sums:  # the lower half of those of dispatch
+                words.add("done word of combine", counts, self.dispatch_done_offset(0))
+                words.holds = Holds.LOWER_GENERATION
+            else:
+                var begin = self.combine_done_offset(0)
+                words.add("done word of combine", back_counts, begin)
+            words.await_in(COMBINE_ASYNC)
+            if not on_gpu:  # which sends nothing if it has no experts: nobody waits
+                words.limit = Limit.EXPERTS_OF_READER
+        elif kind == 9:
+            words.add("combine count", back_counts, 0, n_local * FLAG_BYTES)
+            words.each(n_local, FLAG_BYTES)
+            words.limit = Limit.EXPERTS_OF_PEER
+            if not on_gpu:
+                words.await_in(COMBINE_WAIT)
+            elif self.drops_rows:
+                words.await_in(COMBINE_WAIT, Which.SOME)
+        elif kind == 10:
+            if not has_sums:  # only if ranks mask, each owner has places of its own
+                var flag = back_bytes - SOURCE_INFO_BYTES
+                words.add("row", back_recv, flag, self.combine_message_offset(0, 0, 1))
+                words.each(self.n_choices(), back_bytes)
+                words.await_on_gpu(COMBINE_WAIT, Which.CHOICES)
+                if on_gpu:  # its generation advances at the end
+                    words.want(COMBINE_WAIT, 1)
+        elif kind == 11:
+            if has_sums:
+                var first = 0 if on_gpu else back_bytes - SOURCE_INFO_BYTES
+                var spacing = MESSAGE_ALIGN if on_gpu else back_bytes
+                var n_bytes = self.partial_offset(1, 0)
+                words.add("partial sum", back_recv, first, n_bytes)
+                words.each(n_bytes // max(spacing, 1), spacing)
+                words.await_on_gpu(COMBINE_WAIT, Which.TOKENS)
+                if on_gpu:
+                    words.holds = Holds.DATA
+        else:
+            comptime assert kind == N_KINDS - 1
+            if self.masks:
+                words.add("heartbeat", counts, self.heartbeat_offset(0))
+        return words

@@ -9,7 +9,8 @@ A message is `token_bytes` of encoded token and a source info behind it:
 Each format has a file in `formats/`. A format knows nothing of ranks.
 """
 from .kernel_argument import ImmPointer, KernelArgument, MutPointer
-from .layout import MESSAGE_ALIGN, message_bytes
+from .layout import MESSAGE_ALIGN
+from .message_sizes import message_bytes
 
 comptime BytePointer = MutPointer[UInt8]
 """Bytes of a region or of a tensor."""

@@ -11,6 +11,7 @@ from std.ffi import external_call
 
 from .flags import flag_word, order_before_put
 from .kernel_argument import MutPointer
+from .layout import BUFFER_ALIGN, Group, round_up
 from .token_format import BytePointer
 
 comptime _SIGNAL_SET = Int32(9)
@@ -76,3 +77,31 @@ struct PeerBuffers(TrivialRegisterPassable):
 
     def __getitem__(self, rank: Int) -> BytePointer:
         return BytePointer(unsafe_from_address=Int(self.addresses[unsafe_offset=rank]))
+
+
+# ------------------------------------------------------------------ the put buffers
+
+
+@always_inline
+def dispatch_put_offset(group: Group, choice: Int) -> Int:
+    return choice * group.dispatch_msg_bytes
+
+
+@always_inline
+def combine_put_offset(group: Group, src_rank: Int, choice: Int) -> Int:
+    return (src_rank * group.n_choices() + choice) * group.combine_msg_bytes
+
+
+def put_bytes(group: Group) -> Int:
+    """Counts the bytes of both put buffers, dispatch's first.
+
+    They follow the region, and exist only if SHMEM is used.
+    """
+    return combine_put_from_region_end(group) + round_up(
+        combine_put_offset(group, group.n_ranks, 0), BUFFER_ALIGN
+    )
+
+
+def combine_put_from_region_end(group: Group) -> Int:
+    """Locates the combine put buffer, from the end of the region."""
+    return round_up(dispatch_put_offset(group, group.n_choices()), BUFFER_ALIGN)
