@@ -19,7 +19,10 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 ALLOW ?= machine
 RENAME ?=
 
-.PHONY: demo serve test test-all test-gpu same-code fuzz faults sanitize bench lint docs \
+# Engines whose classes `test-engines` runs.
+ENGINES ?= torchtitan==0.3.0 sglang==0.5.23
+
+.PHONY: demo serve test test-all test-gpu test-engines same-code fuzz faults sanitize bench lint docs \
 	format clean
 
 demo: .venv/.installed
@@ -38,6 +41,12 @@ test-all: test
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -m gpu
+
+# The engines' own classes; their packages without what they depend on.
+test-engines: export MAX_EP_ENGINES = build/engines
+test-engines: .venv/.installed-dev
+	$(PIP) --no-deps --no-compile --upgrade --target build/engines $(ENGINES)
+	$(BIN)/python -m pytest tests/torch/test_engines.py
 
 same-code: .venv/.installed-dev
 	$(BIN)/python tests/codegen/same_code.py $(BASE) --allow "$(ALLOW)" \

@@ -31,6 +31,9 @@ def take_share_of_cores(workerid: str, workercount: int, **_: Any) -> None:
     os.sched_setaffinity(0, mine)
 
 
+collect_ignore = [] if "MAX_EP_ENGINES" in os.environ else ["torch/test_engines.py"]
+"""`make test-engines` installs the engines that these need."""
+
 LONGEST = (
     "test_round_trip test_serve test_torch test_processes test_gpu_changed_import "
     "test_stats test_codegen test_emulated test_model"

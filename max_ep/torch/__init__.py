@@ -4,7 +4,7 @@
 from .. import install
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch
 except ImportError as error:
     raise ImportError(
         f"max_ep.torch needs PyTorch, which cannot be imported: {error}; "
@@ -12,7 +12,27 @@ except ImportError as error:
     ) from None
 
 from .api import Buffer
+from .elastic_api import (
+    ElasticBuffer,
+    get_logical_domain_size,
+    get_physical_domain_size,
+)
+from .elastic_handle import EPHandle
 from .quantized import dequantize
 from .streams import Config, EventHandle, EventOverlap
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "dequantize"]
+topk_idx_t = _torch.int64
+"""What ``topk_idx`` must be."""
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "dequantize",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "topk_idx_t",
+]

@@ -4,28 +4,17 @@
 from __future__ import annotations
 
 import itertools
-import os
-import socket
-import uuid
 import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..extension import sources_hash
-from ..limits import (
-    checked_int,
-    checked_timeout_s,
-    is_integer,
-    timeout_s_of_environment,
-)
-from ..memory.answering import answer_for
-from ..processes.meeting import differing
+from ..limits import checked_int, is_integer
 from ..waits import Waits
-from .board import Board
-from .communicator import Communicator, Masks, refuse, refuse_hosts
+from .communicator import Communicator, Masks, refuse
 from .compiled import BUFFERS
+from .joining import gatherer, join
 from .low_latency_api import LowLatency
 from .normal_api import Normal
 from .streams import Config, EventHandle, EventOverlap
@@ -85,56 +74,26 @@ class Buffer(LowLatency, Normal):
             NotImplementedError: For ranks on several hosts.
             TimeoutError: If a rank does not come; names it.
         """
-        _check_group(group, comm)
+        num_nvl_bytes = checked_int("max_ep: num_nvl_bytes", num_nvl_bytes, 0, None)
+        same = dict(num_nvl_bytes=num_nvl_bytes, enable_shrink=bool(enable_shrink))
+        self._comm = join(group, comm, device, timeout_s, enable_shrink, **same)
+        self._gather = gatherer(group, comm)
         self.group = group
+        self.rank, self.group_size = self._comm.rank, self._comm.n_ranks
         self.explicitly_destroy = explicitly_destroy
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self._mpi = comm
-        if group is None:
-            self.rank, self.group_size = comm.Get_rank(), comm.Get_size()
-        else:
-            self.rank = dist.get_rank(group)
-            self.group_size = dist.get_world_size(group)
-        where = _device(device)
-        num_nvl_bytes = checked_int("max_ep: num_nvl_bytes", num_nvl_bytes, 0, None)
-        if timeout_s is None:
-            timeout_s = timeout_s_of_environment()
-        timeout_s = checked_timeout_s(timeout_s)
-        mine = dict(device=where.type, num_nvl_bytes=num_nvl_bytes)
-        mine |= dict(enable_shrink=bool(enable_shrink), sources_hash=sources_hash())
-        same = ", ".join(f"{name}={value}" for name, value in mine.items())
-        all_ = self._gather((socket.gethostname(), uuid.uuid4().hex[:12], same))
-        if len({host for host, *_ in all_}) > 1:
-            refuse_hosts("ranks on several hosts")
-        for peer, (*_, theirs) in enumerate(all_):
-            if theirs != same:
-                other, own = differing(theirs, same)
-                raise ValueError(
-                    f"max_ep: rank {peer} has {other}, this rank ({self.rank}) {own}; "
-                    "pass the same on all ranks"
-                )
-        board = Board(f"torch-{all_[0][1]}", self.rank, self.group_size, timeout_s)
-        self._comm = Communicator(board, where, group, enable_shrink)
         self._low_latency_channels = {}
         # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
         # change keeps them in order.
         self._key = str(next(_KEYS))
         with torch.inference_mode(False):
-            self._order = torch.zeros(1, dtype=torch.int32, device=where)
+            self._order = torch.zeros(1, dtype=torch.int32, device=self._comm.device)
         self._handles = {}
         BUFFERS[self._key] = self
-        answer_for(self._comm)
         # Graphics memory of a process that ends by exit() is given back in order.
         self._finish = weakref.finalize(self, Communicator.close, self._comm)
         self._finish.atexit = not explicitly_destroy
-
-    def _gather(self, thing: Any) -> list[Any]:
-        if self.group is None:
-            return self._mpi.allgather(thing)
-        things: list[Any] = [None] * self.group_size
-        dist.all_gather_object(things, thing, group=self.group)
-        return things
 
     def check(self) -> None:
         """Waits for this rank's device, and raises if a launch has failed.
@@ -257,48 +216,3 @@ class Buffer(LowLatency, Normal):
         if not isinstance(dtype, torch.dtype):
             refuse("dtype", f"={dtype!r} must be one of torch, such as torch.bfloat16")
         return torch.empty(0, dtype=dtype, device=self._comm.device)
-
-
-def _check_group(group: Any, comm: Any) -> None:
-    """Refuses what is no group of processes."""
-    if group is None and comm is None:
-        refuse(
-            "group",
-            "is None; call dist.init_process_group and pass dist.group.WORLD, or comm=",
-        )
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        refuse(
-            "group",
-            f"is a {type(group).__name__}, and no torch.distributed group that this "
-            "process is in; pass dist.group.WORLD or one of dist.new_group",
-        )
-    if group is None and not hasattr(comm, "Get_rank"):
-        what = f"is a {type(comm).__name__}, and no communicator of mpi4py; pass group="
-        refuse("comm", what)
-
-
-def _device(wanted: torch.device | str | None) -> torch.device:
-    name, has_gpu = "device", torch.cuda.is_available()
-    if wanted is None:
-        name, default = "MAX_EP_TORCH_DEVICE", "cuda" if has_gpu else "cpu"
-        wanted = os.environ.get(name) or default
-    try:
-        device = torch.device(wanted)
-    except (RuntimeError, TypeError):
-        refuse(name, f"={wanted!r} is no device; pass 'cpu', 'cuda' or 'cuda:N'")
-    if device.type not in ("cpu", "cuda"):
-        refuse(name, f"={wanted!r} is not a CPU or an NVIDIA GPU")
-    if device.type == "cuda" and not has_gpu:
-        refuse(name, f"={wanted!r}, and torch finds no GPU; pass 'cpu'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        n = torch.cuda.device_count()
-        refuse(name, f"={wanted!r}, and torch finds {n} GPUs, numbered from 0")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 9:
-            refuse(
-                name, f"={wanted!r} is sm_{major}{minor}; kernels need sm_90 or newer"
-            )
-    return device

@@ -29,17 +29,21 @@ if TYPE_CHECKING:
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which parts of dispatch or combine a call does; see ``max_ep_c/api.mojo``."""
 
-_EIGHT, _FIVE = struct.Struct("8q"), struct.Struct("5q")
+_DISPATCH, _COMBINE = struct.Struct("16q"), struct.Struct("9q")
+_NONE = (0,) * 16
 
 
 class Region:
     """One region: counters, addresses of all ranks, and the calls of the library."""
 
     @torch.inference_mode(False)  # later calls change `counters` in any mode
-    def __init__(self, library: Any, comm: Communicator, address: int) -> None:
+    def __init__(
+        self, library: Any, comm: Communicator, settings: Settings, address: int
+    ) -> None:
         """Clears this rank's part."""
         self.library = library
         self.comm = comm
+        self.settings = settings
         self._address = address
         device = comm.device
         sizes, words = library.sizes, dict(dtype=torch.int32, device=device)
@@ -55,6 +59,8 @@ class Region:
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
         self.use: object = None  # identifies the last dispatch
+        # Whether a CUDA graph captured that, or any before: replays dispatch, too.
+        self.is_captured = self.was_captured = False
         # The hook of a call that has only sent, and whether that was a dispatch.
         self.hook: Callable[[], None] | None = None
         self.hook_is_of_dispatch = False
@@ -65,12 +71,15 @@ class Region:
         self.library.connect(self.handle, addressof(regions))
 
     def dispatch(self, form: int, *arguments: int) -> None:
-        """Launches on the current stream, with the fields of ``DispatchArguments``."""
-        self._phase(self.library.dispatch, form, _EIGHT.pack(*arguments))
+        """Launches on the current stream, with the fields of ``DispatchArguments``; 0
+        for the last ones that are not given."""
+        given = _DISPATCH.pack(*arguments, *_NONE[len(arguments) :])
+        self._phase(self.library.dispatch, form, given)
 
     def combine(self, form: int, *arguments: int) -> None:
-        """Launches a combine, with the fields of ``CombineArguments``."""
-        self._phase(self.library.combine, form, _FIVE.pack(*arguments))
+        """Launches a combine, with the fields of ``CombineArguments``, likewise."""
+        given = _COMBINE.pack(*arguments, *_NONE[len(arguments) : 9])
+        self._phase(self.library.combine, form, given)
 
     def watch(self, is_combine: bool, waits_ns: torch.Tensor) -> None:
         """Adds how long each peer is waited for, in ns, to ``int64 [n_ranks]``."""
@@ -129,6 +138,7 @@ class Region:
     def clear(self) -> None:
         """Puts this rank before the first launch; no rank may be in one."""
         self.use = self.hook = None
+        self.is_captured = self.was_captured = False
         if self.library.clear(self.handle):
             self._raise()
 
@@ -161,7 +171,8 @@ class Channel:
         try:
             (mine,) = self.memory.local_addresses()
             for i in range(n_regions):
-                self.regions.append(Region(library, comm, mine + i * n_bytes))
+                at = mine + i * n_bytes
+                self.regions.append(Region(library, comm, settings, at))
             absent = comm.masks.absent if comm.masks else ()
             bases = self.memory.connect(comm.timeout_s, absent)
             for i, region in enumerate(self.regions):
@@ -171,23 +182,35 @@ class Channel:
         except BaseException:
             self.close()
             raise
-        self._n_taken = 0
+        self.n_taken = 0
+        self._no_weights: torch.Tensor | None = None
+        if settings.rows != "padded":
+            # A capture must not make it.
+            self.no_weights(settings.tokens * settings.top_k)
 
     def next_region(self) -> Region:
-        return self.regions[(self._n_taken + 1) % len(self.regions)]
+        return self.regions[(self.n_taken + 1) % len(self.regions)]
+
+    @torch.inference_mode(False)  # later calls read it in any mode
+    def no_weights(self, n: int) -> torch.Tensor:
+        """Returns router weights of 0, for a dispatch that has none."""
+        if self._no_weights is None:
+            device = self.comm.device
+            self._no_weights = torch.zeros(n, dtype=torch.float32, device=device)
+        return self._no_weights
 
     def take(self, region: Region) -> None:
         """Begins another use of a region, the next one."""
         if self.comm.latest is not self:
             self.comm.say(self.settings)
             self.comm.latest = self
-        self._n_taken += 1
+        self.n_taken += 1
         region.use = object()
 
     def clear(self) -> None:
         """Puts all regions of this rank before the first launch."""
         self.latest = (None, False)
-        self._n_taken = 0  # this rank may have missed calls
+        self.n_taken = 0  # this rank may have missed calls
         for region in self.regions:
             region.clear()
 

@@ -81,6 +81,10 @@ class Settings:
     packed_scales: bool = False
     wide_ids: bool = False
     masks: bool = False
+    rows: str = "padded"
+    scales: int = 0
+    partial: str = "bfloat16"
+    alignment: int = 0
 
     def defines(self) -> list[str]:
         options = []
@@ -182,15 +186,31 @@ WIRE_FORMATS = {
     "fp8-round": ("fp8_power_of_two", FP8_BLOCK),
     "fp8-ue8m0": ("fp8_power_of_two", 4 * FP8_BLOCK),
     "normal": ("bfloat16", 8),
+    "plain": ("given", 8),
+    "expanded": ("given", 8),
+    "expanded-128": ("given", 8),
 }
 """What calls send, by the command line's names: the format, and what the hidden size is
 a multiple of."""
 
+ELASTIC = {"plain": ("plain", 1), "expanded": ("expanded", 1)}
+ELASTIC["expanded-128"] = ("expanded", 128)
+"""What calls of ``ElasticBuffer`` receive, and ``expert_alignment``."""
+
 _WORDS = 16
+_STEP = 4096
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def memory_for(n_tokens: int) -> int:
+    """Returns for how many tokens of a rank ``ElasticBuffer`` has memory: few numbers,
+    so that few kernels are built."""
+    if n_tokens > _STEP:
+        return min(round_up(n_tokens, _STEP), MAX_OF_ENTRY)
+    return 1 << max(0, n_tokens - 1).bit_length()
 
 
 def words_of_row(n_scales: int, top_k: int) -> int:
@@ -260,6 +280,12 @@ def run_build(options: Any) -> None:
             words_out(words_of_row(0, top_k), "bfloat16", hidden, **group),
             weights_back(top_k, **group),
         ]
+    elif options.dispatch in ELASTIC:
+        rows, alignment = ELASTIC[options.dispatch]
+        group |= dict(tokens=memory_for(options.tokens), rows=rows, alignment=alignment)
+        group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
+        sizes = dict(hidden=2 * hidden, combine_hidden=hidden, combine="bfloat16")
+        wanted = [Settings(format="given", **sizes, **group)]
     else:
         group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
         group |= dict(packed_scales=options.dispatch == "fp8-ue8m0")

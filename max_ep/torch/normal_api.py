@@ -12,13 +12,9 @@ any time, also in a backward pass.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from ..limits import checked_int
 from .channel import BOTH, Channel
@@ -33,33 +29,12 @@ from .normal_layout import (
     in_int32,
     scales_of_row,
 )
-from .streams import Config, EventOverlap, check_event
+from .streams import Config, EventOverlap, allocates, check_event
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _DEFAULT_TOKENS = 4096
 _CPU_BYTES = 4 << 20
 _GPU_BYTES = 1 << 30
-
-
-def _allocates(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Heeds ``allocate_on_comm_stream``; `torch.compile` calls the method as it is."""
-
-    @functools.wraps(method)
-    def call(self: Normal, *args: Any, **options: Any) -> Any:
-        # Otherwise the work waits for all of the current stream.
-        wanted = ("allocate_on_comm_stream", "async_finish", "previous_event")
-        with self._comm.streams.allocating(all(options.get(name) for name in wanted)):
-            return method(self, *args, **options)
-
-    not_compiled = _disable_dynamo(call)
-
-    @functools.wraps(method)
-    def call_or_break(self: Normal, *args: Any, **options: Any) -> Any:
-        # What compiles has imported this, which takes a second.
-        compiles = "torch._dynamo" in sys.modules
-        return (not_compiled if compiles else call)(self, *args, **options)
-
-    return call_or_break
 
 
 class Normal:
@@ -75,7 +50,7 @@ class Normal:
     _cap = 0
     num_nvl_bytes: int
 
-    @_allocates
+    @allocates
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -122,7 +97,7 @@ class Normal:
         event = comm.streams.run(work, tensors, async_finish, previous_event)
         return per_rank, None, per_expert, in_rank, event
 
-    @_allocates
+    @allocates
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -256,7 +231,7 @@ class Normal:
         counts = [round_up(n, align) for n in counts]
         return result, *(received or (None, None)), counts, handle, event
 
-    @_allocates
+    @allocates
     def combine(
         self,
         x: torch.Tensor,

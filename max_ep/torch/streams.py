@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from ..limits import checked_int
 
@@ -45,17 +48,25 @@ class EventOverlap:
         """Takes an event, and tensors that must live until it is waited for."""
         self.event = event
         self.extra_tensors = extra_tensors
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Makes the current stream wait."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Makes the current stream wait; then forgets the event, if that is asked."""
         if self.event is not None:
             self.event.current_stream_wait()
+        if release_handle:
+            self.event = None
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Says what the wait at the end of a context does with the event."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.current_stream_wait()
+        self.current_stream_wait(self._releases)
 
 
 def check_event(event: Any) -> None:
@@ -179,3 +190,27 @@ def _is_captured(stream: torch.cuda.Stream) -> bool:
         return False  # the default stream: nor may one ask during a capture
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
+
+
+def allocates(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a call heed ``allocate_on_comm_stream``; compilers leave the call alone."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        # Otherwise the work waits for all of the current stream.
+        names = ("async_finish", "async_with_compute_stream")
+        is_async = any(options.get(name) for name in names)
+        wanted = ("allocate_on_comm_stream", "previous_event")
+        is_there = is_async and all(options.get(name) for name in wanted)
+        with self._comm.streams.allocating(is_there):
+            return method(self, *args, **options)
+
+    not_compiled = _disable_dynamo(call)
+
+    @functools.wraps(method)
+    def call_or_break(self: Any, *args: Any, **options: Any) -> Any:
+        # What compiles has imported this, which takes a second.
+        compiles = "torch._dynamo" in sys.modules
+        return (not_compiled if compiles else call)(self, *args, **options)
+
+    return call_or_break

@@ -2,15 +2,22 @@
 """The C ABI, which PyTorch calls: one rank, tensors by address, the caller's stream.
 
 A library is built for one configuration, given by `-D` (`max_ep/torch/library.py`).
-Rows are padded, tokens are addressed by rank, and combine returns rows. Handles,
-addresses and queues are integers. 0 is success; otherwise `max_ep_last_error` has the
-error.
+Tokens are addressed by rank. Handles, addresses and queues are integers. 0 is success;
+otherwise `max_ep_last_error` has the error.
 
     TARGET              cpu or gpu
-    FORMAT              a name of `formats/table.mojo`: what dispatch sends
-    HIDDEN              elements of a token
+    ROWS                padded: rows by expert, each expert's in a block of its own;
+                        combine returns rows. plain: a row for each token and rank, with
+                        ids and weights. expanded: rows by expert. Of the last two,
+                        combine returns sums
+    FORMAT              padded: a name of `formats/table.mojo`, what dispatch sends;
+                        else: given (`formats/given.mojo`)
+    HIDDEN              elements of a token; given: bytes of a row
+    SCALES              given: words of scales of a row
     COMBINE             bfloat16 or float32: elements of expert rows and results
     COMBINE_HIDDEN      how many of them
+    PARTIAL             the same of partial sums
+    ALIGNMENT           expanded: rows of an expert begin at a multiple of it
     EXPERTS, RANKS, TOP_K, TOKENS      of the group; TOKENS: the most of a rank
     PACKED_SCALES       whether scales are exponents, four in an int32
     WIDE_IDS            whether ids are int64
@@ -28,10 +35,12 @@ from max_ep.protocol.arguments import (
     GivenTokens,
 )
 from max_ep.combine_rows.kernel import CombineRows
+from max_ep.combine_sums.kernel import CombineSums
 from max_ep.protocol.counters import Counters, N_FAILURE_WORDS
 from max_ep.device.kernel import Kernel, kernel_entry, Queue
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.protocol.failures import Caller, raise_failure
+from max_ep.formats.given import GivenTokenFormat
 from max_ep.formats.table import FormatOf
 from max_ep.protocol.kernel_argument import ImmPointer, MutPointer
 from max_ep.launch.launch import launch_combine, launch_dispatch
@@ -39,49 +48,73 @@ from max_ep.protocol.layout import Group, MESSAGE_ALIGN
 from max_ep.protocol.message_sizes import combine_msg_bytes
 from max_ep.launch.setup import SetUp, start_set_up
 from max_ep.launch.sizes import sizes_of
-from max_ep.protocol.token_format import OutputTensors, LocalRows
+from max_ep.protocol.token_format import LocalRows, OutputTensors, TokenFormat
 from max_ep.protocol.transport import PeerBuffers
 from max_ep.launch.watch import launch_watch, watch_kernel
 from std.memory.alloc import unsafe_alloc
 from std.sys import get_defined_int, get_defined_string, is_defined
 
 comptime TARGET = get_defined_string["TARGET"]()
+comptime ROWS = get_defined_string["ROWS"]()
+comptime IS_PLAIN = ROWS == "plain"
+comptime HAS_SUMS = ROWS != "padded"
 comptime N_RANKS = get_defined_int["RANKS"]()
 comptime HIDDEN = get_defined_int["HIDDEN"]()
 comptime TOP_K = get_defined_int["TOP_K"]()
 comptime WIDE_IDS = is_defined["WIDE_IDS"]()
 comptime SCALES = "packed" if is_defined["PACKED_SCALES"]() else "transposed"
-comptime Format = FormatOf[get_defined_string["FORMAT"](), HIDDEN, TOP_K, scales=SCALES]
-comptime INPUT_DTYPE = (
-    DType.float32 if get_defined_string["FORMAT"]() == "float32" else DType.bfloat16
+comptime FORMAT = get_defined_string["FORMAT"]()
+comptime N_EXPERTS = get_defined_int["EXPERTS"]()
+comptime GROUP_TOP_K = N_RANKS if IS_PLAIN else TOP_K
+comptime Format: TokenFormat = (
+    GivenTokenFormat[
+        HIDDEN,
+        get_defined_int["SCALES"](),
+        GROUP_TOP_K,
+        TOP_K if IS_PLAIN else 0,
+        N_EXPERTS // N_RANKS,
+    ] if FORMAT
+    == "given" else FormatOf[FORMAT, HIDDEN, TOP_K, scales=SCALES]
 )
-comptime COMBINE_DTYPE = (
-    DType.float32 if get_defined_string["COMBINE"]() == "float32" else DType.bfloat16
+comptime INPUT_DTYPE = (
+    DType.float32 if FORMAT
+    == "float32" else DType.uint8 if FORMAT
+    == "given" else DType.bfloat16
+)
+comptime _dtype[name: StaticString] = (
+    DType.float32 if name == "float32" else DType.bfloat16
+)
+comptime COMBINE_DTYPE = _dtype[get_defined_string["COMBINE"]()]
+comptime PARTIAL_DTYPE = (
+    _dtype[get_defined_string["PARTIAL"]()] if HAS_SUMS else COMBINE_DTYPE
 )
 
 
 def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) -> Group:
     return Group(
-        n_experts=get_defined_int["EXPERTS"](),
+        n_experts=N_RANKS if IS_PLAIN else N_EXPERTS,
         n_ranks=N_RANKS,
         max_tokens_per_rank=get_defined_int["TOKENS"](),
-        top_k=TOP_K,
+        top_k=GROUP_TOP_K,
         hidden_size=hidden_size,
         dispatch_msg_bytes=dispatch_msg_bytes,
         combine_msg_bytes=combine_msg_bytes,
-        addressing=Addressing.BY_RANK,
-        is_padded=True,
+        addressing=Addressing.TO_RANKS if IS_PLAIN else Addressing.BY_RANK,
+        has_sums=HAS_SUMS,
+        is_padded=not HAS_SUMS,
         wide_ids=WIDE_IDS,
         masks=is_defined["MASKS"](),
+        router_top_k=TOP_K if IS_PLAIN else 0,
+        router_experts=N_EXPERTS,
+        row_alignment=get_defined_int["ALIGNMENT"]() if HAS_SUMS else 0,
     )
 
 
 comptime COMBINE_HIDDEN = get_defined_int["COMBINE_HIDDEN"]()
-comptime COMBINE_BYTES = combine_msg_bytes[COMBINE_DTYPE](COMBINE_HIDDEN)
-comptime DISPATCH = _group(HIDDEN, Format.msg_bytes, 0)
+comptime COMBINE_BYTES = combine_msg_bytes[PARTIAL_DTYPE](COMBINE_HIDDEN)
+comptime DISPATCH = _group(Format.hidden_size, Format.msg_bytes, 0)
 comptime COMBINE = _group(COMBINE_HIDDEN, 0, COMBINE_BYTES)
-comptime REGION = _group(HIDDEN, Format.msg_bytes, COMBINE_BYTES)
-comptime N_ROWS = REGION.n_local_experts() * REGION.expert_capacity()
+comptime REGION = _group(Format.hidden_size, Format.msg_bytes, COMBINE_BYTES)
 comptime NEXT = " Call Buffer.reset() in every process, or restart the group."
 comptime TORCH = Caller("topk_idx", "num_experts", "Buffer's timeout_s", NEXT, True)
 
@@ -104,7 +137,10 @@ def _load_phase[P: Kernel](context: DeviceContext) raises:
 def _load_kernels(context: DeviceContext) raises:
     """The first launch of a kernel may be in a capture, which forbids to load it."""
     _load_phase[DispatchByRank[DISPATCH, Format, INPUT_DTYPE]](context)
-    _load_phase[CombineRows[COMBINE, COMBINE_DTYPE, True]](context)
+    comptime if HAS_SUMS:
+        _load_phase[CombineSums[COMBINE, COMBINE_DTYPE, PARTIAL_DTYPE]](context)
+    else:
+        _load_phase[CombineRows[COMBINE, COMBINE_DTYPE, True]](context)
     _ = context.compile_function[watch_kernel[DISPATCH, False]]()
     _ = context.compile_function[watch_kernel[COMBINE, True]]()
 
@@ -276,44 +312,68 @@ struct DispatchArguments(TrivialRegisterPassable):
     """The tensors of a dispatch, by address; 0: not there."""
 
     var tokens: Int
-    """`[n_tokens][HIDDEN]`, bfloat16, or float32 if that is the format."""
+    """`[n_tokens][HIDDEN]`, bfloat16, or float32 if that is the format. Given: rows of
+    bytes, and behind each its scales, of whole 16 bytes."""
     var topk_ids: Int
     """`[n_tokens][TOP_K]`, int32 or int64."""
     var n_tokens: Int
     var rows: Int
-    """`[n_local_experts][capacity][HIDDEN]`."""
+    """`[n_local_experts][capacity][HIDDEN]`; plain and expanded `[n_rows][HIDDEN]`."""
     var scales: Int
-    """Float32 `[n_local_experts][HIDDEN / 128][capacity]`; with `PACKED_SCALES` Int32,
+    """Given: `[n_rows][SCALES]` words, of any strides. Padded: float32 `[n_local_experts][HIDDEN / 128][capacity]`; with `PACKED_SCALES` Int32,
     `HIDDEN / 512`."""
     var recv_counts: Int
-    """Int32 `[n_local_experts]`."""
+    """Int32 `[n_local_experts]`. Expanded: where the rows of each end. Plain: where
+    those of each source rank end, `[n_ranks]`."""
     var recv_ranges: Int
-    """Int32 `[n_local_experts][n_ranks][2]`."""
+    """Int32 `[n_local_experts][n_ranks][2]`. Expanded: rows of each local expert,
+    then of each from each rank."""
     var src_info: Int
-    """Int32 `[n_local_experts][capacity][2]`."""
+    """Int32 `[n_local_experts][capacity][2]`, or `[n_rows][2]`."""
+    # Plain and expanded have these, too.
+    var n_rows: Int
+    """Rows that the outputs hold."""
+    var topk_weights: Int
+    """Float32 `[n_tokens][TOP_K]`."""
+    var weights: Int
+    """Float32 `[n_rows][TOP_K]`, expanded `[n_rows]`."""
+    var ids: Int
+    """Plain: int32 `[n_rows][TOP_K]`, as they were sent; -1 after the last row."""
+    var local_ids: Int
+    """Plain: int64 `[n_rows][TOP_K]`, local experts, or -1."""
+    var scales_step: Int
+    """Words from the scales of a row to those of the next."""
+    var scale_step: Int
+    """Words from a scale of a row to its next."""
+    var kept_ids: Int
+    """Where a copy of `topk_ids` goes, or the same address: none."""
 
 
 def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) raises:
+    var outputs = OutputTensors(_at[UInt8](given.rows), _at[UInt8](given.scales))
+    outputs.scales_columns = REGION.expert_capacity()
+    var n_rows = REGION.n_local_experts() * REGION.expert_capacity()
+    comptime if HAS_SUMS:
+        outputs.scales_columns = given.scale_step
+        outputs.scales_step = given.scales_step
+        outputs.routing_map = _at[Int32](given.ids)
+        outputs.probs = _at[Float32](given.weights)
+        outputs.local_ids = _at[Int64](given.local_ids)
+        outputs.first_expert = rank.my_rank * (N_EXPERTS // N_RANKS)
+        n_rows = given.n_rows
+    var tokens = GivenTokens[INPUT_DTYPE](
+        _imm[Scalar[INPUT_DTYPE]](given.tokens),
+        _imm[Int32](given.topk_ids),
+        _imm[Float32](given.topk_weights),
+        given.n_tokens,
+    )
+    tokens.kept_ids = _at[Int64](given.kept_ids)
     launch_dispatch[Format, TARGET, form](
         rank.call[DISPATCH, 0]("dispatch"),
-        GivenTokens[INPUT_DTYPE](
-            _imm[Scalar[INPUT_DTYPE]](given.tokens),
-            _imm[Int32](given.topk_ids),
-            _imm[Float32](0),
-            given.n_tokens,
-        ),
+        tokens,
         DispatchedRows[DISPATCH, Format](
-            Format.Rows.of(
-                OutputTensors(
-                    _at[UInt8](given.rows),
-                    _at[UInt8](given.scales),
-                    REGION.expert_capacity(),
-                    _at[Int32](0),
-                    _at[Float32](0),
-                    _at[Int32](0),
-                )
-            ),
-            N_ROWS,
+            Format.Rows.of(outputs),
+            n_rows,
             {_at[UInt32](given.recv_counts), _at[Int32](given.recv_ranges)},
             _at[Int32](given.src_info),
         ),
@@ -343,28 +403,42 @@ struct CombineArguments(TrivialRegisterPassable):
     """The tensors of a combine, by address."""
 
     var rows: Int
-    """`[n_local_experts][capacity][COMBINE_HIDDEN]`."""
+    """`[n_local_experts][capacity][COMBINE_HIDDEN]`, or `[n_rows][COMBINE_HIDDEN]`."""
     var src_info: Int
     """`src_info` of the dispatch."""
     var combined: Int
     """`[n_tokens][COMBINE_HIDDEN]`."""
     var n_tokens: Int
     var weights: Int
-    """Float32 `[n_tokens][TOP_K]`."""
+    """Float32 `[n_tokens][TOP_K]`; where combine returns rows."""
+    # Plain and expanded have these, too.
+    var n_rows: Int
+    var n_biases: Int
+    var bias_0: Int
+    """As `combined`."""
+    var bias_1: Int
+    """As `combined`."""
 
 
 def _combine[form: Form](mut rank: Rank, queue: Int, given: CombineArguments) raises:
-    # A caller may write over its rows once they are sent.
-    launch_combine[COMBINE_DTYPE, TARGET, form, True](
+    var n_rows = REGION.n_local_experts() * REGION.expert_capacity()
+    var combined = CombinedTokens[COMBINE_DTYPE](
+        _at[Scalar[COMBINE_DTYPE]](given.combined),
+        given.n_tokens,
+        _imm[Float32](given.weights),
+    )
+    comptime if HAS_SUMS:
+        n_rows = given.n_rows
+        combined.n_biases = given.n_biases
+        combined.bias_0 = _imm[Scalar[COMBINE_DTYPE]](given.bias_0)
+        combined.bias_1 = _imm[Scalar[COMBINE_DTYPE]](given.bias_1)
+    # Where rows are sent, a caller may write over its own once they are.
+    launch_combine[PARTIAL_DTYPE, TARGET, form, True](
         rank.call[COMBINE, 1]("combine"),
         GivenRows(
-            LocalRows(_at[UInt8](given.rows), N_ROWS), _imm[Int32](given.src_info)
+            LocalRows(_at[UInt8](given.rows), n_rows), _imm[Int32](given.src_info)
         ),
-        CombinedTokens[COMBINE_DTYPE](
-            _at[Scalar[COMBINE_DTYPE]](given.combined),
-            given.n_tokens,
-            _imm[Float32](given.weights),
-        ),
+        combined,
         rank.queue_at(queue),
     )
 

@@ -25,7 +25,7 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("graphs/*.md")]
     + [*ROOT.glob("integrations/*/*.md")]
 )
-RUN = ["all_gather", "balance", "formats", "pytorch", "upstream"]
+RUN = ["all_gather", "balance", "elastic", "formats", "pytorch", "upstream"]
 """Pages of docs/ whose blocks of Python are one program, but for those from files; of
 upstream.md each is one (`test_upstream.py`)."""
 
@@ -92,11 +92,16 @@ def test_a_page_runs(name):
     exec(compile(program, name, "exec"), {})
 
 
-@pytest.mark.parametrize("n_blocks", [1, None], ids=["first block", "page"])
-def test_the_pytorch_page_runs(tmp_path, n_blocks):
+@pytest.mark.parametrize(
+    "name, n_blocks",
+    [("pytorch", 1), ("pytorch", None), ("elastic", None)],
+    ids=["first block", "page", "elastic"],
+)
+def test_the_pytorch_pages_run(tmp_path, name, n_blocks):
     """On CPU, as a program that `torchrun` starts."""
-    page = ROOT / "docs/pytorch.md"
-    assert "`torchrun --nproc-per-node 4 program.py`" in page.read_text()
+    page = ROOT / f"docs/{name}.md"
+    how_to = (ROOT / "docs/pytorch.md").read_text()
+    assert "`torchrun --nproc-per-node 4 program.py`" in how_to
     (tmp_path / "program.py").write_text(program_of(page, n_blocks))
     command = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"
     how = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), cwd=tmp_path)

@@ -86,7 +86,9 @@ def test_public_names_are_on_the_api_page():
     shown = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", page, re.M)}
     own = {name for name, home in max_ep._HOME_OF.items() if home.startswith(".")}
     torch_names = re.search(
-        r"__all__ = (\[.*?\])", (ROOT / "max_ep/torch/__init__.py").read_text()
+        r"__all__ = (\[.*?\])",
+        (ROOT / "max_ep/torch/__init__.py").read_text(),
+        re.DOTALL,
     )
     assert own and torch_names
     assert own | set(ast.literal_eval(torch_names[1])) <= shown

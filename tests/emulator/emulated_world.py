@@ -84,7 +84,7 @@ class World:
         (said,) = (x.split(" ", 1)[1] for x in lines if x.split()[0] == f"{name}.sizes")
         self.words, self.polled = sizes_in(said), set()
         self.name, self.seed = name, 0
-        self.has_sums = s.protocol % MASKS_BIT == 3
+        self.has_sums = s.protocol % MASKS_BIT in (3, 7)
         self.memory, self.clock = Memory(1 << 24), Clock()
         self.timeout_ms = timeout_ms
         self.forms = ("_async", "_wait") if name in SPLIT else ("",)
@@ -212,6 +212,7 @@ class World:
                 memory.put(ids[rank].astype(np.int32).tobytes()),
                 memory.put(weights[rank].astype(np.float32).tobytes()),
                 len(tokens[rank]),
+                0,  # no copy of the ids
             ]
             out = [
                 memory.allocate(n_rows * s.hidden * 2),
@@ -240,7 +241,7 @@ class World:
             n = self.n_tokens[rank]
             results[rank] = memory.allocate(max(1, n * s.hidden * 2)), n
             router = memory.put(weights[rank].astype(np.float32).tobytes())
-            combined = [*results[rank], router]
+            combined = [*results[rank], router, 0, 0, 0]  # no biases
             if not self.has_sums:
                 given.append(output.src_info)
             params[rank] = given + combined

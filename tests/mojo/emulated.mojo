@@ -14,6 +14,7 @@ from max_ep.dispatch_by_expert.kernel import DispatchByExpert
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.formats.block_scaled import BlockScaledTokenFormat
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
+from max_ep.formats.given import GivenTokenFormat
 from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat
 from max_ep.formats.scale_layouts import RowByRow
@@ -133,6 +134,53 @@ def emit_format[Format: TokenFormat](name: String) raises:
     describe(group, name)
 
 
+comptime ROW_BYTES = 1040
+"""Of rows as they are given, whose last step is not whole."""
+comptime N_SCALES = 3
+comptime N_EXPERTS = 6
+comptime ROUTER_TOP_K = 4
+
+
+def given(
+    msg_bytes: Int, hidden_size: Int, combine_msg: Int, *, is_plain: Bool
+) -> Group:
+    """Describes a group as PyTorch has it: plain rows, or expanded and aligned."""
+    return Group(
+        n_experts=3 if is_plain else N_EXPERTS,
+        n_ranks=3,
+        max_tokens_per_rank=70,
+        top_k=3 if is_plain else ROUTER_TOP_K,
+        hidden_size=hidden_size,
+        dispatch_msg_bytes=msg_bytes,
+        combine_msg_bytes=combine_msg,
+        addressing=Addressing.TO_RANKS if is_plain else Addressing.BY_RANK,
+        has_sums=True,
+        shares_gpu=False,
+        wide_ids=True,
+        num_threads=320,
+        router_top_k=ROUTER_TOP_K if is_plain else 0,
+        router_experts=N_EXPERTS,
+        row_alignment=1 if is_plain else 4,
+    )
+
+
+def emit_given[is_plain: Bool](name: String) raises:
+    comptime Format = GivenTokenFormat[
+        ROW_BYTES,
+        N_SCALES,
+        3 if is_plain else ROUTER_TOP_K,
+        ROUTER_TOP_K if is_plain else 0,
+        N_EXPERTS // 3,
+    ]
+    comptime hidden = ROW_BYTES // 2
+    comptime back = combine_msg_bytes[B16](hidden)
+    comptime of = given(Format.msg_bytes, Format.hidden_size, 0, is_plain=is_plain)
+    emit_form[DispatchByRank[of, Format, DType.uint8], False]("dispatch", name)
+    comptime sums = given(0, hidden, back, is_plain=is_plain)
+    emit_form[CombineSums[sums, B16, B16], False]("combine", name)
+    describe(given(Format.msg_bytes, hidden, back, is_plain=is_plain), name)
+
+
 def describe(group: Group, name: String):
     print(
         name,
@@ -174,5 +222,7 @@ def main() raises:
     emit_group[MANY, splits=True]("many")
     # With so many tokens and more than two ranks all blocks share the work.
     emit_group[small(max_tokens=258, hidden_size=264)]("work")
+    emit_given[True]("plain")
+    emit_given[False]("expanded")
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ import torch
 
 from max_ep.extension import mojo_dir
 from max_ep.torch import EventOverlap, dequantize, library
-from max_ep.torch.api import _device
+from max_ep.torch.joining import checked_device
 from max_ep.torch.normal_layout import in_int32
 from max_ep.torch.streams import Streams
+from tests.children import ROOT
 from tests.errors import raises, refused
 
 API = (mojo_dir() / "max_ep_c/api.mojo").read_text()
@@ -107,7 +109,7 @@ def test_devices_that_are_not_there(
     def device(wanted: Any, **variables: str) -> Any:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return _device(wanted)
+        return checked_device(wanted)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device(None, MAX_EP_TORCH_DEVICE="") == torch.device("cpu")
@@ -119,10 +121,10 @@ def test_a_gpu_before_hopper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="='cuda:2', and torch finds 2 GPUs"):
-        _device("cuda:2")
+        checked_device("cuda:2")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(ValueError, match="is sm_80; kernels need sm_90 or newer"):
-        _device("cuda:1")
+        checked_device("cuda:1")
 
 
 @refused("""
@@ -239,3 +241,32 @@ def test_ids_beyond_32_bits_are_no_experts():
     """2**32 + 3 would be 3 if its upper half were cut off."""
     ids = torch.tensor([-1, 3, 2**32 + 3, 2**31, -(2**40)])
     assert in_int32(ids).tolist() == [-1, 3, 2**31 - 1, 2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize(
+    "module, names",
+    {
+        "deep_ep": "Buffer Config ElasticBuffer EPHandle EventHandle EventOverlap "
+        "topk_idx_t get_physical_domain_size get_logical_domain_size __version__",
+        "deep_ep.buffer": "Buffer",
+        "deep_ep.legacy": "Buffer",
+        "deep_ep.buffers.legacy": "Buffer",
+        "deep_ep.buffers.elastic": "ElasticBuffer",
+        "deep_ep.utils": "EventHandle EventOverlap",
+        "deep_ep.utils.event": "EventHandle EventOverlap",
+        "deep_ep.utils.envs": "get_physical_domain_size",
+        "deep_ep_cpp": "Config EventHandle",
+    }.items(),
+)
+def test_modules_that_engines_look_for(
+    module: str, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "integrations/deep_ep"))
+    found = importlib.import_module(module)
+    assert all(hasattr(found, name) for name in names.split())
+
+
+def test_memory_is_for_few_numbers_of_tokens() -> None:
+    """So that few kernels are built, and never for fewer tokens than are asked for."""
+    found = [library.memory_for(n) for n in (0, 1, 2, 100, 4096, 4097, 65535)]
+    assert found == [1, 1, 2, 128, 4096, 8192, 65535]

@@ -1,13 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepEP's legacy interface over the kernels of max_ep: see ``max_ep.torch``."""
+"""DeepEP's interfaces over the kernels of max_ep: see ``max_ep.torch``."""
 
-from max_ep.torch import Buffer, Config, EventHandle, EventOverlap  # isort: skip
+from max_ep.torch import (
+    Buffer,
+    Config,
+    ElasticBuffer,
+    EPHandle,
+    EventHandle,
+    EventOverlap,
+    get_logical_domain_size,
+    get_physical_domain_size,
+    topk_idx_t,
+)
 
-import torch
+from . import buffers, utils
 
-from . import utils
+__version__ = "2.1.0"
+"""The version of DeepEP whose interface this is."""
 
-topk_idx_t = torch.int64
-"""What ``topk_idx`` must be."""
-
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "buffers",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "topk_idx_t",
+    "utils",
+]

@@ -25,7 +25,7 @@ from ..protocol.arguments import Buffers, CombinedTokens
 from ..protocol.counters import Word
 from ..protocol.failures import Failure, RECEIVE, SEND
 from ..protocol.layout import Group
-from ..protocol.token_format import BytePointer, LocalRows
+from ..protocol.token_format import LocalRows
 from .partials import FEW_TOKENS, LaneSlice, SOME_TOKENS, SumSplit
 from .receive import SumReceiver
 from .roles import (
@@ -128,7 +128,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             var receiver = SumReceiver[group, Self.dtype, Self.partial_dtype](
                 block,
                 self.rows.rows,
-                BytePointer(unsafe_from_address=Int(self.combined.tokens)),
+                self.combined,
                 n_tokens,
                 _refuse_other_dispatch(n_tokens, block.answered[sends](), block),
                 prefetched,

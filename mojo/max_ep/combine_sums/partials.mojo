@@ -300,8 +300,13 @@ struct LaneSlice[group: Group, combine_dtype: DType, partial_dtype: DType](
     @always_inline
     def add_shared(self, mut sum: Self.Sum, row: BytePointer):
         """Rounds a sum, and adds a slice of the shared expert's row."""
-        comptime n = Self.row_width
         sum = sum.cast[Self.combine_dtype]().cast[DType.float32]()
+        self.add_row(sum, row)
+
+    @always_inline
+    def add_row(self, mut sum: Self.Sum, row: BytePointer):
+        """Adds a slice of a row of the result's type."""
+        comptime n = Self.row_width
         comptime for i in range(Self.n_row_vectors):
             var numbers = Self.widen(load16(self.row_vector(row, i)))
             comptime for j in range(n):

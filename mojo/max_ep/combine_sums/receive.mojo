@@ -7,6 +7,7 @@ from std.utils.numerics import nan
 from ..device.block import Block
 from ..device.schedule import Schedule
 from ..device.warp import any_lane, any_of_lanes, has_bit
+from ..protocol.arguments import CombinedTokens
 from ..protocol.counters import NO_ROW, rank_elsewhere, Taken, Word
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL
@@ -26,7 +27,7 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType](
 
     var block: Block[Self.group]
     var expert_rows: BytePointer
-    var output_tokens: BytePointer
+    var combined: CombinedTokens[Self.dtype]
     var n_tokens: Int
     var is_refused: Bool
     var prefetched: TokenRecord
@@ -86,7 +87,8 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType](
             var owners: UInt32 = 0
             comptime if prefetches:
                 owners = any_of_lanes(UInt32(1) << UInt32(owner) if owner >= 0 else 0)
-            var result = self.output_tokens.unsafe_offset(token_idx * Slice.row_bytes)
+            var output = BytePointer(unsafe_from_address=Int(self.combined.tokens))
+            var result = output.unsafe_offset(token_idx * Slice.row_bytes)
             for step in range(chunk.begin, chunk.end):
                 var slice = Slice(step * WARP_SIZE + lane)
                 # The partial sums are under way while rows are added.
@@ -147,6 +149,14 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType](
                             sum,
                             self.expert_rows.unsafe_offset(token_idx * Slice.row_bytes),
                         )
+                    comptime if Self.group.is_given():
+                        for i in range(self.combined.n_biases):
+                            var bias = BytePointer(
+                                unsafe_from_address=Int(self.combined.bias(i))
+                            )
+                            slice.add_row(
+                                sum, bias.unsafe_offset(token_idx * Slice.row_bytes)
+                            )
                     if is_broken:
                         sum = nan[DType.float32]()
                     slice.store_row(result, sum)

@@ -48,5 +48,8 @@ struct TokenRecord(TrivialRegisterPassable):
         if lane < group.top_k and token_idx < group.max_tokens_per_rank:
             var choice = group.choice(token_idx, lane)
             saved.row = counters.received_rows(source)[unsafe_offset=choice]
-            saved.weight = counters.received_weights(source)[unsafe_offset=choice]
+            comptime if group.is_given():
+                saved.weight = 1
+            else:
+                saved.weight = counters.received_weights(source)[unsafe_offset=choice]
         return saved

@@ -91,9 +91,10 @@ def _own_terms[
         var choice = group.choice(token_idx, k)
         var row = rows[unsafe_offset=choice]
         if row != NO_ROW:
-            terms.append(
-                _row[group, dtype](expert_rows, Int(row)), weights[unsafe_offset=choice]
-            )
+            var weight: Float32 = 1
+            comptime if not group.is_given():
+                weight = weights[unsafe_offset=choice]
+            terms.append(_row[group, dtype](expert_rows, Int(row)), weight)
     return terms^
 
 
@@ -306,6 +307,15 @@ def cpu_combine_wait[
                     var shared = _row[group, dtype](expert_rows, token_idx)
                     acc = acc.cast[dtype]().cast[DType.float32]()
                     acc += _columns[dtype, width](shared, column)
+                comptime if group.is_given():
+                    for i in range(combined.n_biases):
+                        acc += (
+                            combined.bias(i)
+                            .unsafe_load[width=width](
+                                token_idx * group.hidden_size + column
+                            )
+                            .cast[DType.float32]()
+                        )
                 combined.tokens.unsafe_store(
                     token_idx * group.hidden_size + column, acc.cast[dtype]()
                 )

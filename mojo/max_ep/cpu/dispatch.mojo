@@ -9,7 +9,8 @@ By rank: a token is encoded into this rank's own recv buffer and copied once to
 each rank that has an expert of it. The token's index is its place. An entry for
 each choice holds its expert and its position there. If combine returns sums, the
 router weight follows the entry, and `dispatch_wait` records weights and rows for
-combine. In an all-gather each token chooses every rank, and carries routing metadata.
+combine. Where a token chooses ranks (in an all-gather every rank), it carries routing
+metadata.
 
 After `dispatch_async`: every peer has this generation's tokens, and counts that
 announce them. After `dispatch_wait`: the rows are in the order of `plan.mojo`, the
@@ -19,6 +20,8 @@ from ..protocol.arguments import (
     DispatchedRows,
     GivenTokens,
     InputScales,
+    load_router_id,
+    n_choices_of,
     place_all_scales,
 )
 from ..protocol.counters import NO_ROW, Word
@@ -50,6 +53,8 @@ def cpu_dispatch_async[
     var n_tokens = given.n_tokens
     rank.await_peers()
     rank.counters.n_tokens_of(rank.generation)[] = Int32(n_tokens)
+    comptime if group.is_given():
+        given.keep_ids(n_tokens * n_choices_of[token_fmt_type](), 0, 1)
 
     var plan = SendPlan[group](given.topk_ids, n_tokens)
     var is_streaming = should_stream(n_tokens, bytes_per_token)
@@ -137,7 +142,9 @@ def _write_entry[
             recv_buf, group.metadata_offset(rank.my_rank, token_idx, j, router_top_k)
         )
         var i = token_idx * router_top_k + j
-        metadata[] = value_word(rank.generation, given.topk_ids[unsafe_offset=i])
+        metadata[] = value_word(
+            rank.generation, load_router_id[group](given.topk_ids, i)
+        )
         metadata[unsafe_offset=1] = value_word(
             rank.generation, given.router_weights[unsafe_offset=i]
         )
@@ -292,9 +299,9 @@ def _place_choice[
         var source = group.relative_rank(rank.my_rank, src_rank)
         rank.counters.received_rows(source)[unsafe_offset=choice] = Int32(row)
         if is_here:
-            rank.counters.received_weights(source)[
-                unsafe_offset=choice
-            ] = value_of_word[DType.float32](entry[unsafe_offset=1])
+            var weight = value_of_word[DType.float32](entry[unsafe_offset=1])
+            rank.counters.received_weights(source)[unsafe_offset=choice] = weight
+            token_fmt_type.place_weight(outputs.dispatched.rows, row, weight)
     if not is_here:
         return
     var token = recv_buf.unsafe_offset(group.token_offset(src_rank, token_idx))

@@ -8,7 +8,7 @@ from ..protocol.arguments import given_id, load_id
 from ..protocol.counters import Counters
 from ..protocol.failures import Failure, what_failed
 from ..protocol.kernel_argument import ImmPointer
-from ..protocol.layout import Group
+from ..protocol.layout import Group, round_up
 from ..protocol.row_tables import RowTables
 from ..row_limit.kept_rows import keep_rows
 from .rank import CpuRank
@@ -99,9 +99,10 @@ def lay_out_rows[
         _drop_rows(counts, n_rows_max, rank)
 
     var n_rows = n_shared
+    var end = n_shared
     var largest_pair = 0
     for local_expert in range(group.n_local_experts()):
-        var first_row = tables.first_row(local_expert, n_rows)
+        var first_row = tables.first_row(local_expert, end)
         var n_expert_rows = 0
         for src_rank in range(group.n_ranks):
             var pair = group.pair(local_expert, src_rank)
@@ -112,8 +113,11 @@ def lay_out_rows[
             n_expert_rows += count
         tables.write_expert(local_expert, first_row, n_expert_rows)
         n_rows += n_expert_rows
+        end = first_row + n_expert_rows
     tables.write_ends(n_rows)
     var n_needed = tables.n_rows_needed(n_rows)
+    comptime if group.row_alignment > 1:
+        n_needed = round_up(end, group.row_alignment)
     counters.set_pair_rows(group.n_pairs(), n_needed, largest_pair)
     if n_needed > n_rows_max:
         raise rank.refusal(Failure.TOO_MANY_ROWS, 0, n_needed, n_rows_max)

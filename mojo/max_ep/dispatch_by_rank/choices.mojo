@@ -65,11 +65,11 @@ struct Choice(TrivialRegisterPassable):
 struct Choices[group: Group](TrivialRegisterPassable):
     """Ids and router weights of this rank's choices.
 
-    In an all-gather each token chooses every rank, with a weight of 1.
+    Where a token chooses ranks (in an all-gather every rank), their weights are 1.
     """
 
     var ids: ImmPointer[Int32]
-    """`[n_choices]`; in an all-gather `[n_tokens][router_top_k]`."""
+    """`[n_choices]`; where choices are ranks `[n_tokens][router_top_k]`."""
     var weights: ImmPointer[Float32]
     """`[n_choices]`; read if combine returns sums."""
     var n_choices: Int
@@ -80,7 +80,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
     """`[n_counted][WARP_SIZE]`: for each expert that this block counts, how many of the
     ids that each of its warps has copied are of that expert."""
 
-    comptime _loads_weights = Self.group.has_sums and not Self.group.sends_to_all()
+    comptime _loads_weights = Self.group.has_sums and not Self.group.chooses_ranks()
 
     @always_inline
     def __init__(
@@ -125,7 +125,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
     def load_weight(self, choice: Int) -> Float32:
         comptime if not Self.group.has_sums:
             return 0
-        comptime if Self.group.sends_to_all():
+        comptime if Self.group.chooses_ranks():
             return 1
         return self.weights[unsafe_offset=choice]
 

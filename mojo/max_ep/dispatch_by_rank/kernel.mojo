@@ -54,7 +54,7 @@ from ..device.kernel import Kernel
 from ..device.shared import share_addresses
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
-from ..protocol.arguments import Buffers, DispatchedRows, GivenTokens
+from ..protocol.arguments import Buffers, DispatchedRows, GivenTokens, n_choices_of
 from ..protocol.failures import RECEIVE, SEND
 from ..protocol.layout import Group
 from ..protocol.token_format import TokenFormat
@@ -210,6 +210,12 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             send_metadata[Self.Format.router_top_k](
                 choices, self.given.n_tokens, block, indexer
             )
+        comptime if Self.group.is_given():
+            self.given.keep_ids(
+                self.given.n_tokens * n_choices_of[Self.Format](),
+                (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE + block.lane,
+                N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE,
+            )
 
     @always_inline
     def _receive[
@@ -227,10 +233,13 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         elif block.warp_idx == NUMBERS_WARP:
             var are_there = token_counts.share()
             comptime if Self.Format.router_top_k > 0:
-                # Each rank gets every token.
                 var n_rows = 0
-                if are_there:
-                    for src_rank in range(Self.group.n_ranks):
+                comptime if not Self.group.sends_to_all():
+                    if shared.await_pair_rows():
+                        n_rows = shared.rows_before(Self.group.n_pairs())
+                else:
+                    # Each rank gets every token.
+                    for src_rank in range(Self.group.n_ranks if are_there else 0):
                         n_rows += token_counts.n_tokens(src_rank)
                 Self.Format.end_metadata(
                     self.dispatched.rows,

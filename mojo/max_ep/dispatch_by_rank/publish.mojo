@@ -9,6 +9,7 @@ from std.memory import bitcast
 from ..device.block import Block
 from ..device.done_words import await_readers
 from ..device.warp import bytes_at, divmod_32
+from ..protocol.arguments import load_router_id
 from ..protocol.counters import NO_EXPERT, sent_choice
 from ..protocol.entries import entry_word, NO_ENTRY_EXPERT, NO_POSITION, value_word
 from ..protocol.failures import Failure, SEND
@@ -119,7 +120,7 @@ def send_metadata[
     ):
         var token_idx, k = divmod_32(place, router_top_k)
         var words = two_words(
-            value_word(generation, choices.ids[unsafe_offset=place]),
+            value_word(generation, load_router_id[group](choices.ids, place)),
             value_word(generation, choices.weights[unsafe_offset=place]),
         )
         var offset = UInt64(

@@ -281,6 +281,8 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         var lane = self.block.lane
         if to.has_row:
             self.dispatched.set_source(Int(to.row), token.idx, lane)
+            comptime if Self.group.has_sums:
+                Self.Format.place_weight(self.dispatched.rows, Int(to.row), to.weight)
             comptime if not Self.group.has_sums:
                 # `publish_entry` leaves these choices out.
                 if token.src_rank == self.block.my_rank:
@@ -293,7 +295,7 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
             ] = NO_EXPERT
         self._record_choice[has_weight=True](token, to)
         comptime if Self.Format.router_top_k > 0:
-            # In an all-gather choices are ranks: only that of this rank has a row here.
+            # Choices are ranks: only that of this rank has a row here.
             var k = count_trailing_zeros(with_row)
             if with_row != 0 and not self._place_metadata(
                 token, Int(warp.shuffle_idx(to.row, k))

@@ -24,7 +24,7 @@ from ..protocol.flags import (
     load_relaxed_sys_2,
     store_release_block,
 )
-from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.layout import Group, MESSAGE_ALIGN, round_up
 from ..protocol.row_tables import RowTables
 from ..protocol.token_format import BytePointer
 from ..row_limit.kept_rows import largest_level
@@ -64,6 +64,11 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
     """For each scanner, the rows of its pairs."""
     var largest_of: SharedInts
     """For each scanner, the rows of its largest pair."""
+    var gaps: SharedInts
+    """With `Group.row_alignment`: the places without a row before each local expert,
+    and before the end."""
+
+    comptime _has_gaps = Self.group.row_alignment > 1
 
     @always_inline
     def __init__(out self, block: Block[Self.group], tables: RowTables[Self.group]):
@@ -73,6 +78,8 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
         self.pair_rows = shared[Int32, n_padded + 1, MESSAGE_ALIGN]()
         self.sums = shared[Int32, N_INDEX_WARPS]()
         self.largest_of = shared[Int32, N_INDEX_WARPS]()
+        comptime n_gaps = Self.group.n_local_experts() + 1
+        self.gaps = shared[Int32, n_gaps if Self._has_gaps else 1]()
 
     @always_inline
     def rows_before(self, pair: Int) -> Int:
@@ -97,6 +104,8 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
                 Int32(self.tables.first_row(local_expert, 0))
                 - self.pair_rows[unsafe_offset=Self.group.pair(local_expert, 0)]
             )
+        comptime if Self._has_gaps:
+            row += self.gaps[unsafe_offset=pair // Self.group.n_ranks]
         return row
 
     @always_inline
@@ -276,6 +285,9 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
                 self._drop_rows(n_kept)
             n_rows = min(n_rows, Int32(n_shared + n_kept))
         var n_rows_needed = self.tables.n_rows_needed(Int(n_rows))
+        comptime if Self._has_gaps:
+            if scanner == 0:
+                n_rows_needed += self._align_experts()
         if n_rows_needed > n_rows_max:
             self.block.counters.set_broken()
             if self.block.lane == 0:
@@ -329,6 +341,30 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
             self.pair_rows[unsafe_offset=Self.n_pairs] = Int32(n_before)
 
     @always_inline
+    def _align_experts(self) -> Int:
+        """Counts the places without a row before each expert, with the first scanner;
+        returns all."""
+        comptime alignment = Self.group.row_alignment
+        comptime n_local_experts = Self.group.n_local_experts()
+        # The others have added up their pairs.
+        self.block.await_word(SCANNED, Self.n_scanners - 1)
+        syncwarp()
+        var n_before: Int32 = 0
+        for first in range(0, n_local_experts, WARP_SIZE):
+            var local_expert = first + self.block.lane
+            var gap: Int32 = 0
+            if local_expert < n_local_experts:
+                var n_rows = self._n_rows_of_expert(local_expert)
+                gap = Int32(round_up(n_rows, alignment) - n_rows)
+            var n = n_before + warp.prefix_sum[exclusive=True](gap)
+            if local_expert < n_local_experts:
+                self.gaps[unsafe_offset=local_expert] = n
+            n_before = warp.shuffle_idx(n + gap, UInt32(WARP_SIZE - 1))
+        if self.block.lane == 0:
+            self.gaps[unsafe_offset=n_local_experts] = n_before
+        return Int(n_before)
+
+    @always_inline
     def lay_out_rows(self, n_shared: Int, n_rows_max: Int, indexer: Int):
         """Waits for counts and lays out the rows, with an index warp."""
         var scanner = indexer - (N_INDEX_WARPS - Self.n_scanners)
@@ -371,6 +407,7 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
         if self.block.lane == 0:
             var n_rows = self.rows_before(Self.n_pairs)
             self.tables.write_ends(n_rows)
-            self.block.counters.set_pair_rows(
-                Self.n_pairs, self.tables.n_rows_needed(n_rows), Int(largest)
-            )
+            var n_needed = self.tables.n_rows_needed(n_rows)
+            comptime if Self._has_gaps:
+                n_needed += Int(self.gaps[unsafe_offset=Self.group.n_local_experts()])
+            self.block.counters.set_pair_rows(Self.n_pairs, n_needed, Int(largest))

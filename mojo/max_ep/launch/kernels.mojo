@@ -236,7 +236,7 @@ def combine_wait_kernel[
     )
     CombineRows[group, combine_dtype](
         {shared_rows, unused[ImmPointer[Int32]]()},
-        {output_tokens, Int(n_tokens), router_weights},
+        CombinedTokens(output_tokens, Int(n_tokens), router_weights),
         _buffers[group](recv_buf_ptrs, recv_count_ptrs, ep_counters),
         _sized[group.n_mapped](recv_buf_ptrs),
     ).run[False, True]()

@@ -196,13 +196,12 @@ struct Dispatch:
         var dispatched = unused[DispatchedRows[group, Format]]()
         comptime if form.receives:
             var outputs = OutputTensors(
-                _bytes_of(output_tokens),
-                _bytes_of(output_scales),
-                output_scales.dim_size(1),
-                _bytes_of(routing_map).unsafe_bitcast[Int32](),
-                _bytes_of(probs).unsafe_bitcast[Float32](),
-                _bytes_of(n_gathered).unsafe_bitcast[Int32](),
+                _bytes_of(output_tokens), _bytes_of(output_scales)
             )
+            outputs.scales_columns = output_scales.dim_size(1)
+            outputs.routing_map = _bytes_of(routing_map).unsafe_bitcast[Int32]()
+            outputs.probs = _bytes_of(probs).unsafe_bitcast[Float32]()
+            outputs.n_gathered = _bytes_of(n_gathered).unsafe_bitcast[Int32]()
             dispatched = dispatched_rows[Format](
                 call,
                 Format.Rows.of(outputs),

@@ -17,3 +17,6 @@ struct Addressing(Equatable, TrivialRegisterPassable):
     """A message for each rank that has an expert of the token, and entries."""
     comptime TO_ALL = Self(4)
     """A message for each rank of the group, and entries: an all-gather."""
+    comptime TO_RANKS = Self(6)
+    """As by rank, where each rank is an expert: a token chooses the ranks that have
+    experts which the router chose, and takes its routing metadata along."""

@@ -121,11 +121,11 @@ def check_dispatch[
     comptime is_each_rank_an_expert = (
         group.n_experts == group.n_ranks and group.top_k == group.n_ranks
     )
-    comptime assert has_metadata == group.sends_to_all() and (
+    comptime assert has_metadata == group.chooses_ranks() and (
         not has_metadata or (group.has_sums and is_each_rank_an_expert)
     ), (
-        "max_ep: an all-gather takes routing metadata along and returns sums;"
-        " each rank is an expert"
+        "max_ep: where a token chooses ranks, as in an all-gather, it takes routing"
+        " metadata along, and combine returns sums; each rank is an expert"
     )
 
 
@@ -255,7 +255,6 @@ def peer_buffers[
 # ------------------------------------------------------------- tensors of dispatch
 
 
-@fieldwise_init
 struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     """What a dispatch sends."""
 
@@ -266,18 +265,65 @@ struct GivenTokens[input_type: DType](KernelArgument, TrivialRegisterPassable):
     var router_weights: ImmPointer[Float32]
     """Weights in the shape of `topk_ids`; read if combine returns sums."""
     var n_tokens: Int
+    var kept_ids: MutPointer[Int64]
+    """Where a copy of `topk_ids` goes, if `Group.is_given` and it is elsewhere."""
+
+    def __init__(
+        out self,
+        tokens: ImmPointer[Scalar[Self.input_type]],
+        topk_ids: ImmPointer[Int32],
+        router_weights: ImmPointer[Float32],
+        n_tokens: Int,
+    ):
+        """Takes the tensors of a dispatch that keeps no copy of the ids."""
+        self.tokens = tokens
+        self.topk_ids = topk_ids
+        self.router_weights = router_weights
+        self.n_tokens = n_tokens
+        self.kept_ids = unused[MutPointer[Int64]]()
+
+    @always_inline
+    def keep_ids(self, n_ids: Int, first: Int, step: Int):
+        """Copies the ids `first`, `first + step`, ... of `n_ids`."""
+        if Int(self.kept_ids) == Int(self.topk_ids):
+            return
+        var ids = self.topk_ids.unsafe_bitcast[Int64]()
+        for i in range(first, n_ids, step):
+            self.kept_ids[unsafe_offset=i] = ids[unsafe_offset=i]
 
 
 @always_inline
 def load_id[group: Group](ids: ImmPointer[Int32], choice: Int) -> Int32:
-    """Loads the expert of a choice; in an all-gather each token chooses every rank."""
+    """Loads the expert of a choice; where ranks are experts, the rank."""
     comptime if group.sends_to_all():
         return Int32(UInt32(choice) % UInt32(group.n_ranks))
+    comptime if group.router_top_k > 0:
+        return _load_rank[group](ids, choice)
+    return load_router_id[group](ids, choice)
+
+
+@always_inline
+def load_router_id[group: Group](ids: ImmPointer[Int32], choice: Int) -> Int32:
+    """Loads what the router chose."""
     comptime if group.wide_ids:
         var wide = ids.unsafe_bitcast[Int64]()[unsafe_offset=choice]
         # What does not fit is out of range in any case.
         return Int32(max(min(wide, Int64(Int32.MAX)), -2))
     return ids[unsafe_offset=choice]
+
+
+@always_inline
+def _load_rank[group: Group](ids: ImmPointer[Int32], choice: Int) -> Int32:
+    """Returns the rank of a choice, or -1 if no expert of the token is there."""
+    comptime n_local = group.router_experts // group.n_ranks
+    var token_idx = UInt32(choice) // UInt32(group.n_ranks)
+    var rank = Int32(UInt32(choice) % UInt32(group.n_ranks))
+    var first = rank * Int32(n_local)
+    var is_chosen = False
+    comptime for k in range(group.router_top_k):
+        var id = load_router_id[group](ids, Int(token_idx) * group.router_top_k + k)
+        is_chosen = is_chosen or (first <= id and id < first + Int32(n_local))
+    return rank if is_chosen else -1
 
 
 def given_id[group: Group](ids: ImmPointer[Int32], choice: Int) -> Int:
@@ -392,7 +438,6 @@ def given_rows[
     return {LocalRows(mut_(rows).unsafe_bitcast[UInt8](), n_rows), imm(src_info)}
 
 
-@fieldwise_init
 struct CombinedTokens[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """What a combine delivers."""
 
@@ -401,6 +446,30 @@ struct CombinedTokens[dtype: DType](KernelArgument, TrivialRegisterPassable):
     var n_tokens: Int
     var router_weights: ImmPointer[Float32]
     """`[n_tokens][top_k]`; with sums they came with dispatch."""
+    var n_biases: Int
+    """How many of the two biases are added to the sums, if `Group.is_given`."""
+    var bias_0: ImmPointer[Scalar[Self.dtype]]
+    """In the shape of `tokens`."""
+    var bias_1: ImmPointer[Scalar[Self.dtype]]
+    """In the shape of `tokens`."""
+
+    def __init__(
+        out self,
+        tokens: MutPointer[Scalar[Self.dtype]],
+        n_tokens: Int,
+        router_weights: ImmPointer[Float32],
+    ):
+        """Takes the tensors of a combine without biases."""
+        self.tokens = tokens
+        self.n_tokens = n_tokens
+        self.router_weights = router_weights
+        self.n_biases = 0
+        self.bias_0 = unused[ImmPointer[Scalar[Self.dtype]]]()
+        self.bias_1 = self.bias_0
+
+    @always_inline
+    def bias(self, i: Int) -> ImmPointer[Scalar[Self.dtype]]:
+        return self.bias_0 if i == 0 else self.bias_1
 
 
 def combined_tokens[

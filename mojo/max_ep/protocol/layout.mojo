@@ -153,6 +153,12 @@ struct Group(TrivialRegisterPassable):
     """Whether rows that do not fit into the outputs are dropped."""
     var partial_block: Int
     """Elements of a partial sum that share a scale; 0: there are no scales."""
+    var router_top_k: Int
+    """Choices of the router in each token, if those of this group are their ranks."""
+    var router_experts: Int
+    """Experts that the router chooses from, if it does not choose this group's."""
+    var row_alignment: Int
+    """Rows travel as given, and those of an expert begin at a multiple; 0: neither."""
 
     def __init__(
         out self,
@@ -176,6 +182,9 @@ struct Group(TrivialRegisterPassable):
         masks: Bool = False,
         drops_rows: Bool = False,
         partial_block: Int = 0,
+        router_top_k: Int = 0,
+        router_experts: Int = 0,
+        row_alignment: Int = 0,
     ):
         """Describes a group; `n_mapped` 0: all ranks."""
         self.n_experts = n_experts
@@ -197,11 +206,14 @@ struct Group(TrivialRegisterPassable):
         self.masks = masks
         self.drops_rows = drops_rows
         self.partial_block = partial_block
+        self.router_top_k = router_top_k
+        self.router_experts = router_experts
+        self.row_alignment = row_alignment
 
     @staticmethod
     def of(words: Array[Int32, N_GROUP_WORDS]) -> Self:
         var axes = Int(words[6]) % MASKS_BIT
-        var has_sums = axes == 3 or axes == 5
+        var has_sums = axes > 1 and axes % 2 == 1
         return Self(
             n_experts=Int(words[0]),
             n_ranks=Int(words[1]),
@@ -242,10 +254,19 @@ struct Group(TrivialRegisterPassable):
         return (
             self.addressing == Addressing.BY_RANK
             or self.addressing == Addressing.TO_ALL
+            or self.addressing == Addressing.TO_RANKS
         )
 
     def sends_to_all(self) -> Bool:
         return self.addressing == Addressing.TO_ALL
+
+    def is_given(self) -> Bool:
+        """Returns whether rows have their weights when they come back (0032)."""
+        return self.row_alignment > 0
+
+    def chooses_ranks(self) -> Bool:
+        """Returns whether choices are ranks, and tokens have routing metadata."""
+        return self.sends_to_all() or self.addressing == Addressing.TO_RANKS
 
     def n_local_experts(self) -> Int:
         """Counts the experts that each rank has places for.
@@ -507,7 +528,7 @@ struct Group(TrivialRegisterPassable):
                 words.each(n_bytes // ENTRY_BYTES, ENTRY_BYTES)
                 words.await_on_gpu(DISPATCH_WAIT, Which.SOME)
         elif kind == 4:
-            if on_gpu and self.sends_to_all():
+            if on_gpu and self.chooses_ranks():
                 # In front of the source info; how many, only the token format knows.
                 var n_bytes = most * msg_bytes
                 words.add("routing metadata", recv, self.token_offset(0, 0), n_bytes)

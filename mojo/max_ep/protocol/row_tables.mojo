@@ -8,9 +8,14 @@ In both, the rows of an expert are sorted by source rank, token, k. With a fused
 shared expert (packed only) this rank's own tokens come first, as segment 0, and
 local expert `e` is segment `e + 1`; otherwise it is segment `e`. Later launches read
 where rows start in the pair rows of `Counters`.
+
+With `Group.row_alignment` rows are packed, but each expert's begin at a multiple of it,
+and the tables say where the rows of each expert end, and how many each expert and each
+pair have. If choices are ranks, there is one expert, and the first table says where the
+rows of each source rank end.
 """
 from .kernel_argument import KernelArgument, MutPointer
-from .layout import Group
+from .layout import Group, round_up
 
 
 @fieldwise_init
@@ -30,8 +35,12 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def first_row(self, local_expert: Int, n_rows: Int) -> Int:
+        """Locates the rows of an expert; `n_rows`: where those of the one before end.
+        """
         comptime if Self.group.is_padded:
             return local_expert * Self.group.expert_capacity()
+        comptime if Self.group.row_alignment > 1:
+            return round_up(n_rows, Self.group.row_alignment)
         return n_rows
 
     @always_inline
@@ -45,11 +54,21 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
         comptime if Self.group.is_padded:
             self.expert_ids[unsafe_offset=2 * pair] = Int32(begin)
             self.expert_ids[unsafe_offset=2 * pair + 1] = Int32(count)
+        elif Self.group.is_given():
+            comptime if Self.group.chooses_ranks():
+                self.row_offsets[unsafe_offset=pair] = UInt32(begin + count)
+            else:
+                comptime n_local_experts = Self.group.n_local_experts()
+                self.expert_ids[unsafe_offset=n_local_experts + pair] = Int32(count)
 
     @always_inline
     def write_expert(self, local_expert: Int, first_row: Int, count: Int):
         comptime if Self.group.is_padded:
             self.row_offsets[unsafe_offset=local_expert] = UInt32(count)
+        elif Self.group.is_given():
+            comptime if not Self.group.chooses_ranks():
+                self.row_offsets[unsafe_offset=local_expert] = UInt32(first_row + count)
+                self.expert_ids[unsafe_offset=local_expert] = Int32(count)
         else:
             self._write_segment(
                 local_expert + Int(Self.group.fused_shared_expert), first_row
@@ -58,7 +77,7 @@ struct RowTables[group: Group](KernelArgument, TrivialRegisterPassable):
     @always_inline
     def write_ends(self, n_rows: Int):
         """Writes the shared expert's segment, if there is one, and the end."""
-        comptime if not Self.group.is_padded:
+        comptime if not Self.group.is_padded and Self.group.row_alignment == 0:
             comptime if Self.group.fused_shared_expert:
                 self._write_segment(0, 0)
             self.row_offsets[unsafe_offset=Self.n_segments] = UInt32(n_rows)

@@ -8,7 +8,7 @@ A message is `token_bytes` of encoded token and a source info behind it:
 
 Each format has a file in `formats/`. A format knows nothing of ranks.
 """
-from .kernel_argument import ImmPointer, KernelArgument, MutPointer
+from .kernel_argument import ImmPointer, KernelArgument, MutPointer, unused
 from .layout import MESSAGE_ALIGN
 from .message_sizes import message_bytes
 
@@ -34,7 +34,6 @@ struct LaneWire(TrivialRegisterPassable):
     lanes."""
 
 
-@fieldwise_init
 struct OutputTensors(TrivialRegisterPassable):
     """The tensors that a dispatch op delivers rows into, whatever the format."""
 
@@ -43,13 +42,31 @@ struct OutputTensors(TrivialRegisterPassable):
     var scales: BytePointer
     """Scales, in the format's layout; written if it has some."""
     var scales_columns: Int
-    """Columns of the tensor of scales."""
+    """Columns of the tensor of scales; `formats/given.mojo`: from a scale of a row to
+    its next."""
     var routing_map: MutPointer[Int32]
     """All-gather: `[n_rows][router_top_k]`."""
     var probs: MutPointer[Float32]
     """All-gather: `[n_rows][router_top_k]`."""
     var n_gathered: MutPointer[Int32]
     """All-gather: `[1]`, number of rows."""
+    var local_ids: MutPointer[Int64]
+    """`formats/given.mojo`: `[n_rows][router_top_k]`."""
+    var first_expert: Int
+    """`formats/given.mojo`: the first of this rank's experts."""
+    var scales_step: Int
+    """`formats/given.mojo`: from the scales of a row to those of the next."""
+
+    def __init__(out self, tokens: BytePointer, scales: BytePointer):
+        """Takes the tensors of a format without routing metadata.
+
+        Args:
+            tokens: Rows.
+            scales: Scales, if the format has some.
+        """
+        self = unused[Self]()
+        self.tokens = tokens
+        self.scales = scales
 
 
 trait OutputRows(KernelArgument, TrivialRegisterPassable):
@@ -129,8 +146,8 @@ trait TokenFormat:
     comptime scales_flip: UInt32 = 0
     """The same for 16 bytes of scales."""
     comptime router_top_k: Int = 0
-    """All-gather: choices of the router in a token's routing metadata; 0: no
-    all-gather."""
+    """Choices of the router in a token's routing metadata, if its choices are ranks; 0:
+    there is none."""
     comptime Rows: OutputRows
     """Where decoded tokens go."""
 
@@ -214,6 +231,18 @@ trait TokenFormat:
             k: Which of its choices, in `[0, router_top_k)`.
             expert_id: What the router chose; -1: nothing.
             prob: With which probability.
+        """
+        pass
+
+    @staticmethod
+    @always_inline
+    def place_weight(rows: Self.Rows, row: Int, weight: Float32):
+        """Puts the router weight of a row into the output, if combine returns sums.
+
+        Args:
+            rows: The output tensors.
+            row: The row.
+            weight: The weight of its choice.
         """
         pass
 

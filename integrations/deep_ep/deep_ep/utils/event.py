@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron-core looks for the events."""
+"""Where callers of DeepEP 2 look for the events."""
 
 from max_ep.torch import EventHandle, EventOverlap
 

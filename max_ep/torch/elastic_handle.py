@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``EPHandle``: what combine and a repeated dispatch need, and what engines read of it.
+
+Attributes that few read are computed on the device when they are first read. All can be
+assigned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .communicator import Communicator, refuse
+from .sums import PLAIN, Routing
+
+
+class EPHandle:
+    """What :meth:`ElasticBuffer.dispatch` returns.
+
+    Attributes:
+        num_recv_tokens_per_expert_list: Rows of each local expert, rounded up to the
+            alignment; ``[]`` if the host has not waited for the sizes.
+        psum_num_recv_tokens_per_scaleup_rank: int32 ``[n_ranks]``, sums of the tokens
+            received from the ranks up to each.
+        psum_num_recv_tokens_per_expert: int32 ``[n_local]``, expanded: where the rows
+            of each local expert end; otherwise sums of the aligned counts.
+        num_unaligned_recv_tokens_per_expert: int32 ``[n_local]``, rows of each.
+        recv_src_metadata: int32 ``[n_tokens_received, top_k + 2]``: rank times
+            ``num_max_tokens_per_rank`` plus token; which token received this is; its
+            rows, -1 where there is none. Not during a capture.
+        topk_idx: int64 ``[n_tokens, top_k]``.
+        num_recv_tokens, num_expanded_tokens: Rows received, plain and expanded; without
+            the host's wait, how many there are places for.
+        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: As
+            given.
+    """
+
+    dst_buffer_slot_idx: torch.Tensor | None = None
+    token_metadata_at_forward: torch.Tensor | None = None
+    channel_linked_list: torch.Tensor | None = None
+
+    def __init__(self, routing: Routing, max_tokens: int, num_sms: int) -> None:
+        """Describes a dispatch; the host has not waited for its sizes."""
+        self._routing = routing
+        self.topk_idx: torch.Tensor | None = routing.topk_idx
+        self.do_expand = routing.rows != PLAIN
+        self.num_experts = routing.n_experts
+        self.expert_alignment = routing.alignment
+        self.num_max_tokens_per_rank = max_tokens
+        self.num_sms = num_sms
+        self.num_recv_tokens_per_expert_list: list[int] = []
+        self.num_recv_tokens = routing.comm.n_ranks * max_tokens
+        self.num_expanded_tokens = routing.n_rows if self.do_expand else 0
+        if self.do_expand:
+            n_local = len(routing.ends)
+            self.psum_num_recv_tokens_per_expert = routing.ends
+            self.num_unaligned_recv_tokens_per_expert = routing.counts[:n_local]
+        else:
+            self.num_recv_tokens = routing.n_rows
+            self.psum_num_recv_tokens_per_scaleup_rank = routing.ends
+
+    @property
+    def n_rows(self) -> int:
+        """Returns how many rows the dispatch returned."""
+        return self._routing.n_rows
+
+    def __getattr__(self, name: str) -> Any:
+        """Computes an attribute that nobody has read or assigned yet."""
+        compute = _COMPUTED.get(name)
+        if compute is None:
+            raise AttributeError(f"EPHandle has no attribute {name!r}")
+        value = compute(self, self._routing)
+        setattr(self, name, value)
+        return value
+
+
+def _counts(handle: EPHandle, routing: Routing) -> torch.Tensor:
+    """Counts the rows of each local expert, of plain rows."""
+    n_local = routing.n_experts // routing.comm.n_ranks
+    # The last place takes what is elsewhere.
+    local = routing.ids - routing.comm.rank * n_local
+    local = torch.where((local >= 0) & (local < n_local), local, n_local)
+    found = routing.ends.new_zeros(n_local + 1)
+    ones = found.new_ones(1).expand(local.numel())
+    return found.scatter_add_(0, local.flatten().long(), ones)[:n_local]
+
+
+def _ends(handle: EPHandle, routing: Routing) -> torch.Tensor:
+    """Adds up the aligned counts, of plain rows."""
+    align = handle.expert_alignment
+    counts = handle.num_unaligned_recv_tokens_per_expert
+    aligned = torch.div(counts + align - 1, align, rounding_mode="floor") * align
+    return aligned.cumsum(0, dtype=torch.int32)
+
+
+def _sources(
+    handle: EPHandle, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns of each row: whether it is one, number of its token among the places that
+    all ranks have, and its choice."""
+    rows = torch.arange(routing.n_rows, device=routing.ends.device)
+    ends, n_ranks = routing.ends.long(), routing.comm.n_ranks
+    if not handle.do_expand:
+        is_row, source = rows < ends[-1], torch.searchsorted(ends, rows, right=True)
+    else:
+        n_local = len(ends)
+        counts, of_pairs = routing.counts[:n_local], routing.counts[n_local:]
+        starts = ends - counts
+        expert = torch.searchsorted(starts, rows, right=True) - 1
+        expert = expert.clamp(min=0)
+        is_row = (rows < ends[expert]) & (rows >= starts[expert])
+        places = (rows - starts[expert]).unsqueeze(1)
+        source = (of_pairs.view(n_local, n_ranks).cumsum(1)[expert] <= places).sum(1)
+    token, choice = routing.src_info[: routing.n_rows].long().unbind(1)
+    token = source * handle.num_max_tokens_per_rank + token
+    return is_row, torch.where(is_row, token, 0), torch.where(is_row, choice, 0)
+
+
+def _tokens(handle: EPHandle, routing: Routing) -> torch.Tensor:
+    """Returns the rows of each token of all ranks ``[places, top_k]``, or -1."""
+    is_row, token, choice = _sources(handle, routing)
+    n_places = routing.comm.n_ranks * handle.num_max_tokens_per_rank
+    top_k = routing.top_k
+    found = token.new_full((n_places * top_k + 1,), -1)
+    # What is no row goes to a place of its own.
+    place = torch.where(is_row, token * top_k + choice, n_places * top_k)
+    found.scatter_(0, place, torch.arange(len(place), device=place.device))
+    return found[:-1].view(n_places, top_k)
+
+
+def _rank_ends(handle: EPHandle, routing: Routing) -> torch.Tensor:
+    """Adds up the tokens from each rank, of expanded rows."""
+    is_here = (_tokens(handle, routing) >= 0).any(1)
+    per_rank = is_here.view(routing.comm.n_ranks, -1).sum(1)
+    return per_rank.cumsum(0, dtype=torch.int32)
+
+
+def _metadata(handle: EPHandle, routing: Routing) -> torch.Tensor:
+    """Lists the tokens received; the host waits for their number."""
+    if not handle.do_expand:
+        is_row, token, _ = _sources(handle, routing)
+        token = token[is_row]
+        rows = token.new_full((len(token), routing.top_k), -1)
+    else:
+        found = _tokens(handle, routing)
+        token = (found >= 0).any(1).nonzero().flatten()
+        rows = found[token]
+    numbers = torch.arange(len(token), device=token.device)
+    return torch.cat([torch.stack([token, numbers], 1), rows], 1).int()
+
+
+_COMPUTED: dict[str, Callable[[EPHandle, Routing], torch.Tensor]] = {
+    "num_unaligned_recv_tokens_per_expert": _counts,
+    "psum_num_recv_tokens_per_expert": _ends,
+    "psum_num_recv_tokens_per_scaleup_rank": _rank_ends,
+    "recv_src_metadata": _metadata,
+}
+
+
+def checked_handle(comm: Communicator, handle: Any) -> Routing:
+    """Returns where the tokens of a handle go; refuses one of other ranks."""
+    comm.raise_failure()
+    if not isinstance(handle, EPHandle):
+        kind = type(handle).__name__
+        refuse("handle", f"is a {kind}; pass what ElasticBuffer.dispatch returned")
+    routing = handle._routing
+    if routing.comm.group_and_device != comm.group_and_device:
+        refuse("handle", "is of an ElasticBuffer of other ranks")
+    # A copy will do: autograd keeps those that NeMo assigns.
+    ids = handle.topk_idx
+    if ids is None:
+        refuse("handle.topk_idx", "is None; assign the tensor that dispatch was given")
+    if ids is not routing.topk_idx:
+        shape = (routing.n_tokens, routing.top_k)
+        comm.check_tensor("handle.topk_idx", ids, torch.int64, shape)
+        routing.topk_idx = ids
+    return routing

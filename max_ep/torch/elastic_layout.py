@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of the calls of ``ElasticBuffer``: what they may be, and what all agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .communicator import Communicator, refuse
+from .elastic_handle import EPHandle
+from .library import round_up
+from .sums import PLAIN, Received, Routing
+
+MOST = "num_max_tokens_per_rank"
+_SIZE_STEP = 2 << 20
+
+
+def n_worst_rows(
+    rows: str, n_ranks: int, n_local: int, max_tokens: int, top_k: int, alignment: int
+) -> int:
+    """Returns how many rows a dispatch may make."""
+    if rows == PLAIN:
+        return n_ranks * max_tokens
+    n = n_ranks * max_tokens * min(top_k, n_local) + (alignment - 1) * n_local
+    return round_up(n, alignment)
+
+
+def with_sizes(
+    comm: Communicator, handle: EPHandle, ids: torch.Tensor, what: str
+) -> EPHandle:
+    """Exchanges counts; returns a handle with places for the rows that come."""
+    worst = handle._routing
+    n_ranks, n_experts = comm.n_ranks, worst.n_experts
+    n_local = n_experts // n_ranks
+    # Place 0 takes the choices of no expert.
+    is_id = (ids >= 0) & (ids < n_experts)
+    per_expert = ids.new_zeros(n_experts + 1)
+    expert = torch.where(is_id, ids + 1, 0)
+    ones = per_expert.new_ones(1).expand(ids.numel())
+    per_expert.scatter_add_(0, expert.flatten(), ones)
+    rank = torch.where(is_id, torch.div(ids, n_local, rounding_mode="floor") + 1, 0)
+    per_rank = ids.new_zeros((len(ids), n_ranks + 1)).scatter_(1, rank, 1).sum(0)
+    mine = torch.cat([per_rank[1:], per_expert[1:]]).tolist()
+    call = f"ElasticBuffer.dispatch of {what}, num_experts={n_experts}, "
+    call += f"top_k={worst.top_k}, do_expand={handle.do_expand}, "
+    call += f"{MOST}={handle.num_max_tokens_per_rank}"
+    notes = comm.exchange(call, mine)
+    first = n_ranks + comm.rank * n_local
+    counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
+    aligned = [round_up(n, worst.alignment) for n in counts]
+    per_source = [note[comm.rank] for note in notes]
+    n_rows = sum(aligned) if handle.do_expand else sum(per_source)
+    routing = Routing(
+        *(comm, worst.rows, n_experts, worst.top_k, worst.alignment),
+        *(worst.n_tokens, n_rows, worst.cap, worst.topk_idx),
+    )
+    sized = EPHandle(routing, handle.num_max_tokens_per_rank, handle.num_sms)
+    sized.num_recv_tokens_per_expert_list = aligned
+    sized.num_recv_tokens = sum(per_source)
+    return sized
+
+
+def n_bytes(n_ranks: int, most: int, hidden: int) -> int:
+    return max(1, -(-2 * 2 * n_ranks * most * hidden * 2 // _SIZE_STEP)) * _SIZE_STEP
+
+
+def checked_x(comm: Communicator, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns rows and their scales, if they have some."""
+    if not isinstance(x, (tuple, list)):
+        comm.check_tensor("x", x, torch.bfloat16, (None, None), True)
+        return x.contiguous(), None
+    if len(x) != 2:
+        refuse("x", f"is a tuple of {len(x)}; pass rows, or (rows, scales)")
+    comm.check_tensor("x[0]", x[0], torch.float8_e4m3fn, (None, None), True)
+    return x[0].contiguous(), x[1]
+
+
+def check_same(
+    handle: EPHandle, do_expand: bool, n_experts: int | None, most: int | None
+) -> None:
+    """Refuses sizes that are not those of the handle."""
+    for name, given in (
+        ("num_experts", n_experts),
+        (MOST, most),
+        ("do_expand", do_expand or None),
+    ):
+        if given is not None and given != getattr(handle, name, given):
+            refuse(name, f"={given!r}, and the handle has {getattr(handle, name)}")
+
+
+def outputs(
+    routing: Routing,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    in_columns: bool,
+) -> Received:
+    """Allocates what a dispatch delivers."""
+    n_rows, is_plain = routing.n_rows, routing.rows == PLAIN
+    to = Received(x.new_empty((n_rows, x.shape[1])))
+    if scales is not None:
+        n = scales.shape[1]
+        to.scales = x.new_empty((n_rows, n), dtype=torch.int32)
+        if in_columns:
+            columns = x.new_empty((n, round_up(n_rows, 4)), dtype=torch.int32)
+            to.scales = columns.t()[:n_rows]
+    shape = (n_rows, routing.top_k)
+    if weights is not None:
+        to.weights = weights.new_empty(shape if is_plain else n_rows)
+    if is_plain:
+        to.local_ids = routing.topk_idx.new_empty(shape)
+    return to
+
+
+def zeroed(to: Received) -> Received:
+    """Fills with zeros what rows do not overwrite."""
+    for tensor in (to.rows.view(torch.uint8), to.scales, to.weights):
+        if tensor is not None:
+            tensor.zero_()
+    return to
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Returns hosts, and ranks of each: all ranks are on one."""
+    return 1, dist.get_world_size(group)
+
+
+def get_logical_domain_size(
+    group: dist.ProcessGroup, allow_hybrid_mode: bool = True
+) -> tuple[int, int]:
+    """Returns groups that reach each other through a network, and their ranks."""
+    return 1, dist.get_world_size(group)

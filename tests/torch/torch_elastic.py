@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes of `test_torch_elastic.py` do with an ``ElasticBuffer``, on CPU or GPU
+tensors, against what a plain layer and loops say.
+"""
+
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from max_ep.torch import ElasticBuffer
+from tests.torch.torch_member import open_group
+
+E, K, H, CAP = 8, 3, 256, 16
+"""Sizes of all scenarios: few kernels are compiled."""
+
+
+class Case:
+    """Tokens of all ranks, and what each rank must get of them."""
+
+    def __init__(self, buffer: ElasticBuffer, seed: int, kind: str = "drawn") -> None:
+        self.buffer, self.kind = buffer, kind
+        self.n_ranks, self.rank = buffer.num_ranks, buffer.rank_idx
+        self.n_local = E // self.n_ranks
+        self.device = buffer._comm.device
+        given = [self._tokens_of(rank, seed) for rank in range(self.n_ranks)]
+        self.all_x, self.all_ids, self.all_weights = zip(*given)
+        mine = [t.to(self.device) for t in given[self.rank]]
+        self.x, self.ids, self.weights = mine
+
+    def _tokens_of(self, rank: int, seed: int) -> tuple[torch.Tensor, ...]:
+        draw = torch.Generator().manual_seed(100 * seed + rank)
+        n = {"one": 1, "none": 0}.get(self.kind, (CAP, 7, 0, 11)[(rank + seed) % 4])
+        # Small whole numbers: sums are exact in bfloat16.
+        x = torch.randint(-4, 5, (n, H), generator=draw).bfloat16()
+        ids = torch.rand(n, E, generator=draw).topk(K, -1).indices
+        if self.kind == "first":  # all of one rank
+            ids = torch.arange(K).expand(n, K).contiguous()
+        if self.kind == "drawn":
+            ids[torch.rand(n, K, generator=draw) < 0.2] = -1
+        weights = 2.0 ** torch.randint(0, 2, (n, K), generator=draw)
+        return x, ids, weights
+
+    def plain(self) -> list[tuple[int, int]]:
+        """Lists source and token of this rank's plain rows, in their order."""
+        return [
+            (src, token)
+            for src, ids in enumerate(self.all_ids)
+            for token in range(len(ids))
+            if any(self.is_here(int(e)) for e in ids[token])
+        ]
+
+    def is_here(self, expert: int) -> bool:
+        return expert >= 0 and expert // self.n_local == self.rank
+
+    def expanded(self, align: int) -> tuple[dict[int, tuple[int, int, int]], list[int]]:
+        """Returns source, token and choice of this rank's expanded rows, and the rows
+        of each local expert."""
+        rows, counts, first = {}, [], 0
+        for expert in range(self.rank * self.n_local, (self.rank + 1) * self.n_local):
+            found = [
+                (src, *place)
+                for src, ids in enumerate(self.all_ids)
+                for place in (ids == expert).nonzero().tolist()
+            ]
+            rows |= {first + i: one for i, one in enumerate(found)}
+            counts.append(len(found))
+            first += -(-len(found) // align) * align
+        return rows, counts
+
+    def want(self, scale_of: Any = lambda expert: 1 + expert % 4) -> torch.Tensor:
+        """Returns what experts, which multiply by a number, make of this rank's tokens:
+        the plain layer."""
+        ids = self.ids
+        factors = torch.where(ids >= 0, self.weights * scale_of(ids), 0)
+        return self.x.float() * factors.sum(1, keepdim=True)
+
+    def run_experts(self, rows: Any, ids: Any, weights: Any, handle: Any) -> Any:
+        """Makes the rows that combine takes; those of no token become NaN."""
+        first = self.rank * self.n_local
+        made = torch.full(rows.shape, float("nan"), device=self.device).bfloat16()
+        if ids is not None:
+            n = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+            factors = torch.where(ids >= 0, weights * (1 + (first + ids) % 4), 0)
+            made[:n] = (rows[:n].float() * factors[:n].sum(1, keepdim=True)).bfloat16()
+            return made
+        ends = handle.psum_num_recv_tokens_per_expert
+        counts = handle.num_unaligned_recv_tokens_per_expert
+        for i, (end, n) in enumerate(zip(ends.tolist(), counts.tolist())):
+            mine = slice(end - n, end)
+            factor = weights[mine, None] * (1 + (first + i) % 4)
+            made[mine] = (rows[mine].float() * factor).bfloat16()
+        return made
+
+    # ----------------------------------------------------------- what is compared
+
+    def check_plain(self, rows: Any, ids: Any, weights: Any, handle: Any) -> None:
+        want = self.plain()
+        n_of = [sum(src <= rank for src, _ in want) for rank in range(self.n_ranks)]
+        ends = handle.psum_num_recv_tokens_per_scaleup_rank
+        assert ends.dtype == torch.int32 and ends.tolist() == n_of
+        assert ids.dtype == torch.int64 and len(rows) == len(ids)
+        for row, (src, token) in enumerate(want):
+            assert torch.equal(rows[row].cpu(), self.all_x[src][token]), (row, src)
+            local = [
+                int(e) % self.n_local if self.is_here(int(e)) else -1
+                for e in self.all_ids[src][token]
+            ]
+            assert ids[row].tolist() == local
+            if weights is not None:
+                assert torch.equal(weights[row].cpu(), self.all_weights[src][token])
+        metadata = handle.recv_src_metadata
+        most = handle.num_max_tokens_per_rank
+        assert metadata[:, 0].tolist() == [src * most + token for src, token in want]
+        self.check_counts(handle)
+        aligned, total = [], 0
+        for n in self.expanded(1)[1]:
+            total += -(-n // handle.expert_alignment) * handle.expert_alignment
+            aligned.append(total)
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == aligned
+
+    def check_expanded(self, rows: Any, ids: Any, weights: Any, handle: Any) -> None:
+        want, counts = self.expanded(handle.expert_alignment)
+        assert ids is None
+        assert weights is None or weights.shape == (len(rows),)
+        for row, (src, token, k) in want.items():
+            assert torch.equal(rows[row].cpu(), self.all_x[src][token]), (row, src)
+            if weights is not None:
+                assert weights[row] == self.all_weights[src][token, k]
+        ends, first = [], 0
+        for n in counts:
+            ends.append(first + n)
+            first += -(-n // handle.expert_alignment) * handle.expert_alignment
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+        self.check_counts(handle)
+        tokens = self.plain()
+        n_of = [sum(src <= rank for src, _ in tokens) for rank in range(self.n_ranks)]
+        assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == n_of
+        most = handle.num_max_tokens_per_rank
+        found = [
+            [src * most + token, i]
+            + [
+                next((r for r, p in want.items() if p == (src, token, k)), -1)
+                for k in range(K)
+            ]
+            for i, (src, token) in enumerate(tokens)
+        ]
+        assert handle.recv_src_metadata.tolist() == found
+
+    def check_counts(self, handle: Any) -> None:
+        counts, align = self.expanded(1)[1], handle.expert_alignment
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
+        listed = handle.num_recv_tokens_per_expert_list
+        assert listed in ([], [-(-n // align) * align for n in counts])
+
+    def check_result(self, y: torch.Tensor, want: torch.Tensor | None = None) -> None:
+        want = self.want() if want is None else want
+        assert torch.equal(y.float(), want.bfloat16().float()), self.kind
+
+    def dispatch(self, **how: Any) -> tuple[Any, ...]:
+        given = dict(topk_idx=self.ids, topk_weights=self.weights, num_experts=E)
+        return self.buffer.dispatch(self.x, **(given | how))
+
+
+def layers(buffer: ElasticBuffer) -> None:
+    """Plain and expanded, with and without the host's wait, aligned or not."""
+    for i, (kind, align, synced, expands) in enumerate(
+        [
+            *((kind, 1, True, False) for kind in ("drawn", "none", "first", "one")),
+            *((kind, 1, False, False) for kind in ("drawn", "first", "none")),
+            *((kind, 4, True, True) for kind in ("drawn", "none", "first")),
+            *((kind, 4, False, True) for kind in ("drawn", "first", "one")),
+            ("drawn", 4, True, False),
+        ]
+    ):
+        case = Case(buffer, i, kind)
+        how = dict(expert_alignment=align, do_cpu_sync=synced, do_expand=expands)
+        stats = torch.ones(E // buffer.num_ranks, dtype=torch.int32).to(case.device)
+        stats_of = dict(cumulative_local_expert_recv_stats=stats)
+        rows, ids, weights, handle, event = case.dispatch(**how, **stats_of)
+        assert event.event is None
+        n_local, n_ranks = E // buffer.num_ranks, buffer.num_ranks
+        if synced:
+            wanted, counts = case.expanded(align)
+            n_rows = sum(-(-n // align) * align for n in counts)
+            n_rows = n_rows if expands else len(case.plain())
+            assert len(handle.num_recv_tokens_per_expert_list) == n_local
+        else:
+            n_rows = n_ranks * CAP
+            if expands:
+                n_rows = n_rows * min(K, n_local) + (align - 1) * n_local
+                n_rows = -(-n_rows // align) * align
+        assert rows.shape == (n_rows, H)
+        (case.check_expanded if expands else case.check_plain)(
+            rows, ids, weights, handle
+        )
+        assert (stats - 1).tolist() == case.expanded(1)[1]
+        made = case.run_experts(rows, ids, weights, handle)
+        y, none, event = buffer.combine(made, handle)
+        case.check_result(y)
+        assert none is None and event.event is None
+        y, back, _ = buffer.combine(made, handle, topk_weights=weights)
+        case.check_result(y)
+        want = torch.where(case.ids >= 0, case.weights, 0)
+        assert torch.equal(back, want)
+
+
+def handles(buffer: ElasticBuffer) -> None:
+    """Several are alive, and are used in any order; with copies of their tensors."""
+    cases = [Case(buffer, seed, "drawn") for seed in range(20, 25)]
+    done = []
+    for i, case in enumerate(cases):
+        how = dict(do_cpu_sync=i % 2 == 0, do_expand=i > 2, expert_alignment=4)
+        done.append(case.dispatch(**how))
+    for i in (3, 0, 4, 2, 1, 1, 3):
+        case, (rows, ids, weights, handle, _) = cases[i], done[i]
+        handle.topk_idx = handle.topk_idx.clone()
+        kept = handle.psum_num_recv_tokens_per_expert.clone()
+        handle.psum_num_recv_tokens_per_expert = kept
+        made = case.run_experts(rows, ids, weights, handle)
+        case.check_result(buffer.combine(made, handle)[0])
+        again, new_ids, new_weights, same, _ = buffer.dispatch(
+            case.x, handle=handle, num_sms=handle.num_sms, do_cpu_sync=False
+        )
+        assert same is handle and new_weights is None
+        check = case.check_expanded if handle.do_expand else case.check_plain
+        check(again, new_ids, None, handle)
+        if i == 4:
+            sent = dict(topk_weights=case.weights, handle=handle)
+            check(*buffer.dispatch(case.x, **sent)[:4])
+
+
+def sizes(buffer: ElasticBuffer) -> None:
+    """The most tokens vary from call to call, without kernels of their own; so do the
+    tokens. Two buffers at once."""
+    other = ElasticBuffer(buffer.group, num_max_tokens_per_rank=CAP)
+    Case(buffer, 40).dispatch(num_max_tokens_per_rank=CAP)
+    n_channels = len(buffer._comm.channels)
+    for seed, most in enumerate((CAP, 12, CAP, 11)):
+        for of in (buffer, other):
+            case = Case(of, 41 + seed, "one" if most < 12 else "drawn")
+            case.x, case.ids, case.weights = (
+                t[:most] for t in (case.x, case.ids, case.weights)
+            )
+            case.all_ids = [t[:most] for t in case.all_ids]
+            how = dict(num_max_tokens_per_rank=most, do_cpu_sync=False)
+            rows, ids, weights, handle, _ = case.dispatch(**how)
+            assert rows.shape == (buffer.num_ranks * most, H)
+            case.check_plain(rows, ids, weights, handle)
+            made = case.run_experts(rows, ids, weights, handle)
+            case.check_result(of.combine(made, handle)[0])
+    assert len(buffer._comm.channels) == n_channels
+    other.destroy()
+
+
+def biases(buffer: ElasticBuffer) -> None:
+    """Are added in float32: a sum that is rounded first would lose the small part."""
+    for expands in (False, True):
+        case = Case(buffer, 51)
+        how = dict(do_expand=expands, expert_alignment=4)
+        rows, ids, weights, handle, _ = case.dispatch(**how)
+        made = case.run_experts(rows, ids, weights, handle)
+        one = torch.full_like(case.x, 2.0**-9)
+        two = torch.full_like(case.x, 256.0)
+        for bias in (two, (one, two), (two, one)):
+            y, *_ = buffer.combine(made, handle, bias=bias)
+            given = bias if isinstance(bias, tuple) else (bias,)
+            case.check_result(y, case.want() + sum(b.float() for b in given))
+
+
+def pairs(buffer: ElasticBuffer) -> None:
+    """FP8 with scales, as given: float32 by row, UE8M0 words of any strides; they come
+    by row or in columns."""
+    n = 3
+    for i, (dtype, expands) in enumerate(
+        [(torch.float32, False), (torch.int32, True), (torch.float32, True)]
+    ):
+        case = Case(buffer, 60 + i)
+        all_bytes = [x.view(torch.uint8)[:, :H].contiguous() for x in case.all_x]
+        all_scales = [
+            torch.arange(len(x) * n, dtype=torch.int32).view(n, -1).t() + 7 * src
+            for src, x in enumerate(case.all_x)
+        ]
+        x = all_bytes[case.rank].to(case.device).view(torch.float8_e4m3fn)
+        scales = all_scales[case.rank].to(case.device)
+        given = scales.view(torch.float32) if dtype == torch.float32 else scales
+        for in_columns in (False, True):
+            case.x = (x, given)
+            how = dict(do_expand=expands, do_zero_padding=expands, expert_alignment=4)
+            how |= dict(use_tma_aligned_col_major_sf=in_columns)
+            (rows, got), ids, weights, handle, _ = case.dispatch(**how)
+            assert rows.dtype == torch.float8_e4m3fn and got.dtype == dtype
+            assert got.shape == (len(rows), n)
+            n_places = -(-len(rows) // 4) * 4
+            if len(rows):
+                assert got.stride() == ((1, n_places) if in_columns else (n, 1))
+            places = dict(enumerate(case.plain()))
+            if expands:
+                places = case.expanded(4)[0]
+            for row in range(len(rows)):
+                own = rows[row].view(torch.uint8).cpu()
+                words = got[row].view(torch.int32).tolist()
+                if row in places:
+                    src, token, *_ = places[row]
+                    assert torch.equal(own, all_bytes[src][token])
+                    assert words == all_scales[src][token].tolist()
+                elif expands:
+                    assert not own.any() and not any(words) and weights[row] == 0
+            made = torch.ones(rows.shape, device=case.device).bfloat16()
+            y, *_ = buffer.combine(made, handle)
+            ranks = case.ids.div(case.n_local, rounding_mode="floor")
+            n_of = [(ranks == rank).sum(1) for rank in range(case.n_ranks)]
+            counts = torch.stack(n_of, 1)
+            counts = counts if expands else (counts > 0)
+            assert torch.equal(y.float(), counts.sum(1)[:, None].expand(y.shape) * 1.0)
+
+
+def trained(buffer: ElasticBuffer) -> None:
+    """Forward of two layers, then backward, as torchtitan does: gradients are those of
+    the plain layer."""
+
+    class Dispatch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weights: Any, ids: Any, expands: bool) -> Any:
+            rows, row_ids, row_weights, ctx.handle, event = buffer.dispatch(
+                x, ids, weights, num_experts=E, do_expand=expands,
+                expert_alignment=4, async_with_compute_stream=True,
+            )  # fmt: skip
+            assert event.event is not None
+            event.current_stream_wait()
+            return rows, row_weights, row_ids, ctx.handle
+
+        @staticmethod
+        def backward(ctx: Any, rows: Any, weights: Any, *_: Any) -> Any:
+            x, weights, event = buffer.combine(
+                rows.contiguous(), ctx.handle, weights,
+                async_with_compute_stream=True,
+            )  # fmt: skip
+            event.current_stream_wait()
+            return x, weights, None, None
+
+    class Combine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Any, handle: Any) -> Any:
+            ctx.handle = handle
+            return buffer.combine(rows, handle=handle)[0]
+
+        @staticmethod
+        def backward(ctx: Any, y: Any) -> Any:
+            handle = ctx.handle
+            how = dict(num_sms=handle.num_sms, do_cpu_sync=False)
+            rows, *_ = buffer.dispatch(y.contiguous(), handle=handle, **how)
+            return rows, None
+
+    for expands in (False, True):
+        cases, outs = [Case(buffer, 70), Case(buffer, 71)], []
+        for case in cases:
+            case.x.requires_grad_()
+            case.weights.requires_grad_()
+            given = case.x, case.weights, case.ids, expands
+            rows, weights, ids, handle = Dispatch.apply(*given)
+            if ids is None:
+                made = rows * weights.unsqueeze(1).bfloat16()
+            else:
+                here = torch.where(ids >= 0, weights, 0).sum(1, keepdim=True)
+                made = rows * here.bfloat16()
+            outs.append(Combine.apply(made, handle))
+        for case, y in zip(cases, outs):
+            is_id = case.ids >= 0
+            factors = torch.where(is_id, case.weights, 0).sum(1, keepdim=True)
+            case.check_result(y.detach(), (case.x.float() * factors).detach())
+            # All gradients of a result are 1.
+            y.backward(torch.ones_like(y))
+            assert torch.equal(case.x.grad.float(), factors.expand(y.shape).detach())
+            sums = case.x.detach().float().sum(1, keepdim=True).bfloat16().float()
+            want = torch.where(is_id, sums, 0)
+            torch.testing.assert_close(case.weights.grad, want, rtol=0.02, atol=4)
+
+
+def unrounded(buffer: ElasticBuffer) -> None:
+    """Without several reductions the sum of a rank's rows is not rounded."""
+    other = ElasticBuffer(
+        buffer.group, num_max_tokens_per_rank=CAP, allow_multiple_reduction=False
+    )
+    case = Case(other, 3, "first")
+    rows, _, _, handle, _ = case.dispatch(do_expand=True, expert_alignment=4)
+    made = torch.full_like(rows, 2.0**-9)
+    ends = handle.psum_num_recv_tokens_per_expert
+    if case.rank == 0:
+        made[: ends[0]] = 1
+    y, *_ = other.combine(made, handle, bias=torch.full_like(case.x, -1.0))
+    local = min(K, case.n_local)
+    # The ranks of the first experts; on one rank all three.
+    assert torch.equal(y, torch.full_like(y, (K - 1) * 2.0**-9)), (local, y)
+    other.destroy()
+
+
+def captured(buffer: ElasticBuffer) -> None:
+    """Layers without the host's wait, two in flight, replayed with other routing. CPU
+    ranks run them again. Eager calls go on between replays."""
+    is_gpu = buffer._comm.is_gpu
+    for expands in (False, True):
+        cases = [Case(buffer, 90), Case(buffer, 91)]
+        given = [[t.clone() for t in (c.x, c.ids, c.weights)] for c in cases]
+        how = dict(num_experts=E, do_cpu_sync=False, do_expand=expands)
+        how |= dict(expert_alignment=4)
+
+        def layers(given: Any = given, how: Any = how) -> list[torch.Tensor]:
+            outs = []
+            for rows, ids, weights, handle, _ in [
+                buffer.dispatch(*one, **how) for one in given
+            ]:
+                factors = weights[:, None]
+                if ids is not None:
+                    factors = torch.where(ids >= 0, weights, 0).sum(1, keepdim=True)
+                made = (rows.float() * factors).bfloat16()
+                outs.append(buffer.combine(made, handle)[0])
+            return outs
+
+        outs = layers()
+        graph = None
+        if is_gpu:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                outs = layers()
+        for seed in range(92, 95):
+            eager = Case(buffer, seed)
+            rows, ids, weights, handle, _ = eager.dispatch(
+                expert_alignment=4, do_expand=expands
+            )
+            for case, one in zip(cases, given):
+                draw = torch.Generator().manual_seed(seed + 1000 * buffer.rank_idx)
+                n = len(case.x)
+                ids_of = torch.rand(n, E, generator=draw).topk(K, -1).indices
+                one[1].copy_(ids_of)
+                one[0].mul_(-1)
+            if graph is None:
+                outs = layers()
+            else:
+                graph.replay()
+            for one, y in zip(given, outs):
+                want = one[0].float() * one[2].sum(1, keepdim=True)
+                eager.check_result(y, want)
+            made = eager.run_experts(rows, ids, weights, handle)
+            eager.check_result(buffer.combine(made, handle)[0])
+
+
+def refusals(buffer: ElasticBuffer) -> None:
+    """Wrong calls say what to do, before anything is sent."""
+    case = Case(buffer, 80)
+    rows, ids, weights, handle, _ = case.dispatch()
+    no_sizes = ElasticBuffer(buffer.group)
+    for words, call in {
+        "needs a handle, or topk_idx": lambda: buffer.dispatch(case.x),
+        "raise that on all ranks": lambda: (
+            case.dispatch(num_max_tokens_per_rank=len(case.x) - 1)
+            if len(case.x) > 1
+            else refused("raise that on all ranks")
+        ),
+        "neither here nor": lambda: no_sizes.dispatch(case.x, case.ids, num_experts=E),
+        "is that of the handle": lambda: case.dispatch(handle=handle),
+        "its sizes are known": lambda: buffer.dispatch(
+            case.x, handle=handle, do_cpu_sync=True
+        ),
+        "num_experts=16": lambda: buffer.dispatch(
+            case.x, handle=handle, num_experts=2 * E
+        ),
+        "is a tuple of 1": lambda: buffer.dispatch((case.x,), case.ids),
+        "pass what ElasticBuffer.dispatch": lambda: buffer.combine(rows, (1, 2)),
+        "ids must be in": lambda: buffer.dispatch(
+            torch.zeros(1, H).bfloat16(), torch.tensor([[E]]), num_experts=E
+        ),
+        "add them up": lambda: buffer.combine(rows, handle, bias=(case.x,) * 3),
+        "engram_fetch: tables": lambda: buffer.engram_fetch(case.x),
+    }.items():
+        try:
+            call()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"nothing refused: {words}")
+    no_sizes.destroy()
+    made = case.run_experts(rows, ids, weights, handle)
+    case.check_result(buffer.combine(made, handle)[0])
+
+
+def refused(words: str) -> None:
+    raise ValueError(words)
+
+
+SCENARIOS = (
+    layers,
+    handles,
+    sizes,
+    biases,
+    pairs,
+    trained,
+    unrounded,
+    captured,
+    refusals,
+)
+
+
+def member(rank: int, n_ranks: int, store: str, names: list[str]) -> dict[str, str]:
+    """Runs scenarios; returns what went wrong."""
+    open_group(rank, n_ranks, store)
+    buffer = ElasticBuffer(
+        dist.group.WORLD,
+        num_max_tokens_per_rank=CAP,
+        hidden=H,
+        num_topk=K,
+        timeout_s=500,
+    )
+    errors = {}
+    for scenario in SCENARIOS:
+        if names and scenario.__name__ not in names:
+            continue
+        try:
+            scenario(buffer)
+        except Exception:
+            errors[scenario.__name__] = traceback.format_exc()
+            break
+    buffer.destroy()
+    dist.destroy_process_group()
+    return errors
