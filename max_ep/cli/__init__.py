@@ -169,10 +169,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     build.add_argument("--torch", help=about, **name)
     build.add_argument(
         "--dispatch",
-        choices=("bfloat16", "fp8", "fp8-round", "fp8-ue8m0", "normal"),
+        choices="bfloat16 fp8 fp8-round fp8-ue8m0 normal plain expanded "
+        "expanded-128".split(),
         default="bfloat16",
-        help="low_latency_dispatch's format, or the normal calls in bfloat16 "
-        "(default: %(default)s)",
+        help="low_latency_dispatch's format; or, in bfloat16, normal calls, or plain "
+        "or expanded rows of ElasticBuffer (default: %(default)s)",
     )
     about = "serve a model with MAX; other flags go to max serve"
     serve = command("serve", about)

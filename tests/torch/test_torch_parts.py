@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from max_ep import cli
 from max_ep.extension import mojo_dir
 from max_ep.torch import EventOverlap, dequantize, library
 from max_ep.torch.joining import checked_device
@@ -270,3 +271,11 @@ def test_memory_is_for_few_numbers_of_tokens() -> None:
     """So that few kernels are built, and never for fewer tokens than are asked for."""
     found = [library.memory_for(n) for n in (0, 1, 2, 100, 4096, 4097, 65535)]
     assert found == [1, 1, 2, 128, 4096, 8192, 65535]
+
+
+def test_build_takes_what_libraries_are_for(capsys: pytest.CaptureFixture) -> None:
+    """The command line does not import them, and lists their names itself."""
+    with pytest.raises(SystemExit):
+        cli.main(["build", "--dispatch", "unknown"])
+    text = capsys.readouterr().err.partition("choose from")[2]
+    assert re.findall(r"[\w-]+", text) == [*library.WIRE_FORMATS]
