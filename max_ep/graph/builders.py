@@ -34,7 +34,7 @@ def call_ep_init(
 ) -> tuple[TensorValue, TensorValue]:
     """Initializes a rank's region and counters; nobody may use them yet.
 
-    ``setup`` is ``[setup_words]`` int64 on the host, as ``setup.mojo`` lists them;
+    ``setup`` is ``[setup_words]`` int64 on the host, ``SETUP_WORDS`` of ``setup.mojo``;
     :class:`EPCommInitializer` fills it. Returns ``device_ptrs`` ``[NUM_GROUPS, 3]``
     uint64 (send, recv and count buffer of dispatch and of combine) and ``my_rank``
     ``[1]`` int32.
