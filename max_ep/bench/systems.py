@@ -52,7 +52,13 @@ SYSTEMS = (
     System(
         "buffer", "fused", "max_ep, `Buffer` from PyTorch", "experts", **_FROM_TORCH
     ),
-    # Ready: ("elastic", "plain", "max_ep, `ElasticBuffer` from PyTorch", "ranks").
+    System(
+        "elastic",
+        "plain",
+        "max_ep, `ElasticBuffer` from PyTorch",
+        "ranks",
+        **_FROM_TORCH,
+    ),
     System("max", "fused", "MAX 26.7", "experts"),
     System(
         "max_layer", "fused", "MAX without expert parallelism", "experts", ranks=(1, 1)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import embedding_bag
 
 from .. import reference
-from ..torch import Buffer
+from ..torch import Buffer, ElasticBuffer
 from . import cases
 from .cases import LAYER_FACTORS, Case
 from .checks import check_chain, check_rows, from_bits, stack_tokens
@@ -245,9 +245,7 @@ class Elastic(RowsOfRanks):
     (``prefer_overlap_with_compute=False``)."""
 
     def elastic_buffer(self) -> type:
-        from .. import torch as of_max_ep
-
-        return of_max_ep.ElasticBuffer
+        return ElasticBuffer
 
     def open(self) -> None:
         self.ids = [ids.long() for ids in self.ids]
