@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
@@ -18,23 +17,23 @@ from ..balance import Placement
 from ..config import EPConfig, check_is_config
 from ..config.checks import check_tables
 from ..extension import run_mojo
-from ..limits import GROUP_VARIABLE, NODE_VARIABLE, NUM_GROUPS
+from ..limits import GROUP_VARIABLE, NODE_VARIABLE
 from ..processes import presence
 from ..processes.meeting import check_group
 from ..waits import RankWait, Waits, Words, gpu_wait
 from .answering import answer_for, waits_of_processes
 from .gpu import GpuMemory
 from .gpu_shared import GpuSharedMemory, reader
+from .local_ranks import LocalRanks, devices_of_ranks
 from .masked_ranks import MaskedRanks
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 
-_SEND = 0  # index in [send, recv, counts]
 _Memory = LocalMemory | SharedMemory | GpuMemory | GpuSharedMemory | ShmemMemory
 
 
-class EPCommInitializer(MaskedRanks):
+class EPCommInitializer:
     """Allocates the memory of this process's ranks and joins the group.
 
     Use it as a context manager, or call :meth:`close`; the memory is also
@@ -63,9 +62,8 @@ class EPCommInitializer(MaskedRanks):
         self._group = group
         self._hide = self._show()
         self._memory: _Memory | None = None
-        self._model: Any = None
         self._devices: list[Device] = []
-        self._counters: list[list[Buffer]] = []
+        self._ranks: MaskedRanks | None = None
         self._placement: list[Buffer] = []
 
     def __enter__(self) -> EPCommInitializer:
@@ -73,7 +71,7 @@ class EPCommInitializer(MaskedRanks):
 
     def __exit__(self, exception: object, *_: object) -> None:
         try:
-            if exception is None and self._pointers is not None:
+            if exception is None and self._ranks is not None:
                 self.check()
         finally:
             self.close()
@@ -102,20 +100,14 @@ class EPCommInitializer(MaskedRanks):
         config = self.config
         if config.node_id < 0:
             config.node_id = self._find_node_id()
-        sizes = config.sizes()
         # First, for MAX's compiler does not say that a GPU is missing.
         self._devices = _devices(config)
-        self._model = setup or setup_model(session, config)
+        model = setup or setup_model(session, config)
         self._memory = self._allocate(config.estimate_memory_usage())
         try:
-            self._regions = self._memory.local_addresses()
-            self._counters = self._allocate_counters()
-            self._offsets = self._prepare_ranks(was_used=False)
-            if config.uses_shmem:
-                # What is sent to other hosts is put from behind the region.
-                put = sizes.region_bytes
-                self._offsets[:, _SEND] = put, put + sizes.dispatch_put_bytes
-            self._meet_peers()
+            local = LocalRanks(config, self._devices, model, self._memory)
+            self._ranks = MaskedRanks(local, self._memory)
+            self._ranks.meet_peers()
         except BaseException:
             self.close()
             raise
@@ -164,7 +156,7 @@ class EPCommInitializer(MaskedRanks):
             return ShmemMemory(n_local, *node, region_bytes, same, *times)
         if config.n_nodes == 1:
             if config.target == "gpu":
-                return GpuMemory(self._rank_devices(), region_bytes)
+                return GpuMemory(devices_of_ranks(config, self._devices), region_bytes)
             return LocalMemory(n_local, region_bytes)
         group = self._name()
         if not group:
@@ -178,20 +170,6 @@ class EPCommInitializer(MaskedRanks):
         status_bytes = -(-4 * config.sizes().counters_words // 256) * 256
         return SharedMemory(group, *node, n_local, region_bytes, same, status_bytes)
 
-    def _allocate_counters(self) -> list[list[Buffer]]:
-        """Makes zeroed counters of each group and rank. Those that ops use stand in
-        shared memory, where there is some: other processes look at them."""
-        shape, devices = [self.config.sizes().counters_words], self._rank_devices()
-        counters = [
-            [Buffer.zeros(shape, DType.int32, device) for device in devices]
-            for _ in range(NUM_GROUPS)
-        ]
-        if isinstance(self._memory, SharedMemory):
-            words = np.frombuffer(self._memory.status, np.int32)
-            for rank, of_rank in enumerate(np.split(words, len(devices))):
-                counters[0][rank] = Buffer.from_numpy(of_rank[: shape[0]])
-        return counters
-
     def who_waits(self) -> Waits:
         """Says what each rank does and whom it waits for, also while a launch hangs.
 
@@ -201,80 +179,32 @@ class EPCommInitializer(MaskedRanks):
         Raises:
             RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
         """
-        self._check_open("who_waits")
+        local = self._open("who_waits").local
         if isinstance(self._memory, SharedMemory):
             return waits_of_processes(self.config.sizes(), self._memory)
         waits = []
-        for i, device in enumerate(self._rank_devices()):
-            waits.append(RankWait(self._rank_of(i)))
+        for i, device in enumerate(local.rank_devices):
+            waits.append(RankWait(local.rank_of(i)))
             if self.config.target == "gpu" and not self.config.use_allreduce:
-                counters = self._counters[0][i]._data_ptr()
+                counters = local.counters[0][i]._data_ptr()
                 words = Words(
-                    reader(device.id, counters), reader(device.id, self._regions[i])
+                    reader(device.id, counters), reader(device.id, local.regions[i])
                 )
-                waits[i] = gpu_wait(self.config.sizes(), self._rank_of(i), words)
+                waits[i] = gpu_wait(self.config.sizes(), local.rank_of(i), words)
         return Waits(self._group or f"of process {os.getpid()}", waits)
 
     def _fingerprint(self) -> str:
         """Says what must be the same in all processes."""
         return ", ".join(f"{name}={said}" for name, said in agreed(self.config).items())
 
-    def _prepare_ranks(
-        self,
-        *,
-        was_used: bool,
-        readmitted: int = -1,
-        generations: Sequence[int] = (0, 0),
-    ) -> np.ndarray:
-        """Runs ``max_ep.init`` on every local rank; returns offsets of the buffers in a
-        region, ``[NUM_GROUPS, 3]``. Clears only what a ``readmitted`` rank wrote, and
-        goes on with the ``generations`` that the group has dispatched and combined."""
-        config, sizes = self.config, self.config.sizes()
-        dispatched, combined = generations
-        # What a device was asked before (zeros in the counters) comes first.
-        self._synchronize()
-        # A run of the set-up graph prepares one rank on each device.
-        n_devices = config.n_local_devices
-        per_device = config.n_gpus_per_node // n_devices
-        for i in range(per_device):
-            inputs: list[Buffer | np.ndarray] = []
-            for device in range(n_devices):
-                rank = device * per_device + i
-                known = vars(sizes) | dict(
-                    region=self._regions[rank],
-                    rank=0 if config.use_allreduce else self._rank_of(rank),
-                    timeout_ms=config.timeout_ms,
-                    was_used=was_used,
-                    readmitted=readmitted,
-                    dispatched=dispatched,
-                    combined=combined,
-                )
-                inputs += [group[rank] for group in self._counters]
-                setup = [known[name] for name in sizes.setup]
-                inputs.append(np.array(setup, np.int64))
-            device_ptrs, *_ = self._model.execute(*inputs)
-        self._synchronize()
-        # The addresses are those of the first device's last rank; offsets are the same
-        # in all regions.
-        return device_ptrs.to_numpy() - np.uint64(self._regions[per_device - 1])
-
-    def _rank_devices(self) -> list[Device]:
-        per_device = self.config.n_gpus_per_node // len(self._devices)
-        return [device for device in self._devices for _ in range(per_device)]
-
-    def _rank_of(self, local_rank: int) -> int:
-        return self.config.node_id * self.config.n_gpus_per_node + local_rank
-
-    def _check_open(self, method: str) -> None:
-        if self._pointers is None:
+    def _open(self, method: str) -> MaskedRanks:
+        """Returns the ranks of the group, for a method of users."""
+        if self._ranks is None:
             raise RuntimeError(
                 f"EPCommInitializer.{method} before ep_init, or after close(); call "
                 "ep_init(session) first"
             )
-
-    def _synchronize(self) -> None:
-        for device in self._devices:
-            device.synchronize()
+        return self._ranks
 
     def check(self) -> None:
         """Waits for the devices, and raises if a launch on a GPU has failed.
@@ -285,17 +215,17 @@ class EPCommInitializer(MaskedRanks):
         generation. Leaving the ``with`` block checks too. On CPU the ops raise by
         themselves.
         """
-        self._check_open("check")
+        local = self._open("check").local
         if self.config.target == "cpu":
             return
-        self._synchronize()
+        local.synchronize()
         sizes, texts = self.config.sizes(), []
-        for rank, counters in enumerate(self._counters[0]):
+        for rank, counters in enumerate(local.counters[0]):
             words = counters.to(CPU()).to_numpy()
             record = words[sizes.failure_word :][: sizes.n_failure_words]
             if record[0] != 0:
                 # The text lives in `failures.mojo`.
-                said = map(str, (self._rank_of(rank), self.config.timeout_ms, *record))
+                said = map(str, (local.rank_of(rank), self.config.timeout_ms, *record))
                 texts.append(run_mojo("run", "-I", ".", "failure_text.mojo", *said))
         if texts:
             raise RuntimeError("\n".join(map(str.strip, texts)))
@@ -307,14 +237,14 @@ class EPCommInitializer(MaskedRanks):
             RuntimeError: Before :meth:`ep_init` or after :meth:`close`.
             ValueError: If experts are balanced and there is no placement.
         """
-        self._check_open("model_inputs")
+        ranks = self._open("model_inputs")
         if self.config.eplb_enabled and not self._placement:
             raise ValueError(
                 "eplb_enabled=True needs a placement: call set_eplb_placement(log2phy, "
                 "logcnt), or give EPConfig an eplb_phy2log_plan"
             )
-        counters = [buffer for group in self._counters for buffer in group]
-        return counters + self._pointer_inputs + self._placement
+        counters = [buffer for group in ranks.local.counters for buffer in group]
+        return counters + ranks.pointer_inputs + self._placement
 
     def reset(self) -> None:
         """Puts all ranks back before generation 1, after a run that failed.
@@ -332,11 +262,45 @@ class EPCommInitializer(MaskedRanks):
                 "EPCommInitializer.reset works where all ranks are in one process; "
                 f"with n_nodes={self.config.n_nodes} close() and ep_init() in each"
             )
-        self._check_open("reset")
-        # A kernel that still waits, on another GPU, could write to a rank that
-        # is cleared already.
-        self._synchronize()
-        self._prepare_ranks(was_used=True)
+        self._open("reset").local.reset()
+
+    def active_ranks(self) -> list[int]:
+        """Returns the ranks that no rank of this process masks. No run may go on."""
+        return self._open("active_ranks").active_ranks()
+
+    def mask(self, *ranks: int) -> None:
+        """Masks ranks for the ranks of this process: they no longer wait for them.
+
+        Peers learn it from :meth:`reconcile`, or by their own time-out. A rank does not
+        mask itself. No run may go on.
+        """
+        self._open("mask").mask(*ranks)
+
+    def readmit(self, rank: int) -> None:
+        """Takes a masked rank in again, where all ranks are in this process.
+
+        As :meth:`reset`, but ranks that are masked stay so. With several processes
+        :meth:`reconcile` takes ranks in.
+        """
+        self._open("readmit").readmit(rank)
+
+    def reconcile(self) -> list[int]:
+        """Agrees with the other processes on who goes on; returns the active ranks.
+
+        All processes call it after the same step. A process that was killed, is late,
+        or is masked by one that stays is out (``membership.decide`` has the rule).
+        Processes that wait in :meth:`ep_init` or :meth:`rejoin` are in from the next
+        step on. Raises :class:`RankExpelled` if the others go on without this process:
+        it can launch nothing before it has called :meth:`rejoin`.
+        """
+        return self._open("reconcile").reconcile()
+
+    def rejoin(self) -> list[int]:
+        """Joins the group again after :class:`RankExpelled`; returns active ranks.
+
+        Waits until the other processes call :meth:`reconcile`.
+        """
+        return self._open("rejoin").rejoin()
 
     def set_eplb_placement(
         self, log2phy: Sequence[Buffer], logcnt: Sequence[Buffer]
@@ -365,7 +329,7 @@ class EPCommInitializer(MaskedRanks):
                     f"{name} has {len(given)} tables; there must be one for each of "
                     f"the {config.n_gpus_per_node} local ranks"
                 )
-            for table, device in zip(given, self._rank_devices()):
+            for table, device in zip(given, devices_of_ranks(config, self._devices)):
                 if isinstance(table, np.ndarray):
                     table = Buffer.from_numpy(np.ascontiguousarray(table)).to(device)
                 if table.dtype != DType.int32 or list(table.shape) != wanted:
@@ -382,19 +346,12 @@ class EPCommInitializer(MaskedRanks):
     def close(self) -> None:
         """Frees the memory; graphs that still hold its addresses raise."""
         self._hide()
+        ranks, self._ranks = self._ranks, None
         try:
-            if self._pointers is not None:
-                # The graph's inputs share this array: an op that finds address
-                # 0 raises instead of following it.
-                self._pointers[:] = 0
-                self._pointers = None
-                # Kernels that still run write into what is freed below.
-                self._synchronize()
+            if ranks is not None:
+                ranks.close()
         finally:
-            self._counters = []
-            if self._members is not None:
-                members, self._members = self._members, None
-                members.close()
+            ranks = None  # its counters may stand in the memory
             if self._memory is not None:
                 memory, self._memory = self._memory, None
                 memory.close()

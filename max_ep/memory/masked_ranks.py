@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a group goes on without some of its ranks, and takes them in again.
 
-The part of :class:`EPCommInitializer` that masks ranks, and agrees with the other
-processes (``membership.py``) on who is out and who is in.
+:class:`EPCommInitializer` has it: it masks ranks, and agrees with the other processes
+(``membership.py``) on who is out and who is in.
 """
 
 from __future__ import annotations
@@ -14,38 +14,33 @@ from typing import Any
 import numpy as np
 from max.driver import CPU, Buffer
 
-from ..config import EPConfig
 from ..limits import NUM_GROUPS
 from ..processes.membership import MEMBER, Decision, Membership, RankExpelled, notes_of
 from ..waits import Words, at_address, named, place
+from .local_ranks import LocalRanks
 
 
 class MaskedRanks:
     """Addresses of all ranks, and the masks of those of this process."""
 
-    config: EPConfig
-    _memory: Any
-    _regions: list[int]
-    _counters: list[list[Buffer]]
-    _pointers: np.ndarray | None = None
-    _pointer_inputs: list[Buffer]
-    _offsets: np.ndarray
-    """Offsets of the buffers in a region, ``[NUM_GROUPS, 3]``."""
-    _members: Any = None
-    """The processes' :class:`Membership`, if they agree on who is in the group."""
-
-    def _meet_peers(self) -> None:
-        """Finds the memory of all ranks, as one that begins or as one that joins."""
-        config, memory = self.config, self._memory
-        self._pointers = np.zeros((NUM_GROUPS, 3, config.n_ranks), np.uint64)
+    def __init__(self, local: LocalRanks, memory: Any) -> None:
+        self.config, self.local, self._memory = local.config, local, memory
+        self._members: Membership | None = None
+        """The processes' agreement on who is in the group, if there is one."""
+        n_ranks = self.config.n_ranks
+        self._pointers = np.zeros((NUM_GROUPS, 3, n_ranks), np.uint64)
         # Made once: a served step of one client takes a millisecond or two.
-        self._pointer_inputs = [
+        self.pointer_inputs = [
             Buffer.from_numpy(self._pointers[group, kind])
             for kind in range(3)
             for group in range(NUM_GROUPS)
         ]
+
+    def meet_peers(self) -> None:
+        """Finds the memory of all ranks, as one that begins or as one that joins."""
+        config, memory = self.config, self._memory
         if config.n_nodes == 1:
-            self._point_to(range(config.n_ranks), self._regions)
+            self._point_to(range(config.n_ranks), self.local.regions)
         elif config.masks:
             self._begin_or_join()
         else:
@@ -77,12 +72,11 @@ class MaskedRanks:
         """Writes ranks' addresses into the table that the graphs' inputs share."""
         # [group][send, recv, counts][rank]; 0: not reached by an address.
         addresses = np.array(regions, np.uint64)
-        pointers = (self._offsets[:, :, None] + addresses) * (addresses != 0)
+        pointers = (self.local.offsets[:, :, None] + addresses) * (addresses != 0)
         self._pointers[:, :, list(ranks)] = pointers
 
-    def _mask_words(self, method: str) -> slice:
-        """Returns where the masks are in the counters; for a method of users."""
-        self._check_open(method)
+    def _mask_words(self) -> slice:
+        """Returns where the masks are in the counters."""
         if self.config.on_timeout != "mask":
             raise ValueError("masks of ranks need EPConfig.on_timeout='mask'")
         first = self.config.sizes().masked_word
@@ -93,43 +87,35 @@ class MaskedRanks:
         return [node * n + i for node in sorted(nodes) for i in range(n)]
 
     def active_ranks(self) -> list[int]:
-        """Returns the ranks that no rank of this process masks. No run may go on."""
-        return np.flatnonzero(~self._masks("active_ranks").any(axis=0)).tolist()
+        """Returns the ranks that no rank of this process masks."""
+        return np.flatnonzero(~self._masks().any(axis=0)).tolist()
 
-    def _masks(self, method: str) -> np.ndarray:
-        words = self._mask_words(method)
+    def _masks(self) -> np.ndarray:
+        words = self._mask_words()
         if not self.config.masks:
             return np.zeros((1, 1), bool)
-        self._synchronize()
-        counters = [group.to(CPU()).to_numpy() for group in self._counters[0]]
+        self.local.synchronize()
+        counters = [group.to(CPU()).to_numpy() for group in self.local.counters[0]]
         return np.array([of_rank[words] != 0 for of_rank in counters])
 
     def mask(self, *ranks: int) -> None:
-        """Masks ranks for the ranks of this process: they no longer wait for them.
-
-        Peers learn it from :meth:`reconcile`, or by their own time-out. A rank does not
-        mask itself. No run may go on.
-        """
-        words = self._mask_words("mask")
+        """Masks ranks for the ranks of this process."""
+        words = self._mask_words()
         if not set(ranks) <= set(range(self.config.n_ranks)):
             raise ValueError(f"ranks={ranks} must be in [0, {self.config.n_ranks})")
         if not self.config.masks:
             return
-        self._synchronize()
-        for group in self._counters:
+        self.local.synchronize()
+        for group in self.local.counters:
             for i, counters in enumerate(group):
                 mask = counters.to(CPU()).to_numpy()[words].copy()
-                mask[[rank for rank in ranks if rank != self._rank_of(i)]] = 1
+                mask[[rank for rank in ranks if rank != self.local.rank_of(i)]] = 1
                 masked = Buffer.from_numpy(mask).to(counters.device)
                 counters[words].inplace_copy_from(masked)
-        self._synchronize()
+        self.local.synchronize()
 
     def readmit(self, rank: int) -> None:
-        """Takes a masked rank in again, where all ranks are in this process.
-
-        As :meth:`reset`, but ranks that are masked stay so. With several processes
-        :meth:`reconcile` takes ranks in.
-        """
+        """Takes a masked rank in again, where all ranks are in this process."""
         if self.config.n_nodes > 1:
             raise RuntimeError(
                 "readmit works where all ranks are in one process; with several, the "
@@ -137,14 +123,14 @@ class MaskedRanks:
                 "others reconcile()"
             )
         # The masks of this rank do not count: nobody has answered it.
-        others = np.delete(self._masks("readmit"), rank, axis=0).any(axis=0)
-        self.reset()
+        others = np.delete(self._masks(), rank, axis=0).any(axis=0)
+        self.local.reset()
         self.mask(*(set(np.flatnonzero(others).tolist()) - {rank}))
 
     def _generations(self) -> list[int]:
         """Returns what dispatch has sent and received, and combine."""
         first = self.config.sizes().generations_word
-        words = self._counters[0][0].to(CPU()).to_numpy()[first : first + 4]
+        words = self.local.counters[0][0].to(CPU()).to_numpy()[first : first + 4]
         return [int(word) % 2**32 for word in words]
 
     def _heard_s(self, nodes: Iterable[int]) -> float:
@@ -152,21 +138,14 @@ class MaskedRanks:
         if self.config.target == "gpu":
             return 0
         beat = named(self.config.sizes().cpu, "heartbeat")
-        read = at_address(self._regions[0])
+        read = at_address(self.local.regions[0])
         words = Words(read, read)
         beats_ms = [words.flag(place(beat, x, 0)) >> 32 for x in self._ranks(nodes)]
         now_s = time.monotonic()  # after them
         return now_s - min((int(1000 * now_s) - ms) % 2**32 for ms in beats_ms) / 1000
 
     def reconcile(self) -> list[int]:
-        """Agrees with the other processes on who goes on; returns the active ranks.
-
-        All processes call it after the same step. A process that was killed, is late,
-        or is masked by one that stays is out (``membership.decide`` has the rule).
-        Processes that wait in :meth:`ep_init` or :meth:`rejoin` are in from the next
-        step on. Raises :class:`RankExpelled` if the others go on without this process:
-        it can launch nothing before it has called :meth:`rejoin`.
-        """
+        """Agrees with the other processes on who goes on; returns the active ranks."""
         masked = set(range(self.config.n_ranks)) - set(self.active_ranks())
         if self._members is None:
             return self.active_ranks()
@@ -181,16 +160,13 @@ class MaskedRanks:
         lost = self._map(decision.joined, decision)
         for rank in self._ranks(decision.joined):
             at = decision.generations[::2]
-            self._prepare_ranks(was_used=True, readmitted=rank, generations=at)
+            self.local.prepare(was_used=True, readmitted=rank, generations=at)
         self._go_on_with(decision, lost)
         return self.active_ranks()
 
     def rejoin(self) -> list[int]:
-        """Joins the group again after :class:`RankExpelled`; returns active ranks.
-
-        Waits until the other processes call :meth:`reconcile`.
-        """
-        self._mask_words("rejoin")
+        """Joins the group again after :class:`RankExpelled`; returns active ranks."""
+        self._mask_words()
         if self._members is None or self._pointers.any():
             raise RuntimeError("rejoin is for a process that was expelled")
         self._join()
@@ -198,7 +174,7 @@ class MaskedRanks:
 
     def _join(self) -> None:
         decision = self._members.join(self.config.start_timeout_s)
-        self._prepare_ranks(was_used=True, generations=decision.generations[::2])
+        self.local.prepare(was_used=True, generations=decision.generations[::2])
         mine = self.config.node_id
         self._point_to(self._ranks([mine]), self._memory.local_addresses())
         others = set(range(self.config.n_nodes)) - {mine}
@@ -220,3 +196,15 @@ class MaskedRanks:
         if decision.joined:
             out |= set(self._members.meet())
         self.mask(*self._ranks(out))
+
+    def close(self) -> None:
+        """Graphs that hold the addresses raise from now on."""
+        # The graph's inputs share this array: an op that finds address 0 raises
+        # instead of following it.
+        self._pointers[:] = 0
+        try:
+            # Kernels that still run write into what is freed next.
+            self.local.synchronize()
+        finally:
+            if self._members is not None:
+                self._members.close()

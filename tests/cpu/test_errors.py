@@ -11,6 +11,7 @@ import pytest
 from max.driver import Buffer
 
 from max_ep import AllGatherTokenDispatcher, EPCommInitializer
+from max_ep.memory.local_ranks import LocalRanks
 from tests.children import names_of
 from tests.config.test_config import AS_SUMS, OF_F32, OF_FP8, OF_NVFP4, TWO
 from tests.errors import raises, refused
@@ -106,11 +107,10 @@ def test_a_peer_that_does_not_come_is_named(session, on_timeout):
 def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch):
     config = TWO.config(n_gpus_per_node=1, n_nodes=2, node_id=0)
     comm = EPCommInitializer(config, group="fails")
-    comm._model = SimpleNamespace()  # the set-up graph, which does not run
-    monkeypatch.setattr(comm, "_prepare_ranks", lambda **_: 1 // 0)
+    monkeypatch.setattr(LocalRanks, "prepare", lambda *_, **__: 1 // 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            comm.ep_init(session)
+            comm.ep_init(session, setup=SimpleNamespace())  # which does not run
         assert names_of("fails") == []
 
 

@@ -292,7 +292,7 @@ def test_the_generation_may_wrap(forms):
     """2**32 generations come to pass: at 3000 a second, after 17 days."""
     try:
         for comm in forms.comms.values():
-            comm._prepare_ranks(was_used=True, generations=2 * (2**32 - 3,))
+            comm._ranks.local.prepare(was_used=True, generations=2 * (2**32 - 3,))
         for i, routing in enumerate(["uniform", "masked", "full", "masked"]):
             check_forms(forms, f"around the wrap, run {i}", routing)
     finally:

@@ -44,7 +44,9 @@ def without(case: Case, given: Inputs, dead: int) -> Inputs:
 
 def masks(comm: EPCommInitializer) -> list[list[int]]:
     first, n = comm.config.sizes().masked_word, comm.config.n_ranks
-    return [to_numpy(c)[first : first + n].tolist() for c in comm._counters[0]]
+    return [
+        to_numpy(c)[first : first + n].tolist() for c in comm._ranks.local.counters[0]
+    ]
 
 
 class Steps:

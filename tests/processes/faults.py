@@ -177,7 +177,7 @@ class FaultMember(Member):
     def silent_s(self, _: int) -> float:
         """Since when one of the other ranks has not been heard of."""
         others = set(range(N_RANKS)) - {self.rank}
-        return time.monotonic() - self.comm._heard_s(others)
+        return time.monotonic() - self.comm._ranks._heard_s(others)
 
     def mask(self, rank: int) -> list[int]:
         self.comm.mask(rank)
