@@ -10,20 +10,16 @@ for weights on a rank, as in MAX. Choice ``k`` of token ``n`` goes to replica
 from __future__ import annotations
 
 import math
-import os
-import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-from zipfile import ZipFile
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .limits import checked_int, is_integer
-
-T = TypeVar("T")
+from .npz import read_npz
 
 _SLACK = 0.05
 """Part of a rank's mean load that is given up for an expert that need not move."""
@@ -32,8 +28,6 @@ _NEAR, _MOST_SWAPS = 1e-3, 200
 """When a plan without an old one is good: the busiest rank is so near to the mean."""
 
 _MOST_ROWS = 2.0**63
-_MOST_UNPACKED = 1 << 28
-"""Most bytes of an array in a compressed file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,40 +138,6 @@ class Placement:
         """Reads what :meth:`save` wrote. Raises a ``ValueError`` for other files."""
         maker = "max_ep.balance.Placement.save"
         return read_npz(path, Placement, maker, "phy2log", "n_ranks")
-
-
-def read_npz(path: str | Path, kind: Callable[..., T], maker: str, *names: str) -> T:
-    """Makes a ``kind`` of the arrays of these names; an array without dimensions is one
-    number. Raises a ``ValueError`` for what ``maker`` has not written."""
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):  # a device may have no end
-                raise ValueError("it is a device or a pipe")
-            with ZipFile(file) as packed:
-                arrays = {name: packed.getinfo(f"{name}.npy") for name in names}
-            for name, info in arrays.items():
-                if info.file_size > max(about.st_size, _MOST_UNPACKED):
-                    raise ValueError(f"{name} would take {info.file_size} bytes")
-            with np.load(file) as saved:
-                found = {name: saved[name] for name in names}
-        return kind(**{n: x if x.ndim else x[()] for n, x in found.items()})
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(
-            f"{str(path) or 'no file'} cannot be read: {reason}; name a file of {maker}"
-        ) from error
-    except Exception as error:  # NumPy and zipfile have many for a damaged file
-        is_name = isinstance(error, KeyError)  # whose text is quoted
-        reason = error.args[0] if is_name else str(error) or type(error).__name__
-        raise ValueError(
-            f"{path} is no file of {maker}: {reason}; name one that it wrote"
-        ) from error
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file; of a pipe it does not wait for the other end."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def unbalanced(n_layers: int, n_experts: int, n_ranks: int) -> Placement:

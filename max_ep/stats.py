@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from . import install
-from .balance import is_integer, read_npz
+from .limits import is_integer
+from .npz import read_npz
 
 _LINE, BAR = 80, 40  # characters of a line, and of the longest bar
 _MOST_ROWS = 2**31 - 1  # of an expert in a run: counts are int32
