@@ -33,6 +33,8 @@ class Op:
     predicate: str = ""
     """The register that says whether it runs, with `!` if it must not be set."""
     successors: list[int] = field(default_factory=list)
+    place: tuple[str, ...] = ()
+    """Its line of source and those that it is called from, if the compiler said so."""
 
     @property
     def kind(self) -> str:
@@ -146,9 +148,16 @@ def _ptx_op(text: str) -> Op:
     )
 
 
+_LOC = r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (.*))?\n\s*"
+
+
 def parse_ptx(text: str) -> Kernel:
+    sources = dict(re.findall(r"\.file\s+(\d+) \"(.*)\"", text))
+    text = text.partition("\n\t.section")[0]
     body = text[text.index("\n{\n") + 3 : text.rindex("\n}")]
     body = re.sub(r"//.*", "", body)
+    places: dict[str, tuple[str, ...]] = {}
+    place: tuple[str, ...] = ()
     ops: list[Op] = []
     goes_on: list[bool] = []
     targets: list[str] = []
@@ -158,7 +167,11 @@ def parse_ptx(text: str) -> Kernel:
         statement = statement.strip()
         label = ""
         # Braces stand around inline assembly that has registers of its own.
-        while found := re.match(r"(?:([\w$]+):|[{}])\s*", statement):
+        while found := re.match(rf"(?:([\w$]+):|[{{}}]|{_LOC})\s*", statement):
+            if found[2]:
+                file, line, column, caller = found.groups()[1:]
+                place = f"{sources[file]}:{line}", *places.get(caller, ())
+                places[f"{file} {line} {column}"] = place
             if found[1]:
                 label = found[1]
                 labels[label] = len(ops)
@@ -174,6 +187,7 @@ def parse_ptx(text: str) -> Kernel:
         assert name != "call", "a call: its accesses are not seen here"
         ops.append(_ptx_op(statement))
         ops[-1].predicate = predicate or ""
+        ops[-1].place = place
         goes_on.append(bool(predicate) or name not in _PTX_ENDS)
         targets.append(statement.split()[-1] if name in ("bra", "brx") else "")
     for i, (op, target) in enumerate(zip(ops, targets)):

@@ -94,12 +94,13 @@ def compiled(program: str) -> Path:
     """Runs a program that compiles kernels, if none has been run for these sources;
     returns its folder, with what it `printed`."""
     sources = [PROGRAMS / name for name in (program, "emitting.mojo", "groups.mojo")]
-    state = sources_hash() + "".join(source.read_text() for source in sources)
+    options = ["-g1"] if program == "emulated.mojo" else []  # lines of the source
+    state = "".join([sources_hash(), *options, *(x.read_text() for x in sources)])
     name = hashlib.sha256(state.encode()).hexdigest()[:16]
     folder = cache_dir() / "codegen" / name
 
     def make(path: Path) -> None:
-        said = run_mojo("run", "-I", ".", str(PROGRAMS / program), str(folder))
+        said = run_mojo("run", *options, "-I", ".", str(PROGRAMS / program), str(folder))
         path.write_text(said)
 
     return kept(folder / "printed", make).parent

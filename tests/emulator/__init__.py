@@ -10,6 +10,8 @@ what was allocated, lanes of a warp in different exchanges, a launch that does n
 from .grid import Emulated, Launch, run
 from .hopper import TensorMap
 from .memory import Clock, Memory
+from .mutations import Mutation, mutations
 from .races import Races
+from .trials import Trials
 
 __all__ = ["Clock", "Emulated", "Launch", "Memory", "Races", "TensorMap", "run"]

@@ -15,7 +15,8 @@ from max_ep.extension import sizes_in
 from max_ep.quantize import bfloat16_to_float32, float32_to_bfloat16
 from max_ep.waits import n_words, named, place
 from tests.codegen.kernels import compiled, counter_word
-from tests.emulator import Clock, Emulated, Launch, Memory, Races, run
+from tests.emulator import Clock, Emulated, Launch, Memory, Races, Trials, run
+from tests.emulator.grid import IDLE_ROUNDS, IDLE_ROUNDS_FOR_EVER
 
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
@@ -25,9 +26,16 @@ SPLIT = ("many", "shared", "expert")
 
 
 @functools.cache
-def kernel(name: str, program: str = "emulated.mojo") -> Emulated:
+def text_of(name: str, program: str = "emulated.mojo") -> str:
+    return (compiled(program) / f"sm_90a.{name}.s").read_text()
+
+
+@functools.cache
+def kernel(
+    name: str, program: str = "emulated.mojo", trials: Trials | None = None
+) -> Emulated:
     """Reads one of the kernels that a program compiles."""
-    return Emulated((compiled(program) / f"sm_90a.{name}.s").read_text())
+    return Emulated(text_of(name, program), trials)
 
 
 @dataclass
@@ -77,6 +85,9 @@ def words(*numbers: int) -> bytes:
 class World:
     """The memory of all ranks of a group, and its launches."""
 
+    trials: Trials | None = None
+    """What is tried in its kernels."""
+
     def __init__(self, name: str, timeout_ms=LONG_MS, finds_races=True):
         lines = (compiled("emulated.mojo") / "printed").read_text().splitlines()
         (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
@@ -124,7 +135,7 @@ class World:
             *(*group, readmitted, *done),
         )
         params = [words(self.counters[rank]), words(self.spare[rank]), setup]
-        launch = Launch(kernel("set_up"), params, 2, 64)
+        launch = Launch(kernel("set_up", trials=self.trials), params, 2, 64)
         run([[launch]], self.memory, self.clock)
 
     def buffers(self, rank: int, recv: int, counts: int) -> list[int]:
@@ -132,7 +143,8 @@ class World:
         return found + [x + counts for x in self.regions] + [self.counters[rank]]
 
     def run(self, phase: str, params: dict[int, list[int]]) -> None:
-        made, shape = kernel(f"{phase}.{self.name}"), (N_BLOCKS, N_THREADS)
+        made = kernel(f"{phase}.{self.name}", trials=self.trials)
+        shape = N_BLOCKS, N_THREADS
         self._enqueue(
             {rank: Launch(made, [words(*x)], *shape) for rank, x in params.items()}
         )
@@ -158,7 +170,8 @@ class World:
         how = self.unwatched, lets_equal
         found = Races(len(queues), N_BLOCKS, N_THREADS, *how)
         how = self.seed, is_even, found if self.finds_races else None
-        run(queues.values(), self.memory, self.clock, *how)
+        n_idle = IDLE_ROUNDS if is_even else IDLE_ROUNDS_FOR_EVER
+        run(queues.values(), self.memory, self.clock, *how, n_idle)
         for rank, threads in zip(queues, found.threads):
             self._check_polled(rank, set().union(*(x.polled for x in threads)))
 

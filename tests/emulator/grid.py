@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from . import numbers
@@ -12,10 +14,13 @@ from .hopper import Hopper, TensorMap, mma
 from .memory import Clock, Memory
 from .races import Races, Thread, meet
 from .translation import M32, POLLS, Translation
+from .trials import Trials
 
 WARP = 32
 IDLE_ROUNDS = 600
 """Rounds in which all that run only poll, after which a launch hangs."""
+IDLE_ROUNDS_FOR_EVER = 40
+"""The same, where no deadline ends a wait; some poll a few times only, and go on."""
 NS_OF_IDLE_ROUND = 1_000_000
 SLOW_SHARE = 0.2
 """Share of warps that run far more seldom than the others, so that races show."""
@@ -170,9 +175,12 @@ class Launch:
 class Emulated:
     """A kernel that can be launched."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, trials: Trials | None = None) -> None:
         self._translation = Translation(text)
         names = dict(vars(numbers))
+        if trials:
+            names |= dict(is_open=trials.is_open, begins=trials.begins)
+            self._translation.trials = trials.of(self._translation.kernel)
         exec(compile(self._translation.source(), "kernel", "exec"), names)
         self._thread: Callable[..., Generator] = names["thread"]
 
@@ -214,6 +222,19 @@ class Emulated:
         return [warp for block in blocks for warp in block.warps]
 
 
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """There are many small objects, and no garbage in circles before the end."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@without_collector()
 def run(
     queues: Iterable[Sequence[Launch | Callable[[], None]]],
     memory: Memory,
@@ -221,6 +242,7 @@ def run(
     seed: int = 0,
     is_even: bool = False,
     found: Races | None = None,
+    idle_rounds: int = IDLE_ROUNDS,
 ) -> None:
     """Runs launches of all ranks at once, those of a queue one after another, and warps
     in an order that is drawn. A queue may have functions of the host. `is_even`: no
@@ -243,9 +265,12 @@ def run(
         random_.shuffle(warps)
         is_busy = False
         for warp in warps:
-            if warp.is_slow and random_.random() > SLOW_TURNS:
-                continue
-            late = random_.getrandbits(WARP) if random_.random() < late_share else 0
+            late = 0
+            if not n_idle:  # Else only who is slow or late has not been seen to poll.
+                if warp.is_slow and random_.random() > SLOW_TURNS:
+                    continue
+                if random_.random() < late_share:
+                    late = random_.getrandbits(WARP)
             for _ in range(random_.randrange(1, 9)):
                 if not warp.turn(late):
                     break
@@ -253,5 +278,5 @@ def run(
         running = [[w for w in x if w.n_left < len(w.threads)] for x in running]
         n_idle = 0 if is_busy else n_idle + 1
         clock.ns += 1000 if is_busy else NS_OF_IDLE_ROUND
-        if n_idle > IDLE_ROUNDS:
+        if n_idle > idle_rounds:
             raise RuntimeError("the launches do not end")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from .memory import SIZES, Memory
+from .memory import Memory
 
 ORDERS = ("nc", "relaxed", "acquire", "release", "acq_rel")
 SCOPES = ("cta", "gpu", "sys")
@@ -105,6 +105,17 @@ def meet(threads: list[Thread]) -> None:
         thread.seen = joined
 
 
+class Access(dict):
+    """Functions by the number of bytes, made when they are asked for."""
+
+    def __init__(self, make: Callable[[int], Callable]) -> None:
+        self._make = make
+
+    def __missing__(self, n_bytes: int) -> Callable:
+        self[n_bytes] = self._make(n_bytes)
+        return self[n_bytes]
+
+
 class Watched:
     """Memory as a thread sees it."""
 
@@ -117,15 +128,12 @@ class Watched:
     ) -> None:
         self.thread, self.words, self.unordered = thread, words, memory
         self.lets_equal = lets_equal
-        access = {n: self._access(n) for n in SIZES}
-        self.loads = {n: load for n, (load, _) in access.items()}
-        self.stores = {n: store for n, (_, store) in access.items()}
+        # Made when they are asked for: there are many threads.
+        self.loads, self.stores = Access(self._load), Access(self._store)
 
-    def _access(self, n_bytes: int) -> tuple[Callable, Callable]:
-        """Makes functions of ordinary loads and stores of so many bytes."""
-        load_it, store_it = (
-            of[n_bytes] for of in (self.unordered.loads, self.unordered.stores)
-        )
+    def _load(self, n_bytes: int) -> Callable:
+        """Makes the function of ordinary loads of so many bytes."""
+        load_it = self.unordered.loads[n_bytes]
         thread, words = self.thread, self.words
         number, offsets = thread.number, (0, 1)[: 1 + n_bytes // 8]
 
@@ -141,6 +149,16 @@ class Watched:
                         word.reads = {}
                     word.reads[number] = thread.now
             return load_it(at)
+
+        return load
+
+    def _store(self, n_bytes: int) -> Callable:
+        """Makes the function of ordinary stores of so many bytes."""
+        load_it, store_it = (
+            of[n_bytes] for of in (self.unordered.loads, self.unordered.stores)
+        )
+        thread, words = self.thread, self.words
+        number, offsets = thread.number, (0, 1)[: 1 + n_bytes // 8]
 
         def store(at: int, value: int) -> None:
             if self.lets_equal and load_it(at) == value & (1 << 8 * n_bytes) - 1:
@@ -158,7 +176,7 @@ class Watched:
                     word.write(number, thread.now)
             store_it(at, value)
 
-        return load, store
+        return store
 
     def order(
         self,

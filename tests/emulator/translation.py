@@ -57,10 +57,13 @@ class Translation:
     """Makes the source of a generator from a kernel's operations."""
 
     def __init__(self, text: str) -> None:
+        self.trials: dict[int, list[tuple[int, list[Op]]]] = {}
+        """What operations become if mutations of some numbers are on."""
         # What a thread does at once, under a name that says so.
         text = re.sub(_WAIT, r"phases.wait \1, \2;", text)
         text = text.replace("cp.async", "copy").replace("mbarrier.", "phases.")
-        self.ops = parse_ptx(text).ops
+        self.kernel = parse_ptx(text)
+        self.ops = self.kernel.ops
         self.is_cluster = ".reqnctapercluster 2" in text
         self.shared: dict[str, tuple[int, int]] = {}
         place = r"\.shared \.align (\d+) \.b8 (\S+)\[(\d+)\];"
@@ -106,12 +109,12 @@ class Translation:
         for begin, end in zip(leaders, [*leaders[1:], len(ops)]):
             lines = []
             for i in range(begin, end):
-                lines += self.lines(i, ops[i], number)
+                lines += self._tried(i, ops[i], number)
             if ops[end - 1].successors == [end] and end < len(ops):
                 lines.append(f"b = {number[end]}")
             blocks.append(lines or ["pass"])
         text = "\n".join(op.text for op in ops)
-        registers = sorted(set(re.findall(r"%((?:r|rd|rs)\d+)\b", text)))
+        registers = sorted({*re.findall(r"%((?:r|rd|rs)\d+)\b", text), "r99999"})
         predicates = sorted(set(re.findall(r"%(p\d+)\b", text)))
         out = [
             "def thread(tid, ctaid, ntid, nctaid, params, mem, sh, clock, block):",
@@ -139,6 +142,16 @@ class Translation:
         self._dispatch(blocks, first, middle, depth + 1, out)
         out.append(f"{' ' * depth}else:")
         self._dispatch(blocks, middle, end, depth + 1, out)
+
+    def _tried(self, place: int, op: Op, number: dict[int, int]) -> list[str]:
+        lines, choice = self.lines(place, op, number), "if"
+        out = []
+        for which, ops in self.trials.get(place, ()):
+            out.append(f"{choice} is_open[{which}] and begins({which}):")
+            made = [line for x in ops for line in self.lines(place, x, number)]
+            out += [" " + line for line in made or ["pass"]]
+            choice = "elif"
+        return [*out, "else:", *(" " + x for x in lines or ["pass"])] if out else lines
 
     def lines(self, place: int, op: Op, number: dict[int, int]) -> list[str]:
         text, predicate = op.text, op.predicate
@@ -344,9 +357,11 @@ class Translation:
         goes_on = ["yield 0"] if order in ("release", "acq_rel") else []
         if n_bytes == 16:
             if how == "ld":
-                low, high = (f"mem_get_8(a + {i})" for i in (0, 8))
+                load = "mem_get_8" if order else "mem_load_8"
+                low, high = (f"{load}(a + {i})" for i in (0, 8))
                 return [*waits, *lines, f"word = {low} | {high} << 64"]
-            stores = [f"mem_set_8(a + {i}, word >> {8 * i})" for i in (0, 8)]
+            store = "mem_set_8" if order else "mem_store_8"
+            stores = [f"{store}(a + {i}, word >> {8 * i})" for i in (0, 8)]
             return [*lines, *stores]
         if how == "ld":
             names = rest[: rest.index("[")].strip().rstrip(",").strip("{} ").split(",")
