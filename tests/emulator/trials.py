@@ -14,7 +14,7 @@ from tests.codegen.assembly import Kernel, Op
 
 from .mutations import Mutation, mutations
 
-MOST_SECONDS = 20
+MOST_SECONDS = 4
 """Of a processor, after which a forked process counts as one that does not end."""
 
 

@@ -7,11 +7,21 @@ launch is its caller, workers (`for_each_chunk`), and the caller again.
 
 from collections.abc import Callable
 
-from .by_expert import publish_done, received_messages
 from .launches import Agent, Launch
 
 CODE = "CPU: "
 _N_WORKERS = 2
+
+
+def phase(launch: Launch) -> None:
+    if not launch.returns_early():
+        globals()[f"cpu_{launch.op}"](launch)
+
+
+def publish_done(a: Agent, direction: str) -> None:
+    n, generation = a.next(f"{direction}_received")
+    for rank in a.world.ranks:
+        a.publish((f"{direction}_done", rank, a.rank), (generation, 0), (n, 0))
 
 
 def await_readers(a: Agent, direction: str, only_owners: bool) -> None:
@@ -47,35 +57,26 @@ def _is_by_expert(a: Agent | Launch) -> bool:
     return a.world.protocol == "by_expert"
 
 
-def write_source_info(a: Agent, place: tuple, word: tuple, truth: tuple) -> None:
-    a.store(place, word, truth)
-
-
-def _put_messages(a: Agent, t: int) -> None:
-    n, generation = a.next("dispatch_sent")
-    staged = ("staged", n, a.rank, t)
-    a.store(("dispatch_staged", a.rank, t), staged, staged)
-    for token, k, expert, slot in a.world.messages(n, a.rank):
-        if token == t:
-            truth = ("message", n, a.rank, t, k)
-            place = (a.world.rank_of(expert), expert, a.rank, slot)
-            a.stream(("dispatch_message", *place), truth)
-            flag = ("dispatch_message_flag", *place)
-            write_source_info(a, flag, (generation, (t, k)), truth)
-
-
-def _put_token(a: Agent, t: int) -> None:
-    n, _ = a.next("dispatch_sent")
-    token = ("token", n, a.rank, t)
-    a.store(("token", a.rank, a.rank, t), token, token)
-    seen = {a.rank}
-    for k, expert in enumerate(a.world.tokens(n, a.rank)[t]):
-        if expert >= 0:
-            to = a.world.rank_of(expert)
-            _write_entry(a, (t, k), expert)
-            if to not in seen:
-                a.stream(("token", to, a.rank, t), token)
-            seen.add(to)
+def send_some(a: Agent, t: int) -> None:
+    world, rank, (n, generation) = a.world, a.rank, a.next("dispatch_sent")
+    if not _is_by_expert(a):
+        token = ("token", n, rank, t)
+        a.store(("token", rank, rank, t), token, token)
+        for k, expert in enumerate(world.tokens(n, rank)[t]):
+            if expert >= 0:
+                _write_entry(a, (t, k), expert)
+        for to in world.owners(n, rank, t):
+            if to != rank:
+                a.stream(("token", to, rank, t), token)
+        return
+    staged = ("staged", n, rank, t)
+    a.store(("staged_token", rank, t), staged, staged)
+    for token_idx, k, expert, slot in world.messages(n, rank):
+        if token_idx == t:
+            truth, to = ("message", n, rank, t, k), world.rank_of(expert)
+            a.stream(("dispatch_message", to, expert, rank, slot), truth)
+            flag = ("message_flag", to, "dispatch", expert, rank, slot)
+            a.store(flag, (generation, (t, k)), truth)
 
 
 def _write_entry(a: Agent, choice: tuple[int, int], expert: int) -> None:
@@ -103,18 +104,16 @@ def _publish_counts(a: Agent) -> None:
     a.store(("dispatch_sent", a.rank), generation)
 
 
-def dispatch_async(launch: Launch) -> None:
+def cpu_dispatch_async(launch: Launch) -> None:
     world, rank = launch.world, launch.rank
     n, generation = launch.next("dispatch_sent")
     n_tokens = len(world.tokens(n, rank))
-    if world.has("early return of a rank with zero tokens") and not n_tokens:
-        return
     a = launch.agent("caller")
     await_readers(a, "dispatch", True)
     place = ("n_tokens", rank, launch.parity(generation, n))
     a.store(place, n_tokens, ("n_tokens", n))
-    send = _put_messages if _is_by_expert(launch) else _put_token
-    _publish_counts(for_each_chunk(launch, [(t,) for t in range(n_tokens)], send))
+    items = [(t,) for t in range(n_tokens)]
+    _publish_counts(for_each_chunk(launch, items, send_some))
 
 
 def lay_out_rows(a: Agent) -> None:
@@ -123,10 +122,10 @@ def lay_out_rows(a: Agent) -> None:
         for src in a.world.ranks:
             place, truth = ("dispatch_count", a.rank, expert, src), ("count", n, src)
             a.load_acquire(place, ("equals", generation), (*truth, expert))
-    a.store(("pair_rows", a.rank, 0), 1, ("pair rows", n))
+    a.store(("pair_row", a.rank, 0), 1, ("pair rows", n))
 
 
-def _read_numbers(a: Agent) -> None:
+def _place_tokens(a: Agent) -> None:
     n, _ = a.next("dispatch_received")
     for src in a.world.ranks:
         if a.world.experts_of(a.rank):
@@ -139,16 +138,16 @@ def _read_numbers(a: Agent) -> None:
 
 def _place_messages(a: Agent, src: int, t: int) -> None:
     n, _ = a.next("dispatch_received")
-    for source, token, k, expert, slot in received_messages(a, n):
+    for source, token, k, expert, slot in a.world.received_messages(n, a.rank):
         if (source, token) == (src, t):
             place, meant = (a.rank, expert, src, slot), ("message", n, src, t, k)
             a.load(("dispatch_message", *place), meant)
-            a.load(("dispatch_message_flag", *place), meant)
+            a.load(("message_flag", place[0], "dispatch", *place[1:]), meant)
     if a.world.has_shared_expert and src == a.rank:
-        a.load(("dispatch_staged", a.rank, t), ("staged", n, a.rank, t))
+        a.load(("staged_token", a.rank, t), ("staged", n, a.rank, t))
 
 
-def _place_choices(a: Agent, src: int, t: int) -> None:
+def _place_choice(a: Agent, src: int, t: int) -> None:
     n, generation = a.next("dispatch_received")
     for k, expert in enumerate(a.world.tokens(n, src)[t]):
         place = ("entry", a.rank, src, t, k)
@@ -163,13 +162,13 @@ def _place_choices(a: Agent, src: int, t: int) -> None:
         a.store(("received_rows", a.rank, src, t), 1, ("row", n, src, t))
 
 
-def dispatch_wait(launch: Launch) -> None:
+def cpu_dispatch_wait(launch: Launch) -> None:
     n, generation = launch.next("dispatch_received")
     a = launch.agent("caller")
     lay_out_rows(a)
     if not _is_by_expert(launch):
-        _read_numbers(a)
-    decode = _place_messages if _is_by_expert(launch) else _place_choices
+        _place_tokens(a)
+    decode = _place_messages if _is_by_expert(launch) else _place_choice
     a = for_each_chunk(launch, _received_tokens(launch, n), decode)
     a.store(("dispatch_received", launch.rank), generation)
     publish_done(a, "dispatch")
@@ -177,12 +176,12 @@ def dispatch_wait(launch: Launch) -> None:
 
 def _send_rows(a: Agent, src: int, t: int) -> None:
     n, (m, generation) = a.launch.rounds["dispatch_received"], a.next("combine_sent")
-    for source, token, k, _, _ in received_messages(a, n):
+    for source, token, k, _, _ in a.world.received_messages(n, a.rank):
         if (source, token) == (src, t):
             truth = ("row", m, src, t, k)
             a.stream(_message(a, src, t, k), truth)
-            flag = ("combine_message_flag", src, t, k)
-            write_source_info(a, flag, (generation, (t, k)), truth)
+            flag = ("message_flag", src, "combine", t, k)
+            a.store(flag, (generation, (t, k)), truth)
 
 
 def _send_sums(a: Agent, src: int, t: int) -> None:
@@ -192,15 +191,15 @@ def _send_sums(a: Agent, src: int, t: int) -> None:
     if src != a.rank and a.rank in a.world.owners(n, src, t):
         truth = ("partial", m, a.rank, src, t)
         a.stream(_partial(a, src, a.rank, t), truth)
-        flag = ("partial", src, a.rank, t, "info")
-        write_source_info(a, flag, (generation, 1), truth)
+        flag = ("message_flag", src, "partial", a.rank, t)
+        a.store(flag, (generation, 1), truth)
 
 
-def combine_async(launch: Launch) -> None:
+def cpu_combine_async(launch: Launch) -> None:
     world, rank = launch.world, launch.rank
     n, (m, generation) = launch.rounds["dispatch_received"], launch.next("combine_sent")
     a = launch.agent("caller")
-    a.load(("pair_rows", rank, 0), ("pair rows", n))
+    a.load(("pair_row", rank, 0), ("pair rows", n))
     if world.experts_of(rank):
         await_readers(a, "combine", False)
     if world.has_sums:
@@ -233,34 +232,36 @@ def _await_rows(a: Agent) -> None:
         a.load_acquire(place, ("equals", generation), truth)
 
 
-def _reduce_token(a: Agent, t: int) -> None:
-    m, generation = a.next("combine_received")
-    for k, expert in enumerate(a.world.tokens(a.launch.answers[m], a.rank)[t]):
-        flag, meant = ("combine_message_flag", a.rank, t, k), ("row", m, a.rank, t, k)
-        if expert < 0:
-            a.load_of_another_generation(flag, generation)
-        else:
-            a.load_of(flag, generation, meant)
-            a.load(_message(a, a.rank, t, k), meant)
-
-
-def _add_sums(a: Agent, t: int) -> None:
+def reduce_tokens(a: Agent, t: int) -> None:
     m, generation = a.next("combine_received")
     n = a.launch.answers[m]
-    owners = a.world.owners(n, a.rank, t)
-    if a.world.experts_of(a.rank):
-        a.load(("received_rows", a.rank, a.rank, t), ("row", n, a.rank, t))
-    for owner in a.world.ranks:
-        flag = ("partial", a.rank, owner, t, "info")
-        if owner == a.rank or owner not in owners:
+    if a.world.has_sums:
+        owners = a.world.owners(n, a.rank, t)
+        if a.world.experts_of(a.rank):
+            a.load(("received_rows", a.rank, a.rank, t), ("row", n, a.rank, t))
+        places = [
+            (("partial", owner, t), _partial(a, a.rank, owner, t), ("partial", m, owner))
+            for owner in a.world.ranks
+        ]
+        are_there = [x in owners and x != a.rank for x in a.world.ranks]
+    else:
+        experts = a.world.tokens(n, a.rank)[t]
+        places = [
+            (("combine", t, k), _message(a, a.rank, t, k), ("row", m))
+            for k in range(len(experts))
+        ]
+        are_there = [expert >= 0 for expert in experts]
+    for k, ((of, message, what), is_there) in enumerate(zip(places, are_there)):
+        flag = ("message_flag", a.rank, *of)
+        if not is_there:
             a.load_of_another_generation(flag, generation)
-        else:
-            meant = ("partial", m, owner, a.rank, t)
-            a.load_of(flag, generation, meant)
-            a.load(_partial(a, a.rank, owner, t), meant)
+            continue
+        meant = (*what, a.rank, t) if a.world.has_sums else (*what, a.rank, t, k)
+        a.load_of(flag, generation, meant)
+        a.load(message, meant)
 
 
-def combine_wait(launch: Launch) -> None:
+def cpu_combine_wait(launch: Launch) -> None:
     world, rank = launch.world, launch.rank
     m, generation = launch.next("combine_received")
     n = launch.answers[m]
@@ -270,6 +271,6 @@ def combine_wait(launch: Launch) -> None:
         a.load(("n_tokens", rank, parity), ("n_tokens", n))
     _await_rows(a)
     tokens = [(t,) for t in range(len(world.tokens(n, rank)))]
-    a = for_each_chunk(launch, tokens, _add_sums if world.has_sums else _reduce_token)
+    a = for_each_chunk(launch, tokens, reduce_tokens)
     a.store(("combine_received", rank), generation)
     publish_done(a, "combine")

@@ -18,7 +18,6 @@ class Result:
     failure: Violation | None = None
     trace: list[str] = field(default_factory=list)
     n_ends: int = 0
-    n_refused: int = 0  # How often it ended with a launch that was refused
 
     def __str__(self) -> str:
         if self.failure is None:
@@ -48,20 +47,12 @@ class Machine(Steps):
             r = state.ranks[rank]
             yield rank, agent, r.agents[agent][r.pcs[agent]]
 
-    def is_refused(self, state: State) -> bool:
-        """Says whether a launch was refused that may be; then nobody need end."""
-        steps = self._next_steps(state)
-        return self.program.may_be_refused and any(
-            s.kind == "refuse" for *_, s in steps
-        )
-
     def _stuck(self, state: State) -> Violation:
         lines = ["all wait:"]
         for rank, agent, step in self._next_steps(state):
             line = self._describe(state, rank, agent).strip()
             if step.kind == "await":
                 line += f"; holds {show_value(self._read_newest(state, step.place))}"
-            if step.kind in ("await", "refuse"):
                 lines.append(line)
         return Violation(ENDS, "\n     ".join(lines))
 
@@ -131,7 +122,7 @@ class Machine(Steps):
         seen = set()
         # A state, and the choices that led to it.
         stack: list[tuple[State, Any]] = [(start, None)]
-        n_ends = n_refused = 0
+        n_ends = 0
         while stack:
             state, path = stack.pop()
             try:
@@ -161,13 +152,10 @@ class Machine(Steps):
                     return self._failed(violation, choice, seen, every_order)
                 stack.append((after, choice))
             if not branches:
-                if self.is_over(state):
-                    n_ends += 1
-                elif self.is_refused(state):
-                    n_refused += 1
-                else:
+                if not self.is_over(state):
                     return self._failed(self._stuck(state), path, seen, every_order)
-        return Result(len(seen), n_ends=n_ends, n_refused=n_refused)
+                n_ends += 1
+        return Result(len(seen), n_ends=n_ends)
 
     def _failed(
         self, violation: Violation, path: Any, seen: Any, every_order: bool

@@ -8,6 +8,7 @@ module that calls the method, and the calling function, which is named as in `mo
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,42 +17,37 @@ from typing import Any
 from .memory import SENTINEL, Order, Place, Step
 
 RANK_WORDS = set(
-    # An own token that waits; a message by expert, and the flag in it; messages of a
-    # pair; what a reader has read, on GPUs by rank of both; tokens of a source.
-    "dispatch_staged dispatch_message dispatch_message_flag dispatch_count"
-    " dispatch_done dispatch_n_tokens"
-    # Where a choice goes; what the router chose; a token by rank, the same as its own
-    # flag, and that a chunk has come.
-    " entry metadata token inline_token chunk_flag"
-    # An expert row that goes back, and its flag; a partial sum; rows of an expert.
-    " combine_message combine_message_flag partial combine_count combine_done".split()
+    "staged_token dispatch_message message_flag dispatch_count dispatch_done"
+    " dispatch_n_tokens entry metadata token inline_token"
+    " combine_message partial combine_count combine_done".split()
 )
-"""Words and payloads in symmetric memory: those that `layout.mojo` locates, and the
-two flags inside of messages."""
+"""Words and payloads in symmetric memory, by the functions of `mojo/` that locate them.
+A flag in a message has the message's place."""
 
 HEADER = (
     "dispatch_sent dispatch_received combine_sent combine_received combine_of"
-    " dispatch_drained combine_drained n_tokens most_received"
+    " dispatch_drained combine_drained n_tokens"
 ).split()
 """Words of the counters' header; `n_tokens` by the parity of the generation."""
 
 LOCAL_WORDS = {
     *HEADER,
-    "choices",  # by the parity of the generation
-    "slots",  # of this dispatch
-    *("pair_rows", "received_tokens", "received_rows", "received_weights"),  # the last
-    "blocks_done",  # blocks that have arrived
+    *("pair_row", "received_tokens", "received_rows"),  # of the last dispatch
+    "blocks_arrived",
 }
 """Words that a rank keeps between launches (`counters.mojo`)."""
 
-BLOCK_WORDS = set(
-    "INDEXED TOKENS_READY SUMMED SCANNED PAIRS_READY sums n_tokens_of"
-    " block_pair_rows".split()
-)
-"""Words in the shared memory of a block."""
+FUSED = ("dispatch", "combine")
+THRICE_EACH = ("dispatch",) * 3 + ("combine",) * 3
+"""Nothing but done words is between two launches that write to the same places."""
 
 Token = tuple[int, ...]
 """The expert of each choice of a token, -1: none."""
+
+
+def replays(body: tuple[str, ...], n: int, first: tuple[str, ...] = ()) -> dict:
+    """A captured graph that is replayed, maybe after launches of another one."""
+    return {"program": first + body * n, "replayed": (len(first), len(body))}
 
 
 @dataclass(frozen=True)
@@ -59,40 +55,25 @@ class World:
     """Ranks, what they send, and what they run."""
 
     name: str
+    model: str  # The module with the launches
     protocol: str  # `by_expert`, `by_rank` or `all_gather`
     program: tuple[str, ...]  # The ops that every rank runs, in their order
     routing: tuple[tuple[tuple[Token, ...], ...], ...]
     """`[dispatch][rank][token][k]`: experts; dispatch `n` takes row `n` modulo their
     number."""
-    target: str = "gpu"
     has_sums: bool = False
     n_experts: int = 0  # 0: one a rank
-    n_local_experts: int = 1
     n_blocks: int = 1
-    n_index_warps: int = 1
-    most_scan_warps: int = 2
-    """How many of them read counts, the last ones; if there are so many."""
-    n_chunks: int = 1  # of a token; each announces itself
-    n_chunks_at_once: int = 1  # are sent before any of them is announced
-    indexes_by_blocks: bool = False
-    """Whether blocks write the entries of a run of choices each."""
-    indexes_in_lanes: bool = False
-    """Whether tokens do not wait for the entries, which are written as soon."""
     has_metadata: bool = False
     """Whether a token takes what the router chose for it along, in an all-gather."""
-    n_inline_tokens: int = 2  # Tokens of a rank up to which they are their own flags
-    shares_gpu: bool | None = None  # `None`: if launches run one after another
     in_turn: bool = False
     has_shared_expert: bool = False
-    drops_rows: bool = False
-    """Whether owners say which rows they have kept; here all of them."""
     streams: bool = False  # CPU ranks copy with streaming stores
     generation_bits: int = 32
     first_generation: int = 0  # What the counters of generations hold at first
     replayed: tuple[int, int] = (0, 1000)
     """Which launches are replays of one captured graph: the first, and how many are
     in a graph."""
-    may_be_refused: bool = False
     is_one_agent: bool = False
     """Whether one agent does what all agents of a launch do: then there are few
     enough orders to try each."""
@@ -108,10 +89,10 @@ class World:
 
     @property
     def experts(self) -> range:
-        return range(self.n_experts or self.n_ranks * self.n_local_experts)
+        return range(self.n_experts or self.n_ranks)
 
     def rank_of(self, expert: int) -> int:
-        return expert // self.n_local_experts
+        return expert
 
     def experts_of(self, rank: int) -> list[int]:
         return [e for e in self.experts if self.rank_of(e) == rank]
@@ -140,32 +121,34 @@ class World:
                     slots[expert] = slots.get(expert, 0) + 1
         return messages
 
+    def received_messages(self, n: int, rank: int) -> list[tuple[int, ...]]:
+        """Source, token, k, expert and slot of each choice that a rank receives."""
+        items = [(src, *m) for src in self.ranks for m in self.messages(n, src)]
+        return [item for item in items if self.rank_of(item[3]) == rank]
+
+    def arriving(self, n: int, src: int, rank: int) -> list[int]:
+        """The tokens of a source that have rows on a rank."""
+        tokens = range(len(self.tokens(n, src)))
+        return [t for t in tokens if rank in self.owners(n, src, t)]
+
     def has(self, mutation: str) -> bool:
         """Says whether a mutation of that name is on."""
         return self.mutation is not None and mutation in self.mutation.switches
 
     @property
-    def n_scanners(self) -> int:
-        return min(self.n_index_warps, self.most_scan_warps)
-
-    @property
-    def publishes_at_dispatch_end(self) -> bool:
-        return self.publishes_at_combine_end or not self.has_sums
-
-    @property
-    def publishes_at_combine_end(self) -> bool:
-        return self.in_turn if self.shares_gpu is None else self.shares_gpu
+    def is_gpu(self) -> bool:
+        return self.model != "cpu"
 
     def initial(self, place: Place) -> tuple[Any, Any]:
         kind, g = place[0], self.first_generation
-        if kind in ("inline_token", "partial") and self.target == "gpu":
+        if kind in ("inline_token", "partial") and self.is_gpu:
             return SENTINEL, None
         if kind in ("dispatch_done", "combine_done"):
-            is_of_both = self.target == "gpu" and self.protocol != "by_expert"
+            is_of_both = self.is_gpu and self.protocol == "by_rank"
             return ((g, g) if is_of_both else (g, 0)), (0, 0)
         if kind in HEADER and kind.endswith(("_sent", "_received", "_drained")):
-            return (0 if kind.startswith("most") else g), None
-        return (0 if kind in LOCAL_WORDS | BLOCK_WORDS else (0, 0)), None
+            return g, None
+        return (0 if kind in LOCAL_WORDS else (0, 0)), None
 
     def snapshot(self, rank: int, read: Callable[[Place], Any]) -> Any:
         words = [(word, read((word, rank))) for word in HEADER]
@@ -174,17 +157,8 @@ class World:
         return tuple(words)
 
     def build(self, rank: int, position: int, snapshot: Any) -> Any:
-        from . import by_expert, by_rank, cpu, rows, sums
-
         launch = Launch(self, rank, position, dict(snapshot))
-        if self.target == "cpu":
-            getattr(cpu, launch.op)(launch)
-        else:
-            if launch.direction == "combine":
-                module = sums if self.has_sums else rows
-            else:
-                module = by_expert if self.protocol == "by_expert" else by_rank
-            module.phase(launch, launch.sends, launch.receives)
+        importlib.import_module(f".{self.model}", __package__).phase(launch)
         if self.has("clears"):
             self._clear(launch)
         if not self.is_one_agent:
@@ -201,16 +175,11 @@ class World:
         launch.agents.append(("clearing warp", list(awaited.values())))
 
     def runs_ahead(self, place: Place) -> bool:
-        # Done words of GPU ranks; those of CPU ranks are awaited by equality. How
-        # far the first warp of a block is may be seen late.
-        is_done_word = place[0] in ("dispatch_done", "combine_done")
-        return place[0] == "INDEXED" or self.target == "gpu" and is_done_word
+        # Done words of GPU ranks; those of CPU ranks are awaited by equality.
+        return self.is_gpu and place[0] in ("dispatch_done", "combine_done")
 
     def is_local(self, place: Place) -> bool:
         return place[0] in LOCAL_WORDS
-
-    def lives_for_a_launch(self, place: Place) -> bool:
-        return place[0] in BLOCK_WORDS
 
 
 @dataclass
@@ -252,11 +221,12 @@ class Launch:
     def receives(self) -> bool:
         return not self.op.endswith("_async")
 
-    def answered(self) -> tuple[int, int]:
-        """The dispatch that a combine answers, and its generation."""
-        if self.sends:
-            return self.rounds["dispatch_received"], self.before["dispatch_received"]
-        return self.answers[self.next("combine_received")[0]], self.before["combine_of"]
+    def returns_early(self) -> bool:
+        """The mutation: a rank without tokens leaves a dispatch at once."""
+        is_on = self.world.has("early return of a rank with zero tokens")
+        is_sent = self.direction == "dispatch" and self.sends
+        n, _ = self.next("dispatch_sent")
+        return is_on and is_sent and not self.world.tokens(n, self.rank)
 
     def next(self, word: str) -> tuple[int, int]:
         """The round that a launch makes of `dispatch_sent` or the like, and its
@@ -348,30 +318,15 @@ class Agent:
 
     def store_relaxed(self, place: Place, value: Any, truth: Any) -> None:
         order = Order.RELAXED
-        self._do("write", "store_relaxed", place, order, value=value, truth=truth)
+        self._do("write", "store_relaxed_sys", place, order, value=value, truth=truth)
 
     def load_acquire(self, place: Place, accept: Any, truth: Any) -> None:
         order = Order.ACQUIRE
-        self._do("await", "load_acquire", place, order, accept=accept, truth=truth)
+        self._do("await", "load_acquire_sys", place, order, accept=accept, truth=truth)
 
     def load_relaxed(self, place: Place, accept: Any, truth: Any) -> None:
         order = Order.RELAXED
-        self._do("await", "load_relaxed", place, order, accept=accept, truth=truth)
-
-    def block_publish(self, word: str, value: Any) -> None:
-        place = (word, self.rank, self.block)
-        self._do("write", "block_publish", place, Order.RELEASE, value=value)
-
-    def block_arrive(self, word: str) -> None:
-        place = (word, self.rank, self.block)
-        self._do("arrive", "block_arrive", place, Order.RELEASE)
-
-    def block_add(self, word: str) -> None:
-        self._do("arrive", "block_add", (word, self.rank, self.block), Order.RELAXED)
-
-    def block_load_acquire(self, word: str, at_least: int) -> None:
-        place, accept = (word, self.rank, self.block), ("at least", at_least)
-        self._do("await", "block_load_acquire", place, Order.ACQUIRE, accept=accept)
+        self._do("await", "load_relaxed_sys", place, order, accept=accept, truth=truth)
 
     def drain_stores(self) -> None:
         self._do("drain", "drain_stores", (), Order.PLAIN)
@@ -380,22 +335,18 @@ class Agent:
         """Polls words a few times, and stores a word only if all are there."""
         wanted = dict(truth=truth, accept=accept, places=places, skip=1)
         order = Order.ACQUIRE
-        where = self._do("poll", "load_acquire", places[0], order, **wanted)
+        where = self._do("poll", "load_acquire_sys", places[0], order, **wanted)
         place, value = then
         self.steps.append(Step("write", "store", where, place, Order.PLAIN, value))
 
-    def refuse(self) -> None:
-        """Records a failure; neither this agent nor any launch after it goes on."""
-        self._do("refuse", "refuse", (), Order.PLAIN)
-
     def arrive(self, then: Callable[[Agent], None]) -> None:
         """Counts a block; the last one puts the word back, and does `then`."""
-        place = ("blocks_done", self.rank)
+        place = ("blocks_arrived", self.rank)
         last = Agent(self.launch, self.block, [])
         last._do("write", "store", place, Order.PLAIN, value=0)
         then(last)
         before, wanted = len(self.steps), dict(value=self.world.n_blocks)
         wanted["skip"] = len(last.steps)
-        self._do("arrive", "arrive", place, Order.ACQUIRE_RELEASE, **wanted)
+        self._do("arrive", "arrive_on_gpu", place, Order.ACQUIRE_RELEASE, **wanted)
         if len(self.steps) > before:
             self.steps.extend(last.steps)

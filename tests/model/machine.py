@@ -215,8 +215,6 @@ class Steps:
         view = r.views[agent]
         if step.kind == "join":
             return [None] * all(r.pcs[a] >= len(r.agents[a]) for a in step.agents)
-        if step.kind == "refuse":
-            return []
         if step.kind == "await":
             fitting, may_miss = self._candidates(state, step.place, view, step.accept)
             return ["missed"] if may_miss else fitting
@@ -303,9 +301,7 @@ class Steps:
         r.launch += 1
         r.pcs, r.views, r.agents, r.built = [], [], (), None
         for place in [p for p in state.cells if p[1] == rank]:
-            if self.program.lives_for_a_launch(place):
-                state.put(place, None)
-            elif self.program.is_local(place):
+            if self.program.is_local(place):
                 # All that comes after this launch comes after what it did.
                 newest = state.cells[place].messages[-1]
                 cell = Cell((Message(newest.value, newest.truth, 0),))

@@ -38,8 +38,7 @@ class Step:
     """One step of an agent, and the line of code that it stands for."""
 
     kind: str
-    """`write`, `read`, `await`, `poll`, `arrive`, `drain`, `join`, or `refuse`:
-    a launch that does not go on."""
+    """`write`, `read`, `await`, `poll`, `arrive`, `drain` or `join`."""
     call: str  # The function of `flags.mojo`, or `store` or `load`
     where: str  # File and function of the call
     place: Place = ()  # What is accessed; of a `poll` the first of `places`

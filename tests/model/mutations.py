@@ -59,7 +59,7 @@ WEAKER = {
 }
 
 
-COUNTED_IN = ("blocks_done",)
+COUNTED_IN = ("blocks_arrived",)
 """Words that blocks count in, and that somebody puts back."""
 
 
@@ -167,32 +167,24 @@ NAMED = [
         for name in (
             "early return of a rank with zero tokens",
             "dispatch and combine sharing a buffer",
-            "parity kept per handle",
         )
     ),
+    # Only where two dispatches are under way in one replay.
+    Mutation(
+        "parity kept per handle",
+        switches=frozenset(["parity kept per handle"]),
+        not_in=("by rank", "by expert"),
+    ),
 ]
-
-NOT_REFUSED = Mutation(
-    "combine of an earlier dispatch is not refused",
-    switches=frozenset(["combine of an earlier dispatch is not refused"]),
-)
-"""Seen only by programs that are refused otherwise: `worlds.STOPPED`."""
 
 HARMLESS = {
     # A count is published after it by the same thread, and taken before it is read.
     "relaxed instead of more: publish(dispatch_n_tokens) in CPU: _publish_counts",
     "generation 1 for ever: publish(dispatch_n_tokens) in CPU: _publish_counts",
-    "relaxed instead of more: load_acquire(dispatch_n_tokens) in CPU: _read_numbers",
+    "relaxed instead of more: load_acquire_sys(dispatch_n_tokens) in CPU: _place_tokens",
     # CPU ranks read the choice of a dispatch message, not its generation.
-    "generation 1 for ever: store(dispatch_message_flag) in CPU: write_source_info",
+    "generation 1 for ever: store(message_flag) in CPU: send_some",
     # CPU ranks find it after the counts, and do not read it.
     "generation 1 for ever: store(metadata) in CPU: _write_entry",
-    # Entries go before tokens only to be fast: receivers need them all. Tokens are
-    # their own flags.
-    "relaxed instead of more: block_load_acquire(INDEXED) in dispatch by rank: "
-    "_send_inline",
-    "left out: block_load_acquire(INDEXED) in dispatch by rank: _send_inline",
-    # A kept count announces no other data: rows and sums have flags of their own.
-    "relaxed instead of more: load_acquire(combine_count) in steps: await_kept_count",
 }
 """Mutations that change nothing that matters, and why."""

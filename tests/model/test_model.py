@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from tests.children import ALL_CASES, slow
+from max_ep.extension import mojo_dir
+from tests.children import ALL_CASES
 from tests.model import agreement, faults, worlds
 from tests.model.exploration import Machine, Result
-from tests.model.launches import World
-from tests.model.memory import UNPUBLISHED, Step
-from tests.model.mutations import HARMLESS, NAMED, NOT_REFUSED, Mutation, Site, made_of
+from tests.model.launches import HEADER, LOCAL_WORDS, RANK_WORDS, World
+from tests.model.memory import Order, Step
+from tests.model.mutations import HARMLESS, NAMED, Mutation, Site, made_of
 
 WORLDS = [world for some in worlds.BY_PROTOCOL.values() for world in some]
 # How far a mutated world is explored before the next one is tried.
 MUTATED_STATES = 300
+UNORDERED = Order.PLAIN, Order.STREAMED
 N_WALKS = int(os.environ.get("MAX_EP_WALKS", "24"))
 """Random worlds, each with one random way."""
 
@@ -64,11 +67,24 @@ def test_protocol_holds(world):
     assert result.n_ends > 0
 
 
-@slow
-@pytest.mark.parametrize("world", worlds.LARGE, ids=id_of)
-def test_protocol_holds_in_a_large_world(world):
-    result = Machine(world).explore(max_states=100_000, gives_up=True)
-    assert result.failure is None, str(result)
+def test_names_are_those_of_mojo():
+    """Of functions whose steps are taken, of calls in `flags.mojo`, and of words."""
+    sources = {x: x.read_text() for x in (mojo_dir() / "max_ep").rglob("*.mojo")}
+    defined = {x for s in sources.values() for x in re.findall(r"\bdef (\w+)", s)}
+    flags, counters = (
+        next(s for path, s in sources.items() if path.name == name)
+        for name in ("flags.mojo", "counters.mojo")
+    )
+    steps = {step for world in WORLDS for step in explored(world)[1]}
+    functions = {step.where.rpartition(" ")[2] for step in steps if step.place}
+    assert functions - defined == set()
+    ordered = {step.call for step in steps if step.order not in UNORDERED}
+    assert ordered - {*re.findall(r"\bdef (\w+)", flags)} == set()
+    located = {x.removesuffix("_offset") for x in defined}
+    assert RANK_WORDS - located == set()
+    header = {x.lower() for x in re.findall(r"    comptime ([A-Z_]+) = \d+", counters)}
+    kept = {*HEADER, "blocks_arrived"}
+    assert kept - header == LOCAL_WORDS - kept - defined == set()
 
 
 @pytest.mark.parametrize("world", worlds.REFUSED, ids=id_of)
@@ -76,17 +92,6 @@ def test_program_that_must_not_be_run(world):
     """The model finds what is wrong with the orders that `protocol.md` forbids."""
     result = Machine(world).explore(max_states=2000, gives_up=True)
     assert result.failure is not None
-
-
-@pytest.mark.parametrize("world", worlds.STOPPED, ids=id_of)
-def test_program_that_a_launch_refuses(world):
-    """It never ends and uses no wrong value; without the check, it does."""
-    result = Machine(world).explore()
-    assert result.failure is None, str(result)
-    assert result.n_refused > 0 and result.n_ends == 0
-    caught = catches(NOT_REFUSED, world)
-    assert caught is not None and caught.failure is not None
-    assert caught.failure.prop == UNPUBLISHED
 
 
 @pytest.mark.parametrize("mutation", NAMED, ids=id_of)
