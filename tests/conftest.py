@@ -36,13 +36,13 @@ collect_ignore = [] if "MAX_EP_ENGINES" in os.environ else ["torch/test_engines.
 
 LONGEST = (
     "test_round_trip test_serve test_torch test_processes test_gpu_changed_import "
-    "test_stats test_codegen test_emulated test_model"
+    "test_stats test_codegen test_emulated test_mutations test_model"
 ).split()
 """Files that take minutes: first, so that no process waits for another at the end."""
 
 TOGETHER = [
     ["test_codegen", "test_codegen_resources"],
-    ["test_emulated", "test_emulated_experts", "test_experts"],
+    ["test_emulated", "test_mutations", "test_emulated_experts", "test_experts"],
     ["test_processes", "test_errors"],
 ]
 """Files that one process runs, for they read the same kernels, or run the same

@@ -100,7 +100,9 @@ def compiled(program: str) -> Path:
     folder = cache_dir() / "codegen" / name
 
     def make(path: Path) -> None:
-        said = run_mojo("run", *options, "-I", ".", str(PROGRAMS / program), str(folder))
+        said = run_mojo(
+            "run", *options, "-I", ".", str(PROGRAMS / program), str(folder)
+        )
         path.write_text(said)
 
     return kept(folder / "printed", make).parent

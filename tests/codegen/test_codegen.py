@@ -85,32 +85,6 @@ def test_system_scope(it):
 
 
 @kernels()
-def test_device_scope(it):
-    """Blocks meet in one `arrive`; what else they share is the failure record, and if
-    ranks mask what makes blocks agree on who is masked."""
-    ordered = [op.kind for op in it.kernel.ops if op.scope == "device"]
-    if not it.sends and not it.receives:
-        assert not ordered
-        return
-    assert ordered.count("atomic acq_rel device") == 1
-    relaxed = {"load relaxed device", "atomic relaxed device"}
-    relaxed |= {"store relaxed device"} if it.has("masks") else set()
-    assert set(ordered) == relaxed | {"atomic acq_rel device"}
-
-
-@kernels()
-def test_block_scope(it):
-    """Warps hand work on in shared memory by release and acquire, as PTX shows."""
-    kinds = {op.kind for op in it.kernel.ops if op.scope == "block"}
-    # By rank few choices are indexed by lanes, which need not be awaited.
-    hands_on = it.receives or it.sends_chunks
-    expected = {"store release block", "load acquire block"} if hands_on else set()
-    if it.is_by_rank and it.receives:
-        expected.add("atomic release block")  # Rows are counted by several warps.
-    assert kinds - {"atomic relaxed block"} == (expected if it.is_dispatch else set())
-
-
-@kernels()
 def test_every_wait_looks_at_the_clock(it):
     """A loop that waits for a peer has a deadline; what records readers polls less."""
     kinds = [f"load {order} system" for order in ("acquire", "relaxed", "volatile")]

@@ -14,4 +14,15 @@ from .mutations import Mutation, mutations
 from .races import Races
 from .trials import Trials
 
-__all__ = ["Clock", "Emulated", "Launch", "Memory", "Races", "TensorMap", "run"]
+__all__ = [
+    "Clock",
+    "Emulated",
+    "Launch",
+    "Memory",
+    "Mutation",
+    "Races",
+    "TensorMap",
+    "Trials",
+    "mutations",
+    "run",
+]

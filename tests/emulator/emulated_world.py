@@ -21,8 +21,10 @@ from tests.emulator.grid import IDLE_ROUNDS, IDLE_ROUNDS_FOR_EVER
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
-SPLIT = ("many", "shared", "expert")
-"""Groups whose launches only send or receive."""
+_SPLIT = ("many", "shared", "expert")
+_FUSED = "sums rows expert_shared fp8_sums masks drops work fp8 nvfp4".split()
+FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
+"""The groups of `emulated.mojo`, and which launches they have."""
 
 
 @functools.cache
@@ -98,7 +100,7 @@ class World:
         self.has_sums = s.protocol % MASKS_BIT in (3, 7)
         self.memory, self.clock = Memory(1 << 24), Clock()
         self.timeout_ms = timeout_ms
-        self.forms = ("_async", "_wait") if name in SPLIT else ("",)
+        self.forms = FORMS[name]
         self.queues: dict[int, list] | None = None
         self.finds_races = finds_races
         ranks = range(s.n_ranks)
@@ -244,13 +246,13 @@ class World:
             self.run(f"dispatch{form}", params)
         return outputs
 
-    def combine(self, outputs, weights, forms=None):
-        """Runs the experts, then a combine; returns where each rank's results are, and
-        how many."""
+    def combine(self, outputs, weights, forms=None, n_rows=None):
+        """Runs the experts, then a combine, which is given `n_rows` if not all; returns
+        where each rank's results are, and how many."""
         s, memory = self.sizes, self.memory
         params, results = {}, {}
         for rank, output in outputs.items():
-            given = [output.made, output.n_rows_max]
+            given = [output.made, n_rows or output.n_rows_max]
             n = self.n_tokens[rank]
             results[rank] = memory.allocate(max(1, n * s.hidden * 2)), n
             router = memory.put(weights[rank].astype(np.float32).tobytes())
@@ -289,6 +291,10 @@ class Output:
         offsets = memory.array(self.offsets, np.uint32, s.n_local + s.is_shared + 1)
         n_rows = int(offsets[-1])
         info = memory.array(self.src_info, np.int32, n_rows, 2)
+        n = s.n_local + s.is_shared
+        if n_rows:
+            ids = memory.array(self.expert_ids, np.int32, n)
+            np.testing.assert_array_equal(ids, range(n))
         return offsets, self.world.numbers(self.rows, n_rows), info
 
     def run_experts(self) -> None:

@@ -266,7 +266,7 @@ def run(
         is_busy = False
         for warp in warps:
             late = 0
-            if not n_idle:  # Else only who is slow or late has not been seen to poll.
+            if not n_idle:  # When all poll, a slow or late one may go on.
                 if warp.is_slow and random_.random() > SLOW_TURNS:
                     continue
                 if random_.random() < late_share:

@@ -2,28 +2,27 @@
 """Breaks a kernel on purpose, at one line of its source at a time.
 
 A mutation changes all instructions that the compiler made of a line, in one chain of
-calls. What a line does is made weaker, left out, or moved by one.
+calls: an order is made weaker, a scope narrower, a wait is left out, or it is content
+with the generation before.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from max_ep.extension import mojo_dir
 from tests.codegen.assembly import Kernel, Op
 
 WEAKER = {
     "acq_rel": ["acquire", "release"],
     "acquire": ["relaxed"],
     "release": ["relaxed"],
-    "relaxed": [""],
-    "volatile": [""],
 }
 NARROWER = {"sys": "gpu", "gpu": "cta"}
-BOUNDS = {"lt": "le", "gt": "ge", "lo": "ls", "hi": "hs"}
-BOUNDS |= {looser: stricter for stricter, looser in BOUNDS.items()}
 SCRATCH = {32: "%r99999", 64: "%rd99999"}
 """Registers that no compiler uses."""
 OUTER = "device/kernel.mojo"
@@ -37,7 +36,19 @@ class Mutation:
     """The line of source and its callers, the innermost first."""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {' < '.join(self.place)}"
+        lines = [f"{x} `{line_of(x)}`" for x in self.place]
+        return f"{self.kind}: {' < '.join(lines)}"
+
+
+@functools.cache
+def _lines(file: str) -> list[str]:
+    return (mojo_dir() / "max_ep" / file).read_text().splitlines()
+
+
+def line_of(place: str) -> str:
+    """Returns the text of a place, which is a file and the number of a line."""
+    file, _, number = place.rpartition(":")
+    return _lines(file)[int(number) - 1].strip()
 
 
 def place_of(op: Op) -> tuple[str, ...]:
@@ -78,49 +89,29 @@ def _changes(op: Op, awaited: set[str]) -> Iterator[tuple[str, list[Op]]]:
     def named(*words: str) -> list[Op]:
         return [replace(op, text=f"{'.'.join([how, *words])} {rest}")]
 
-    if op.what in ("load", "store", "atomic"):
-        if op.space in ("param", "local"):
-            return
-        order = next((x for x in kinds if x in WEAKER), "")
-        for weaker in WEAKER.get(order, [] if order else ()):
-            if weaker or op.what != "atomic":
-                words = [x for x in kinds if weaker or x not in ("sys", "gpu", "cta")]
-                words = [weaker if x == order else x for x in words]
-                yield f"{weaker or 'plain'} instead of {order}", named(*filter(None, words))
-        scope = next((x for x in kinds if x in NARROWER), "")
-        if order in ("acq_rel", "acquire", "release") and scope:
+    order = next((x for x in kinds if x in WEAKER), "")
+    if order:
+        for weaker in WEAKER[order]:
+            words = [weaker if x == order else x for x in kinds]
+            yield f"{weaker} instead of {order}", named(*words)
+        if scope := next((x for x in kinds if x in NARROWER), ""):
             words = [NARROWER[scope] if x == scope else x for x in kinds]
             yield f"scope {NARROWER[scope]} instead of {scope}", named(*words)
-        place, end = re.search(r"\[([^\]]*)\]", rest)[1], rest.index("]")
-        base, _, offset = place.partition("+")
-        moved = f"[{base}+{int(offset or 0) + op.n_bytes}]"
-        yield "one element on", [replace(op, text=op.text.replace(f"[{place}]", moved))]
-        if op.what == "store":
-            yield "left out", []
-            value = rest[end + 1 :].lstrip(", ").strip()
-            if "{" not in value and op.n_bytes in (4, 8) and op.space != "shared":
-                yield from _older(op, value, 8 * op.n_bytes, "stored")
-        elif how == "red":
-            yield "left out", []
-    elif how == "bar" or how == "barrier":
-        yield "left out", []
     elif how == "setp":
-        compare, kind = kinds[0], kinds[-1]
-        if compare in BOUNDS and kind[0] != "f":
-            yield "bound", named(BOUNDS[compare], *kinds[1:])
+        kind = kinds[-1]
         of = [x.strip() for x in rest.split(",")][1:]
         fixed = [x for x in of if x not in awaited]
         if len(of) == 2 and len(fixed) == 1 and kind[0] in "bsu":
-            yield from _older(op, fixed[0], int(kind[1:]), "wanted")
+            yield from _older(op, fixed[0], int(kind[1:]))
 
 
-def _older(op: Op, value: str, bits: int, what: str) -> Iterator[tuple[str, list[Op]]]:
+def _older(op: Op, value: str, bits: int) -> Iterator[tuple[str, list[Op]]]:
     """Yields an operation with the generation before, in the lower or upper half."""
     for by, half in ((1, "lower"), (1 << 32, "upper")):
         if by >> bits:
             continue
         begin, _, end = op.text.rpartition(value)
-        name = f"{what}: generation before" + f", {half} half" * (bits == 64)
+        name = "wanted: generation before" + f", {half} half" * (bits == 64)
         if value[0] == "%" and value[1:3] != "p_" and value.strip("%rsd").isdigit():
             scratch = SCRATCH[bits]
             less = replace(op, text=f"add.s{bits} {scratch}, {value}, {-by}", what="")
@@ -142,7 +133,7 @@ def _awaited(kernel: Kernel) -> set[str]:
             if how in ("setp", "st", "bra", "shfl", "vote", "selp") or not registers:
                 continue
             if how == "ld" and (op.order or "b128" in name):
-                found.update(registers[:-1] if how == "ld" else registers)
+                found.update(registers[:-1])
             elif how in ("ld", "atom", "red"):
                 continue
             elif how == "mov" and "word" in rest:
@@ -154,9 +145,14 @@ def _awaited(kernel: Kernel) -> set[str]:
 
 
 def _exits(kernel: Kernel) -> Iterator[tuple[int, int]]:
-    """Finds the branches out of loops that poll, and where they lead."""
+    """Finds the branches out of loops that only poll, and where they lead."""
     polls = kernel.find(lambda op: op.what == "load" and bool(op.order))
     for loop in kernel.smallest_loops(polls):
+        ops = [kernel.ops[i] for i in loop.body]
+        if any(
+            op.what == "atomic" or op.what == "store" and not op.order for op in ops
+        ):
+            continue
         for i in loop.body:
             op = kernel.ops[i]
             out = [x for x in op.successors if x not in loop.body]

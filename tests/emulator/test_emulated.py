@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 
 from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
-from tests.codegen.kernels import mojo_constant
-from tests.emulator.emulated_world import World, bf16, rows_of, words
+from tests.codegen.kernels import counter_word, mojo_constant
+from tests.emulator.emulated_world import FORMS, World, bf16, rows_of, words
 from tests.oracle.row_layouts import kept_rows
 
 MASKED_MS = 150
-DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS, TOO_MANY_ROWS = (
+RECEIVE = int(mojo_constant("RECEIVE", "max_ep/protocol/failures.mojo"))
+N_FAILURE_WORDS = int(mojo_constant("N_FAILURE_WORDS", "max_ep/protocol/counters.mojo"))
+DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS, TOO_MANY_ROWS, WRONG_COUNTERS = (
     int(mojo_constant(name, "max_ep/protocol/failures.mojo"))
-    for name in "DROPPED BAD_SOURCE NO_MESSAGE OTHER_ROWS TOO_MANY_ROWS".split()
+    for name in (
+        "DROPPED BAD_SOURCE NO_MESSAGE OTHER_ROWS TOO_MANY_ROWS WRONG_COUNTERS".split()
+    )
 )
 
 
@@ -86,6 +90,13 @@ def check_header(world, ranks, step):
             assert world.word(rank, f"{phase}_RECEIVED") == step
         for name in ("BROKEN", "FAILURE", "BLOCKS_ARRIVED"):
             assert world.word(rank, name) == 0, name
+
+
+def failure(world, rank) -> list[int]:
+    """What a rank has recorded: code, phase, missing rank, expert or row, the wanted
+    and the found generation, and two numbers."""
+    at = world.counters[rank] + 4 * counter_word("FAILURE")
+    return world.memory.array(at, np.int32, N_FAILURE_WORDS).tolist()
 
 
 def check_done_words(world, step):
@@ -276,13 +287,47 @@ def test_rows_that_do_not_fit_are_dropped():
 
 @pytest.mark.parametrize("name", ["sums", "rows", "expert", "expert_shared"])
 def test_rows_that_do_not_fit_are_refused(name):
-    """A refused dispatch writes no rows."""
+    """A refused dispatch writes no rows. A combine takes no fewer than there are."""
+    world = World(name)
+    # Without tokens a rank awaits nobody, once it has refused to send.
+    tokens, ids, weights = draw(world.sizes, [0, 4, 5], 3, n_wrong=0)
+    outputs = world.dispatch(tokens, ids, weights)
+    world.finds_races = False
+    n_rows = outputs[0].n_rows_max
+    world.combine({0: outputs[0]}, weights, n_rows=n_rows - 1)
+    code, *_, n_needed, n_given = failure(world, 0)
+    assert (code, n_needed, n_given) == (TOO_MANY_ROWS, n_rows, n_rows - 1)
+    assert world.word(0, "BROKEN")
     world = World(name)
     tokens, ids, weights = draw(world.sizes, [5, 4, 5], 3, n_wrong=0)
     outputs = world.dispatch(tokens, ids, weights, n_rows_max=3)
     assert len(sum(rows_of(0, ids, world.sizes), [])) > 3
     assert world.word(0, "FAILURE") == TOO_MANY_ROWS
     assert not outputs[0].read()[0].any()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_broken_rank_does_nothing(name):
+    """Nor does one whose counters are those of another group, which it records."""
+    for word, number in (("BROKEN", 1), ("GROUP", -1)):
+        # Two threads fill the halves of a word: the detector has no smaller ones.
+        world = World(name, finds_races=False)
+        memory = world.memory
+        at = world.counters[0] + 4 * counter_word(word)
+        memory.stores[4](at, number & 0xFFFF_FFFF)
+        tokens, ids, weights = draw(world.sizes, [2, 0, 0], 1)
+        regions = [bytes(memory.bytes[x:][: world.sizes.region]) for x in world.regions]
+        outputs = world.dispatch(tokens, ids, weights, ranks=[0])
+        assert not outputs[0].read()[0].any()
+        if name not in ("fp8", "nvfp4"):
+            results = world.combine(outputs, weights)
+            assert np.isnan(world.numbers(*results[0])).all()
+        for at, before in zip(world.regions, regions):
+            assert memory.bytes[at : at + len(before)] == before
+        if word == "GROUP":
+            found = [WRONG_COUNTERS, -1, counter_word("GROUP"), 0, 0, number]
+            record = failure(world, 0)
+            assert [record[0], *record[2:7]] == found
 
 
 @pytest.mark.parametrize("n_tokens", [4, 257])
@@ -305,7 +350,9 @@ def test_what_does_not_come_is_not_used(n_tokens):
         ]
         memory.bytes[places[-1] : places[-1] + 8] = words(0)
     world.dispatch(tokens, ids, weights, ["_wait"], ranks=[1])
-    assert world.word(1, "FAILURE") == NO_MESSAGE and world.word(1, "BROKEN")
+    code, phase, missing_rank, _, wanted, *_ = failure(world, 1)
+    assert (code, phase, missing_rank, wanted) == (NO_MESSAGE, RECEIVE, 0, 1)
+    assert world.word(1, "BROKEN")
 
 
 @pytest.mark.parametrize("word, number", [(0, 5), (0, -1), (1, 3), (1, -1)])

@@ -14,8 +14,8 @@ from tests.codegen.assembly import Kernel, Op
 
 from .mutations import Mutation, mutations
 
-MOST_SECONDS = 4
-"""Of a processor, after which a forked process counts as one that does not end."""
+MOST_SECONDS = 6
+"""Processor time after which a forked process counts as one that does not end."""
 
 
 class Trials:

@@ -240,7 +240,11 @@ def reduce_tokens(a: Agent, t: int) -> None:
         if a.world.experts_of(a.rank):
             a.load(("received_rows", a.rank, a.rank, t), ("row", n, a.rank, t))
         places = [
-            (("partial", owner, t), _partial(a, a.rank, owner, t), ("partial", m, owner))
+            (
+                ("partial", owner, t),
+                _partial(a, a.rank, owner, t),
+                ("partial", m, owner),
+            )
             for owner in a.world.ranks
         ]
         are_there = [x in owners and x != a.rank for x in a.world.ranks]

@@ -2,7 +2,8 @@
 """How launches of dispatch by expert and of combine of rows begin and end.
 
 Each block is counted when it has ended; the last one advances the generations, and
-publishes what was read. A word of each kind is sent: a count, and a message with a flag.
+publishes what was read. A word of each kind is sent: a count, and a message with a
+flag.
 """
 
 from .launches import FUSED, THRICE_EACH, Agent, Launch, World, replays
@@ -87,7 +88,9 @@ def _receive_message(a: Agent) -> None:
     items = a.world.received_messages(n, a.rank)
     for src, t, k, expert, slot in (items[i] for i in a.of_block(len(items))):
         meant, place = ("message", n, src, t, k), (expert, src, slot)
-        await_message(a, ("message_flag", a.rank, "dispatch", *place), generation, meant)
+        await_message(
+            a, ("message_flag", a.rank, "dispatch", *place), generation, meant
+        )
         a.load(("dispatch_message", a.rank, *place), meant)
 
 
@@ -154,9 +157,7 @@ _ROUTING: tuple = ((((0, 1),), ((0, 0),)), (((1, 1),), ()))
 _ROWS = dict(model="lifecycle_by_expert", protocol="by_expert")
 
 WORLDS = [
-    World(
-        "by expert", program=THRICE_EACH, routing=_ROUTING, n_blocks=2, **_ROWS
-    )
+    World("by expert", program=THRICE_EACH, routing=_ROUTING, n_blocks=2, **_ROWS)
 ]
 TINY = [
     World(

@@ -98,7 +98,9 @@ def share(a: Agent) -> None:
 
 def await_inline(a: Agent) -> None:
     n, _ = a.next("dispatch_received")
-    items = [(src, t) for src in a.world.ranks for t in a.world.arriving(n, src, a.rank)]
+    items = [
+        (src, t) for src in a.world.ranks for t in a.world.arriving(n, src, a.rank)
+    ]
     for src, t in (items[i] for i in a.of_block(len(items))):
         place = ("inline_token", a.rank, src, t)
         a.load_relaxed(place, ("filled",), ("token", n, src, t))

@@ -181,7 +181,8 @@ HARMLESS = {
     # A count is published after it by the same thread, and taken before it is read.
     "relaxed instead of more: publish(dispatch_n_tokens) in CPU: _publish_counts",
     "generation 1 for ever: publish(dispatch_n_tokens) in CPU: _publish_counts",
-    "relaxed instead of more: load_acquire_sys(dispatch_n_tokens) in CPU: _place_tokens",
+    "relaxed instead of more: load_acquire_sys(dispatch_n_tokens) in CPU: "
+    "_place_tokens",
     # CPU ranks read the choice of a dispatch message, not its generation.
     "generation 1 for ever: store(message_flag) in CPU: send_some",
     # CPU ranks find it after the counts, and do not read it.

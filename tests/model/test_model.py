@@ -68,7 +68,7 @@ def test_protocol_holds(world):
 
 
 def test_names_are_those_of_mojo():
-    """Of functions whose steps are taken, of calls in `flags.mojo`, and of words."""
+    """Compares functions whose steps are taken, calls in `flags.mojo`, and words."""
     sources = {x: x.read_text() for x in (mojo_dir() / "max_ep").rglob("*.mojo")}
     defined = {x for s in sources.values() for x in re.findall(r"\bdef (\w+)", s)}
     flags, counters = (

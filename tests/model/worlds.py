@@ -104,8 +104,8 @@ sent twice, received never | TWO_RANKS | dict(program=(SEND, SEND, WAIT, WAIT)) 
 )
 """Programs that must not be run: that the model says why is a test of it.
 
-The number of tokens is kept for two dispatches, by parity. No place is left, and nobody reads:
-the rank waits for itself.
+The number of tokens is kept for two dispatches, by parity. No place is left, and nobody
+reads: the rank waits for itself.
 """
 
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each order and each wait of a GPU kernel is made weaker; a test notices.
+
+Each mutation changes the assembly of one line of the source, with its callers. Checks
+of `test_emulated.py` run until one fails. Part of the mutations is drawn for each state
+of the sources; `make test-all` has all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from max_ep.extension import sources_hash
+from tests.children import ALL_CASES
+from tests.codegen.assembly import parse_ptx
+from tests.emulator import Mutation, Trials, mutations
+from tests.emulator import test_emulated as checks
+from tests.emulator.emulated_world import FORMS, World, text_of
+from tests.emulator.harmless import HARMLESS
+
+SEED = os.environ.get("MAX_EP_FUZZ_SEED", sources_hash())
+TRIED = "sums expert rows shared drops many".split()
+N_WORLDS, N_OF_WORLD = (len(TRIED), 10**6) if ALL_CASES else (2, 25)
+"""How many worlds are drawn, and how many of the mutations in each."""
+
+CHECKS: list[tuple[str, Callable[[], None]]] = [
+    (name, functools.partial(check, *given))
+    for name, check, *given in (
+        ("sums", checks.test_rows_and_results, "sums"),
+        ("expert", checks.test_rows_and_results, "expert"),
+        ("rows", checks.test_rows_and_results, "rows"),
+        ("fp8_sums", checks.test_variants, "fp8_sums"),
+        ("expert_shared", checks.test_variants, "expert_shared"),
+        ("shared", checks.test_variants, "shared"),
+        ("nvfp4", checks.test_tokens_are_quantized, "nvfp4"),
+        ("fp8", checks.test_tokens_are_quantized, "fp8"),
+        ("drops", checks.test_rows_that_do_not_fit_are_dropped),
+        ("masks", checks.test_two_ranks_are_masked_at_once),
+        ("masks", checks.test_a_rank_that_waits_is_not_masked),
+        ("masks", checks.test_a_rank_is_masked_and_comes_back),
+        ("many", checks.test_tokens_in_chunks),
+        ("many", checks.test_what_does_not_come_is_not_used, 4),
+        ("many", checks.test_what_does_not_come_is_not_used, 257),
+        ("many", checks.test_sums_are_those_of_the_last_dispatch),
+        ("rows", checks.test_sources_that_cannot_be_are_refused, 0, 5),
+        ("work", checks.test_all_blocks_share_work),
+        *(
+            (name, checks.test_rows_that_do_not_fit_are_refused, name)
+            for name in ("sums", "rows", "expert", "expert_shared")
+        ),
+        *((name, checks.test_a_broken_rank_does_nothing, name) for name in FORMS),
+    )
+]
+WORLDS = list(dict.fromkeys(name for name, _ in CHECKS))
+
+
+@functools.cache
+def mutations_of(world: str) -> frozenset[Mutation]:
+    """All mutations of the kernels of a world."""
+    found: set[Mutation] = set()
+    for phase in ("dispatch", "combine"):
+        for form in FORMS[world]:
+            if phase == "dispatch" or world not in ("fp8", "nvfp4"):
+                found |= {*mutations(parse_ptx(text_of(f"{phase}{form}.{world}")))}
+    return frozenset(found)
+
+
+def owned_by(world: str) -> list[Mutation]:
+    """The mutations that no world before this one has."""
+    before = WORLDS[: WORLDS.index(world)]
+    return sorted(mutations_of(world).difference(*map(mutations_of, before)))
+
+
+def drawn(world: str) -> list[Mutation]:
+    owned = [m for m in owned_by(world) if not any(x.has(m) for x in HARMLESS)]
+    return random.Random(f"{SEED} {world}").sample(owned, min(N_OF_WORLD, len(owned)))
+
+
+def unnoticed(tried: list[Mutation], world: str) -> list[Mutation]:
+    """Runs checks until all mutations are noticed, those of their own world first."""
+    trials = Trials(tried)
+    for name, check in sorted(CHECKS, key=lambda x: x[0] != world):
+        left = [m for m in tried if m not in trials.caught]
+        if mutations_of(name).isdisjoint(left):
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(World, "trials", trials)
+            trials.run(check)
+    return [m for m in tried if m not in trials.caught]
+
+
+@pytest.mark.parametrize("world", random.Random(SEED).sample(TRIED, N_WORLDS))
+def test_orders_and_waits_matter(world):
+    """Fails where a world or a check is missing; see `harmless.py` for the others."""
+    left = unnoticed(drawn(world), world)
+    assert not left, "\n".join(map(str, left))
+
+
+@pytest.mark.parametrize("entry", HARMLESS, ids=lambda x: f"{x.file}: {x.line}")
+def test_harmless_is_what_is_there_and_not_noticed(entry):
+    """An entry that has no line any more is stale, as is one that a check notices."""
+    of_worlds = {
+        world: [m for m in owned_by(world) if entry.has(m)] for world in WORLDS
+    }
+    assert any(of_worlds.values()), "no kernel has such a line"
+    if ALL_CASES:
+        left = [unnoticed(tried, world) for world, tried in of_worlds.items() if tried]
+        assert any(left), "it is noticed"
