@@ -53,7 +53,7 @@ same-code: .venv/.installed-dev
 		$(foreach pair,$(RENAME),--rename '$(pair)')
 
 fuzz: .venv/.installed-dev
-	MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FUZZ_CASES=16 MAX_EP_FUZZ_EXAMPLES=400 \
+	MAX_EP_ALL_CASES=1 MAX_EP_FUZZ_SEED=$(SEED) MAX_EP_FUZZ_CASES=16 MAX_EP_FUZZ_EXAMPLES=400 \
 		$(BIN)/python -m pytest tests/cpu/test_fuzz.py
 
 faults: .venv/.installed-dev

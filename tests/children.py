@@ -23,7 +23,7 @@ WHERE_WE_IMPORT = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
 
 
 def ran(
-    *command: Any, timeout: float = 600, cwd: Path | None = None, **variables: str
+    *command: Any, timeout: float = 3600, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess:
     """Runs a command, and takes what it prints. Its environment is what Python takes it
     for: importing MAX sets variables that keep another Python from its packages."""

@@ -13,6 +13,9 @@ import pytest
 
 from tests.children import compiled_mojo
 
+# Tests compile on all cores at once, beside whatever else the machine does.
+os.environ.setdefault("MAX_EP_COMPILE_TIMEOUT_S", "3600")
+
 ALL_CORES = os.sched_getaffinity(0)
 """Cores of the whole test run."""
 
@@ -35,8 +38,8 @@ collect_ignore = [] if "MAX_EP_ENGINES" in os.environ else ["torch/test_engines.
 """`make test-engines` installs the engines that these need."""
 
 LONGEST = (
-    "test_round_trip test_serve test_torch test_processes test_gpu_changed_import "
-    "test_stats test_codegen test_emulated test_mutations test_model"
+    "test_round_trip test_torch test_emulated test_mutations test_processes "
+    "test_codegen test_faults test_serve test_gpu_changed_import test_model"
 ).split()
 """Files that take minutes: first, so that no process waits for another at the end."""
 
@@ -86,6 +89,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     reason=f"needs {n_wanted} GPUs, this machine has {n_there}"
                 )
             )
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    marks = [*item.iter_markers("skipif")]
+    return bool(item.get_closest_marker("skip")) or any(x.args[0] for x in marks)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -157,8 +165,9 @@ def one_module(request, session) -> Iterator[SimpleNamespace]:
     from tests.harness import Groups, selected
 
     module = Module()
-    files = dict.fromkeys(item.module for item in request.session.items)
-    for item in request.session.items:
+    items = [item for item in request.session.items if not is_skipped(item)]
+    files = dict.fromkeys(item.module for item in items)
+    for item in items:
         params = getattr(item, "callspec", SimpleNamespace(params={})).params
         selected.update((item.originalname, *item.fixturenames, params.get("name")))
     added = {

@@ -16,6 +16,7 @@ from max_ep import reference
 from max_ep.bench import cases, checks, peer_graphs, peer_torch, processes, runs
 from max_ep.bench.cases import Case, Config
 from max_ep.formats import BY_NAME
+from tests.children import slow
 
 DATA = runs.load(report.DATA)
 
@@ -211,7 +212,13 @@ def torch_layers(monkeypatch) -> tuple[peer_graphs.GraphPeer, Case]:
     return peer, Case(config, "products", 16, "uniform")
 
 
-@pytest.mark.parametrize("form", cases.EXPERTS["experts"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=[slow] * (form != "dispatched"))
+        for form in cases.EXPERTS["experts"]
+    ],
+)
 def test_layers_of_experts_are_compared(torch_layers, form):
     """Layers of torch's products pass; one element of the wrong sign does not."""
     peer, case = torch_layers
@@ -241,6 +248,7 @@ def test_layers_of_experts_are_compared(torch_layers, form):
         peer.check_layer(case, data, [Buffer.from_dlpack(rows)])
 
 
+@slow
 def test_a_chain_of_experts_is_its_layers(torch_layers):
     """To the bit, and each has its own choices."""
     peer, case = torch_layers

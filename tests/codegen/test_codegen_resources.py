@@ -7,6 +7,7 @@ import pytest
 
 from max_ep.extension import mojo_dir
 from max_ep.limits import MAX_GPU_PAIRS, MAX_RANKS
+from tests.children import slow
 from tests.codegen.assembly import amd_resources, nvidia_resources
 from tests.codegen.kernels import AMD, FOR_AMD, N_PAIRS, N_RANKS, compiled, kernels
 
@@ -94,6 +95,7 @@ def test_block_is_resident(it):
     assert n_registers * n_threads() <= NVIDIA_REGISTERS
 
 
+@slow
 @pytest.mark.parametrize("it", [f"by_expert {n}" for n in FOR_AMD], indirect=True)
 def test_amd_has_the_same_scopes(it):
     """Caches are written back by releases and emptied by acquires, as far as a scope

@@ -15,10 +15,13 @@ from max.graph import Module
 
 from max_ep.formats import BY_NAME
 from max_ep.limits import PROTOCOLS
+from tests.children import slow
 from tests.harness import Groups, assert_round_trip
 from tests.oracle.cases import BF16, F32, Case
 from tests.oracle.drawn import Inputs, make_inputs
 from tests.oracle.oracle import expected
+
+pytestmark = slow
 
 # Its first three groups have both protocols, both modes of combine, FP8, MXFP8, MXFP4,
 # all layouts of scales, quantized sums, tokens that are quantized already, padded rows,

@@ -84,6 +84,13 @@ def test_what_does_not_compile(arguments, words, tmp_path):
         run_mojo("run", "-I", ".", str(program))
 
 
+def test_a_compilation_that_takes_too_long_says_what_to_do(monkeypatch):
+    monkeypatch.setenv("MAX_EP_COMPILE_TIMEOUT_S", "0.001")
+    words = "--version took more than 0.001 seconds; set MAX_EP_COMPILE_TIMEOUT_S"
+    with raises(RuntimeError, words):
+        run_mojo("--version")
+
+
 @pytest.mark.gpu(1)
 def test_kernels_of_two_ranks_on_one_gpu():
     assert run("seeds_gpu.mojo") == "OK"

@@ -57,7 +57,7 @@ FORM_CASES = {
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
-# Compiling a case for CPU ranks takes ten seconds.
+# Compiling a case for CPU ranks takes seconds.
 SWEPT = {n: SMALL_CASES[n] for n in (SMALL_CASES if ALL_CASES else SMALL_CASES_OF_CI)}
 # `test_processes` has as large ones in bfloat16 and with sums.
 LARGE = {n: c for n, c in LARGE_CASES.items() if ALL_CASES or n == "large_fp8"}

@@ -367,6 +367,20 @@ def test_every_test_file_owns_a_claim():
         assert all(f"def {name}(" in source for name in re.findall(r"\w+", names)), file
 
 
+def test_what_only_test_all_runs_is_listed():
+    """A test that is skipped in `make test` has a row that says why."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (`test_.*?) \| ", text, re.M)
+    listed = re.findall(r"`(test_\w+\.py)`", " ".join(rows))
+    files = {path.name: path for path in (ROOT / "tests").rglob("*.py")}
+    is_slow = re.compile(r"^from tests\.children import .*\b(slow|ALL_CASES)\b", re.M)
+    using = {name for name, path in files.items() if is_slow.search(path.read_text())}
+    # What helpers leave out, these files run.
+    of_helpers = {"faults.py": "test_faults.py", "scenarios.py": "test_processes.py"}
+    of_helpers["kernels.py"] = "test_codegen_resources.py"
+    assert set(listed) == {of_helpers.get(name, name) for name in using}
+
+
 def quoted_errors() -> list[str]:
     """The first cells of the tables of errors."""
     text = (DOCS / "troubleshooting.md").read_text()

@@ -9,7 +9,7 @@ from max.gpu.host import get_gpu_target
 from max_ep.device.kernel import Kernel, kernel_entry
 from max_ep.protocol.arguments import InputScales
 from std.compile import compile_info
-from std.sys import argv
+from std.sys import argv, is_defined
 
 
 def _write[
@@ -33,7 +33,8 @@ def emit[
 
 
 def emit_amd[F: TrivialRegisterPassable, //, kernel: F](name: String) raises:
-    _write[kernel, "gfx942", "asm"](String(argv()[1], "/gfx942.", name, ".s"))
+    comptime if not is_defined["NVIDIA_ONLY"]():
+        _write[kernel, "gfx942", "asm"](String(argv()[1], "/gfx942.", name, ".s"))
 
 
 def emit_phase[

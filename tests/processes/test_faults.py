@@ -31,7 +31,7 @@ from max_ep.processes.membership import (
 from max_ep.processes.messages import said
 from max_ep.processes.notes import _LOG_BYTES, Notes
 from max_ep.processes.sockets import Answering, group_name, listen
-from tests.children import names_of
+from tests.children import names_of, slow
 from tests.errors import raises
 from tests.processes.faults import (
     ALL,
@@ -54,7 +54,7 @@ from tests.processes.processes import Engine
 pytestmark = pytest.mark.usefixtures("all_cores")
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-*_, BY_RANK, SUMS = MASKING
+BY_RANK, *_, SUMS = [*MASKING][-2:] * 2
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +88,26 @@ def test_the_program_of_the_page(group):
         assert max(counts) > 0 and counts[0] == counts[-1] == 0
 
 
-@pytest.mark.parametrize("phase", PHASES)
+RECONCILED = (KILL, 30), (STOP, 60), (STOP, 140)
+
+
+def _slow_but(first: object, *others: object) -> list:
+    return [first, *(pytest.param(x, marks=slow) for x in others)]
+
+
+@pytest.mark.parametrize("phase", _slow_but(*PHASES[::-1]))
 def test_a_stopped_rank_is_masked_and_rejoins(group, phase):
     """It finishes its step alone, later, with its own tokens right or flagged."""
     rank = PHASES.index(phase)
     group.survive([SUMS, BY_RANK][rank % 2], Fault(rank, STOP, phase))
 
 
-@pytest.mark.parametrize("phase", PHASES[1:3])
+@pytest.mark.parametrize("phase", _slow_but(*PHASES[1:3]))
 def test_a_killed_rank_is_masked_and_restarts(group, phase):
     group.survive(BY_RANK, Fault(3, KILL, phase))
 
 
+@slow
 def test_two_at_once(group):
     """In different phases: one time-out is enough for both."""
     faults = Fault(0, STOP, "dispatch_wait"), Fault(2, STOP, "combine_wait")
@@ -126,13 +134,16 @@ def test_one_rank_masks_another(group):
 
 
 @pytest.mark.parametrize(
-    "how, line", [(KILL, 30), (KILL, 110), (STOP, 60), (STOP, 140)]
+    "how, line",
+    [(KILL, 110), *(pytest.param(*x, marks=slow) for x in RECONCILED)],
 )
 def test_a_rank_is_lost_in_reconcile(group, how, line):
     group.survive(SUMS, Fault(line % 4, how, RECONCILE, line=line))
 
 
-@pytest.mark.parametrize("how, line", [(KILL, 400), (STOP, 150)])
+@pytest.mark.parametrize(
+    "how, line", [(KILL, 400), pytest.param(STOP, 150, marks=slow)]
+)
 def test_a_rank_is_lost_as_it_joins(group, how, line):
     """And another one in the same reconcile()."""
     group.survive(BY_RANK, Fault(line % 4, how, JOIN, line=line))

@@ -83,7 +83,6 @@ UNCOMMON = "tiny_uncommon"
 
 # GPUs, ranks of the CPU, size of the model, flags.
 WHERE = {
-    "four_ranks_of_the_cpu": (0, 4, UNCOMMON),
     "one_gpu": (1, 0, "small"),
     "one_gpu_minimax": (1, 0, "minimax_small"),
     "one_gpu_captured": (1, 0, "small", CAPTURED_DECODE),
@@ -96,6 +95,7 @@ WHERE = {
 }
 
 if ALL_CASES:
+    WHERE["four_ranks_of_the_cpu"] = (0, 4, UNCOMMON)
     WHERE["four_ranks_of_the_cpu_plain"] = (0, 4, "tiny")
     WHERE["four_ranks_of_the_cpu_fp8"] = (0, 4, "tiny", FP8)
     WHERE["four_ranks_of_the_cpu_placed"] = (0, 4, "tiny", PLACEMENT_VARIABLE)
@@ -361,13 +361,17 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
     "where, size, wanted",
     [
         # One of the two layers has experts, and each GPU dispatches and combines.
-        ("two_gpus", "deepseek_tiny", TWO_LAYERS | dict(balance_ids=2)),
+        pytest.param(
+            "two_gpus", "deepseek_tiny", TWO_LAYERS | dict(balance_ids=2), marks=slow
+        ),
         # Two layers on two GPUs, with replicas of busy experts.
         ("two_gpus", "tiny", PLACED),
         # The router is an op of ours.
         pytest.param("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2), marks=slow),
         ("one_gpu", "tiny_wide", IN_PLACE | dict(softmax_top_k=2)),
-        ("one_gpu", "tiny_wide_fp8", TWO_LAYERS | dict(softmax_top_k=2)),
+        pytest.param(
+            "one_gpu", "tiny_wide_fp8", TWO_LAYERS | dict(softmax_top_k=2), marks=slow
+        ),
         # The routers' biases are bfloat16 in the checkpoint, float32 in the graph.
         pytest.param("one_gpu", "minimax_tiny", TWO_LAYERS, marks=slow),
         ("two_ranks_of_the_cpu", "minimax_tiny", SPLIT_ON_TWO_RANKS),

@@ -22,12 +22,13 @@ pytestmark = pytest.mark.usefixtures("all_cores")
 
 MORE_RANKS = [2, *(pytest.param(n, marks=slow) for n in (1, 4, 8))]
 
-# Each number of ranks compiles kernels of its own for them.
+# Each number of ranks, format and call compiles libraries of its own.
 NORMAL = ["normal"] * ALL_CASES
-HEALTHY = ["low_latency", "compiled", "normal", "normal_fp8"]
+HEALTHY = ["low_latency", "compiled", "normal", *["normal_fp8"] * ALL_CASES]
+KINDS = ["bf16", "round", "ue8m0"] if ALL_CASES else ["ue8m0"]
 RUNS = {
     1: (["low_latency", *NORMAL], ["bf16"]),
-    2: (HEALTHY, ["bf16", "round", "ue8m0"]),
+    2: (HEALTHY, KINDS),
     4: (["low_latency", *NORMAL, "other_arguments"], ["bf16", "fp8"]),
     8: (["low_latency", *NORMAL], ["bf16"]),
 }
@@ -44,8 +45,8 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.parametrize(
     "n_ranks, place",
     [
-        *((n, "cpu") for n in (2, 4)),
-        *(pytest.param(n, "cpu", marks=slow) for n in (1, 8)),
+        (2, "cpu"),
+        *(pytest.param(n, "cpu", marks=slow) for n in (1, 4, 8)),
         *(pytest.param(n, "gpu", marks=pytest.mark.gpu(1)) for n in (1, 2, 4, 8)),
     ],
     indirect=["place"],
@@ -74,8 +75,8 @@ def test_scenarios(
 @pytest.mark.parametrize(
     "phase, place",
     [
-        *((p, "cpu") for p in ("dispatch_wait", "combine")),
-        *(pytest.param(p, "cpu", marks=slow) for p in ("dispatch", "combine_wait")),
+        ("dispatch_wait", "cpu"),
+        *(pytest.param(p, "cpu", marks=slow) for p in PHASES if p != "dispatch_wait"),
         *(pytest.param(p, "gpu", marks=pytest.mark.gpu(1)) for p in PHASES),
     ],
     indirect=["place"],
@@ -90,6 +91,11 @@ def test_killed(phase: str, place: str, tmp_path: Path, monkeypatch) -> None:
     assert caught.value.failures[1] == "died without a result (exit code -9)"
 
 
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param("cpu", marks=slow), pytest.param("gpu", marks=pytest.mark.gpu(1))],
+    indirect=True,
+)
 @pytest.mark.parametrize("n_ranks", MORE_RANKS)
 def test_deep_ep(place: str, n_ranks: int, tmp_path: Path) -> None:
     """Programs of vLLM, SGLang and Megatron-core, as far as they call it."""
