@@ -16,14 +16,14 @@ from max.engine import InferenceSession, Model
 from max.pipelines.architectures.qwen3.arch import qwen3_moe_arch
 from max.pipelines.architectures.qwen3.model import Qwen3Model
 
-from max_ep.serve.model import using_max_ep
+from max_ep.serve.replaced import replaced
 
 
 class Qwen3MoeModel(Qwen3Model):
     """MAX's, with matmuls that are right on Hopper."""
 
     def load_model(self, session: InferenceSession) -> Model:
-        with using_max_ep():
+        with replaced():
             return super().load_model(session)
 
     def _init_distributed_runtime(

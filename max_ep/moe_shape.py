@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models are served where, and the sizes of their MoE layers. It loads no MAX."""
+"""The sizes of a model's MoE layers. It loads no MAX."""
 
 from __future__ import annotations
 
@@ -7,25 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .limits import FP8_BLOCK, fp8_takes
-
-PLACES = ("the CPU", "one GPU", "several GPUs")
-
-SUPPORTED = {
-    "Qwen3MoeForCausalLM": PLACES,
-    "MiniMaxM2ForCausalLM": PLACES[:2],
-    "DeepseekV3ForCausalLM": PLACES[2:],
-}
-"""Where an architecture is served: the table of docs/serving.md."""
-
-
-def check_place(architecture: str, n_gpus: int) -> None:
-    """Refuses an architecture that is not served on so many GPUs; 0: the CPU."""
-    place, places = PLACES[min(n_gpus, 2)], SUPPORTED[architecture]
-    if place not in places:
-        raise ValueError(
-            f"{architecture} is not served on {place}, but on {' and '.join(places)}; "
-            "`max serve` without max_ep may serve it there"
-        )
 
 
 @dataclass(frozen=True)
@@ -42,19 +23,23 @@ class MoeShape:
     """Elements between an expert's two matmuls."""
     has_shared_expert: bool = False
     """Whether one expert of the same sizes has all tokens; it goes through dispatch."""
+    is_swiglu: bool = True
+    """Whether experts have plain SwiGLU, without biases."""
     has_fp8_blocks: bool = False
     """Whether matrices are in FP8 with a scale for each 128 x 128 elements."""
 
     def keeps_fp8(self, n_gpus: int) -> bool:
         """Returns whether experts stay in FP8, and tokens are dispatched in it; if not,
-        their weights are widened when they load, as those of all other layers."""
+        their weights are widened when they load, as those of all other layers. A
+        shared expert that goes through dispatch is one of them."""
         sizes = (2 * self.moe_dim, self.hidden_size), (self.hidden_size, self.moe_dim)
         fits = all(fp8_takes(n, k) for n, k in sizes)
-        return n_gpus == 1 and self.has_fp8_blocks and fits
+        return n_gpus > 0 and self.has_fp8_blocks and fits and self.is_swiglu
 
     @classmethod
     def of(cls, huggingface_config: Any) -> MoeShape:
         """Reads a checkpoint's ``config.json``, as transformers parses it."""
+        kinds = getattr(huggingface_config, "architectures", None) or [""]
         names = "n_routed_experts", "num_experts", "num_local_experts"
         found = [getattr(huggingface_config, name, None) for name in names]
         n_experts = next(filter(None, found), 0)
@@ -72,7 +57,9 @@ class MoeShape:
             moe_dim=getattr(huggingface_config, "moe_intermediate_size", None)
             or huggingface_config.intermediate_size,
             # Two or more are one wider expert, which MAX runs itself.
-            has_shared_expert=getattr(huggingface_config, "n_shared_experts", 0) == 1,
+            has_shared_expert=kinds[0] == "DeepseekV3ForCausalLM"
+            and huggingface_config.n_shared_experts == 1,
+            is_swiglu=kinds[0] != "GptOssForCausalLM",
             has_fp8_blocks=fp8_block(huggingface_config) == [FP8_BLOCK] * 2,
         )
 

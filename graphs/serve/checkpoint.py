@@ -3,8 +3,8 @@
 
     python -m graphs.serve.checkpoint FOLDER
 
-Of Qwen3-MoE, of MiniMax-M2 (``--size minimax_tiny``), or of DeepSeek-V3 (``--size
-deepseek``). With ``--dtype float8`` matrices are in blockwise FP8, as published.
+Of Qwen3-MoE, or of another architecture (``--size mixtral_tiny``). With ``--dtype
+float8`` matrices are in blockwise FP8, as published.
 What such a model says has no meaning, but it says it like any other model: the same
 graphs, kernels and memory as those of a trained checkpoint of its size. Its tokens are
 pieces of ASCII, so answers can be read and compared.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -132,6 +133,119 @@ DEEPSEEK_SIZES = {
 }
 """Fields of ``DeepseekV3Config``, by name of a size; others are DeepSeek-V3's."""
 
+_NARROW: dict[str, Any] = dict(
+    hidden_size=128,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_experts_per_tok=4,
+)
+
+_WITH_DENSE = _NARROW | dict(intermediate_size=256, moe_intermediate_size=64)
+
+OTHER_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral_tiny": (
+        "Mixtral",
+        _NARROW | dict(num_local_experts=8, head_dim=48),
+    ),
+    "qwen2_tiny": (
+        "Qwen2Moe",
+        _WITH_DENSE
+        | dict(
+            num_experts=16,
+            shared_expert_intermediate_size=96,
+            norm_topk_prob=True,
+            num_hidden_layers=3,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "olmoe_tiny": (
+        "Olmoe",
+        _NARROW | dict(num_experts=16, clip_qkv=0.7, attention_bias=True),
+    ),
+    "glm4_tiny": (
+        "Glm4Moe",
+        _WITH_DENSE
+        | dict(
+            head_dim=32,
+            n_routed_experts=16,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            routed_scaling_factor=2.5,
+            attention_bias=True,
+            use_qk_norm=True,
+        ),
+    ),
+    "gpt_oss_tiny": (
+        "GptOss",
+        _NARROW | dict(head_dim=32, num_local_experts=16, sliding_window=16),
+    ),
+    "hyv3_tiny": (
+        "HYV3",
+        _WITH_DENSE | dict(head_dim=32, num_experts=16, router_scaling_factor=1.5),
+    ),
+    "laguna_tiny": (
+        "Laguna",
+        _WITH_DENSE
+        | dict(
+            head_dim=32,
+            num_experts=16,
+            num_hidden_layers=3,
+            num_attention_heads_per_layer=[4, 2, 6],
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            sliding_window=16,
+            shared_expert_intermediate_size=96,
+            moe_routed_scaling_factor=2.5,
+            moe_router_logit_softcapping=3.0,
+        ),
+    ),
+    "qwen3_vl_tiny": (
+        "Qwen3VLMoe",
+        _WITH_DENSE | dict(head_dim=32, num_experts=16),
+    ),
+}
+"""By name of a size: what transformers' classes of the architecture begin with, and
+fields of its config. Where a field is special, it has an uncommon value."""
+
+_FOR_GPUS: dict[str, dict[str, Any]] = {
+    "mixtral": dict(intermediate_size=512, head_dim=128),
+    "qwen2": dict(moe_intermediate_size=512, shared_expert_intermediate_size=768),
+    "olmoe": dict(intermediate_size=512),
+    "glm4": dict(moe_intermediate_size=512, head_dim=128),
+    "gpt_oss": dict(intermediate_size=512, head_dim=64),
+    "hyv3": dict(moe_intermediate_size=512, head_dim=128),
+    "laguna": dict(
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=768,
+        head_dim=128,
+        num_attention_heads_per_layer=[16, 8, 32],
+    ),
+}
+"""Fields for GPUs, whose matmuls MAX does not compile for tiny models."""
+
+OTHER_SIZES |= {
+    f"{name}_small": (
+        OTHER_SIZES[f"{name}_tiny"][0],
+        OTHER_SIZES[f"{name}_tiny"][1]
+        | dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4)
+        | fields,
+    )
+    for name, fields in _FOR_GPUS.items()
+}
+
+_VISION = dict(
+    depth=1,
+    hidden_size=32,
+    intermediate_size=32,
+    num_heads=2,
+    out_hidden_size=128,
+    num_position_embeddings=16,
+    deepstack_visual_indexes=[0],
+)
+"""Fields of ``vision_config`` of Qwen3-VL-MoE; images are not served."""
+
 _YARN = dict(
     rope_type="yarn",
     rope_theta=10000.0,
@@ -188,8 +302,9 @@ def make_tokenizer(*more_special: str) -> PreTrainedTokenizerFast:
 
 
 def make_checkpoint(folder: Path, size: str = "tiny", dtype: str = "float32") -> None:
-    """Writes a checkpoint of a key of :data:`SIZES`, :data:`MINIMAX_SIZES` or
-    :data:`DEEPSEEK_SIZES`, as ``save_pretrained`` does; float8: in blockwise FP8."""
+    """Writes a checkpoint of a key of :data:`SIZES`, :data:`MINIMAX_SIZES`,
+    :data:`DEEPSEEK_SIZES` or :data:`OTHER_SIZES`, as ``save_pretrained`` does; float8:
+    in blockwise FP8."""
     tokenizer = make_tokenizer(*(_THINKING if size in MINIMAX_SIZES else ()))
     tokenizer.save_pretrained(folder)
     common = dict(
@@ -208,6 +323,8 @@ def make_checkpoint(folder: Path, size: str = "tiny", dtype: str = "float32") ->
             first_k_dense_replace=1,
             rope_parameters=_YARN,
         )
+    elif size in OTHER_SIZES:
+        kind, config = _other(size, common)
     elif size in MINIMAX_SIZES:
         sizes = MINIMAX_SIZES[size]
         # Half of each head is rotated, as in MiniMax-M2.
@@ -231,7 +348,7 @@ def make_checkpoint(folder: Path, size: str = "tiny", dtype: str = "float32") ->
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         stored = "bfloat16" if dtype == "float8" else dtype
         model = kind._from_config(config, dtype=getattr(torch, stored))
-        if size in MINIMAX_SIZES:
+        if size in MINIMAX_SIZES or size in OTHER_SIZES:
             _draw_what_is_constant(model)
     model.save_pretrained(folder)
     if dtype == "float8":
@@ -260,18 +377,33 @@ def quantize_matrices(folder: Path) -> None:
         save_file(weights, path, {"format": "pt"})
 
 
+def _other(size: str, common: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns transformers' class of a key of :data:`OTHER_SIZES`, and a config."""
+    name, fields = OTHER_SIZES[size]
+    of_config = getattr(transformers, f"{name}Config")
+    if name != "Qwen3VLMoe":
+        config = of_config(**(common | {"bos_token_id": None} | fields))
+        return getattr(transformers, f"{name}ForCausalLM"), config
+    config = of_config(text_config=common | fields, vision_config=_VISION)
+    return transformers.Qwen3VLMoeForConditionalGeneration, config
+
+
 def _draw_what_is_constant(model: Any) -> None:
-    """Draws norms of heads, and what the router adds: else none would be missed."""
-    for layer in model.model.layers:
-        layer.mlp.e_score_correction_bias.normal_(std=0.1)
-        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            norm.weight.data.uniform_(0.5, 1.5)
+    """Draws norms, biases, sinks and what routers add: else none would be missed."""
+    for name, values in (*model.named_parameters(), *model.named_buffers()):
+        is_one = bool((values.data == 1).all())
+        if "inv_freq" in name or not (is_one or bool((values.data == 0).all())):
+            continue
+        if is_one:
+            values.data.uniform_(0.5, 1.5)
+        else:
+            values.data.normal_(std=0.1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    sizes = [*SIZES, *MINIMAX_SIZES, *DEEPSEEK_SIZES]
+    sizes = [*SIZES, *MINIMAX_SIZES, *DEEPSEEK_SIZES, *OTHER_SIZES]
     parser.add_argument("--size", choices=sizes, default="tiny")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     args = parser.parse_args()

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint must be to be served. Neither MAX nor transformers is loaded.
 
-``fields`` has the fields of ``config.json``, ``rope`` those of rotary embeddings,
-``files`` reads headers of safetensors, ``tensors`` compares them with what a model
-needs. All refuse in one sentence, a ``ValueError``.
+``architectures`` has an entry for each that is served, ``fields`` checks those of
+``config.json``, ``rope`` those of rotary embeddings, ``describe`` says what they make
+of a decoder, ``files`` reads headers of safetensors, ``tensors`` compares them with
+what a model needs. All refuse in one sentence, a ``ValueError``.
 """
 
+from .architectures import ARCHITECTURES, PLACES, check_place
 from .fields import check_config, config_in
 from .files import Tensor, read_tensors
 from .rope import Rope
-from .tensors import Stored, check_tensors, loaded_bytes, shape_of
+from .tensors import Stored, check_tensors, kept_in_fp8, loaded_bytes, shape_of
 
 __all__ = [
+    "ARCHITECTURES",
+    "PLACES",
     "Rope",
     "Stored",
     "Tensor",
     "check_config",
+    "check_place",
     "check_tensors",
     "config_in",
+    "kept_in_fp8",
     "loaded_bytes",
     "read_tensors",
     "shape_of",

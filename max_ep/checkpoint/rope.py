@@ -11,10 +11,31 @@ from typing import Any
 
 import numpy as np
 
-from .rule import NEEDED, Rule, flag, named, number, only, optional, shown, whole
+from .rule import NEEDED, Rule, flag, free, named, number, only, optional, shown, whole
 
-_DEFAULT_THETA = {"MiniMaxM2ForCausalLM": 5e6}
+_DEFAULT_THETA = {
+    "MiniMaxM2ForCausalLM": 5e6,
+    "MixtralForCausalLM": 1e6,
+    "GptOssForCausalLM": 150000.0,
+    "HYV3ForCausalLM": 11158840.0,
+    "Qwen3VLMoeForConditionalGeneration": 500000.0,
+}
 """In transformers, where it is not 1e4."""
+
+_DEFAULT_FACTOR = {"Glm4MoeForCausalLM": 0.5}
+"""``partial_rotary_factor`` of transformers, where it is not 1."""
+
+_DEFAULT = {
+    "GptOssForCausalLM": dict(
+        rope_type="yarn",
+        factor=32.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=4096,
+    )
+}
+"""``rope_parameters`` of transformers, where ``config.json`` has none."""
 
 _ANY_TYPE = {
     "rope_theta": Rule(
@@ -39,20 +60,47 @@ _PART_OF_HEAD = {
     )
 }
 
-_SERVED: dict[str, dict[str, dict[str, Rule]]] = {
-    "Qwen3MoeForCausalLM": {
-        "default": _WHOLE_HEAD,
-        "linear": {"factor": number(), **_WHOLE_HEAD},
+
+def _all_kinds(more: dict[str, Rule]) -> dict[str, dict[str, Rule]]:
+    """Returns the kinds of :meth:`Rope.inverse_frequencies`."""
+    return {
+        "default": more,
+        "linear": {"factor": number(), **more},
         "llama3": {
             "factor": number(),
             "low_freq_factor": number(),
             "high_freq_factor": number(),
             "original_max_position_embeddings": whole(),
-            **_WHOLE_HEAD,
+            **more,
         },
-        "yarn": _YARN | _WHOLE_HEAD,
-    },
+        "yarn": _YARN | more,
+    }
+
+
+_SERVED: dict[str, dict[str, dict[str, Rule]]] = {
+    **dict.fromkeys(
+        (
+            "Qwen3MoeForCausalLM",
+            "MixtralForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "OlmoeForCausalLM",
+            "GptOssForCausalLM",
+            "HYV3ForCausalLM",
+        ),
+        _all_kinds(_WHOLE_HEAD),
+    ),
+    **dict.fromkeys(
+        ("Glm4MoeForCausalLM", "LagunaForCausalLM"), _all_kinds(_PART_OF_HEAD)
+    ),
     "MiniMaxM2ForCausalLM": {"default": _PART_OF_HEAD},
+    # Sections are for the positions of images; those of text are all the same.
+    "Qwen3VLMoeForConditionalGeneration": {
+        "default": {
+            **_WHOLE_HEAD,
+            "mrope_section": free(),
+            "mrope_interleaved": free(),
+        }
+    },
     # MAX's; `mscale` and `mscale_all_dim` must be the same.
     "DeepseekV3ForCausalLM": {
         "yarn": {
@@ -151,11 +199,13 @@ def _parameters(
                 f"config.json: {name}={shown(config[name])} must be an object with "
                 "rope_type, or null"
             )
-    found = dict(config.get(field) or {})
+    found = dict(config.get(field) or _DEFAULT.get(architecture, {}))
     for name in _OUTSIDE:
         if config.get(name) is not None:
             found.setdefault(name, config[name])
     found.setdefault("rope_theta", _DEFAULT_THETA.get(architecture, 1e4))
+    if architecture in _DEFAULT_FACTOR:
+        found.setdefault("partial_rotary_factor", _DEFAULT_FACTOR[architecture])
     return field, found
 
 

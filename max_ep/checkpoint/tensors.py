@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..moe_shape import MoeShape, dense_layers, fp8_block
+from ..moe_shape import MoeShape, fp8_block
+from .architectures import ARCHITECTURES
+from .decoder import Attention, Decoder, LatentAttention, Moe, Names
 from .files import Tensor, and_others
 
 SCALES = "_scale_inv"
@@ -23,19 +25,22 @@ SCALES = "_scale_inv"
 WIDE = ("BF16", "F16", "F32")
 """Dtypes of tensors that are not in FP8."""
 _FP8 = "F8_E4M3"
+_U8 = "U8"
 _OF_SCALES = (*WIDE, "F8_E8M0")
 
 _LEFTOVERS = re.compile(r"(.*\.)?(inv_freq|k_scale|v_scale)")
 """Names of tensors that have no effect: rotary frequencies, which are computed, and
 scales of a KV cache in FP8."""
 
-_PARTS = {
-    "Qwen3MoeForCausalLM": ("mlp", "gate_proj", "up_proj", "down_proj"),
-    "MiniMaxM2ForCausalLM": ("block_sparse_moe", "w1", "w3", "w2"),
-    "DeepseekV3ForCausalLM": ("mlp", "gate_proj", "up_proj", "down_proj"),
-}
-"""The MoE layer, and an expert's matrices; in transformers 5 the first ones."""
 _FUSED = "mlp", "gate_up_proj", "down_proj"
+"""What transformers 5 calls the MoE layer, and its tensors of all experts."""
+
+
+_ONE_MORE = ("DeepseekV3ForCausalLM", "HYV3ForCausalLM")
+"""Architectures with a layer behind the last one that ``config.json`` may not name."""
+
+_OF_IMAGES = "model.visual."
+"""The begin of names of tensors that text does not need."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,10 @@ class Needed:
     """Whether it is one of a routed expert: other ranks do not load it."""
     other_name: str | None = None
     """How transformers 5 names it."""
-    part: Part | None = None
-    """Where it is in a tensor of all experts."""
+    parts: tuple[Part, ...] = ()
+    """Where it may be in a tensor of all experts."""
+    here: str = ""
+    """What our own decoder calls it."""
 
 
 @dataclass(frozen=True)
@@ -63,31 +70,78 @@ class Part:
     expert: int
     begin: int
     """The first row of the expert's matrix."""
+    step: int = 1
+    """How many rows on the next one is."""
+    is_transposed: bool = False
+    """Whether rows are columns of the tensor."""
+    scales: str | None = None
+    """The tensor with the exponents of its blocks, if it is in MXFP4."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is stored: in one of its own, or in rows of an expert's part."""
+    """Where a tensor is stored: in one of its own, or in an expert's part."""
 
     tensor: Tensor
-    expert: int | None = None
-    begin: int = 0
-    n_rows: int = 0
+    here: str = ""
+    """What our own decoder calls it."""
+    part: Part | None = None
+    shape: tuple[int, ...] = ()
+    """That of the part."""
+    scales: Tensor | None = None
+    """Exponents of blocks of an expert's part in MXFP4."""
 
 
 def needed_tensors(config: Mapping[str, Any]) -> dict[str, Needed]:
     """Returns by name what a model needs, whose ``config.json`` is checked."""
-    return dict(_needed(config))
+    names = described(config).names
+    return {
+        name: replace(needed, other_name=_other(name, names), here=_here(name, names))
+        for name, needed in _needed(config)
+    }
 
 
-def loaded_bytes(config: Mapping[str, Any], n_gpus: int) -> int:
-    """Returns the bytes of weights on all GPUs together, in bfloat16 and FP8: each has
-    all but the experts of others."""
-    of_expert = 1 if shape_of(config).keeps_fp8(n_gpus) else 2
-    return sum(
-        math.prod(needed.shape) * (of_expert if needed.is_expert else 2 * n_gpus)
-        for needed in needed_tensors(config).values()
-    )
+def _other(name: str, names: Names) -> str | None:
+    """Returns how transformers 5 names a tensor, if in another way."""
+    other = name.replace(f".{names.moe}.", f".{_FUSED[0]}.")
+    for end, their_end in names.in_transformers.items():
+        other = other.replace(f".{end}", f".{their_end}")
+    return None if other == name else other
+
+
+def _here(name: str, names: Names) -> str:
+    """Returns how our decoder names a tensor."""
+    here = name.removeprefix(f"{names.model}.").replace(f".{names.moe}.", ".mlp.")
+    if names.correction and here.endswith(f".mlp.{names.correction}"):
+        return here.removesuffix(names.correction) + "gate.e_score_correction_bias"
+    here = here.replace(f".mlp.{names.router}.", ".mlp.gate.gate_score.")
+    here = here.replace(f".mlp.{names.shared}.", ".mlp.shared_experts.")
+    here = here.replace(f".mlp.{names.shared}_gate.weight", ".mlp.shared_gate")
+    expert, dot, matrix = here.rpartition(".experts.")
+    for theirs, ours in zip(names.matrices, Names().matrices):
+        matrix = matrix.replace(f".{theirs}.", f".{ours}.")
+    return expert + dot + matrix
+
+
+def loaded_bytes(config: Mapping[str, Any], n_gpus: int) -> tuple[int, int]:
+    """Returns the bytes of weights on each GPU, in FP8 and in bfloat16. Each has all
+    but the experts of others."""
+    kept, in_fp8, in_bfloat16 = kept_in_fp8(shape_of(config), n_gpus), 0, 0
+    for name, needed in needed_tensors(config).items():
+        n = math.prod(needed.shape)
+        n = n // n_gpus if needed.is_expert else n
+        if any(part in name for part in kept):
+            in_fp8 += n
+        else:
+            in_bfloat16 += 2 * n
+    return in_fp8, in_bfloat16
+
+
+def kept_in_fp8(shape: MoeShape, n_gpus: int) -> tuple[str, ...]:
+    """Returns parts of the names of matrices that stay in blockwise FP8."""
+    if not shape.keeps_fp8(n_gpus):
+        return ()
+    return (".experts.", *((".shared_experts.",) if shape.has_shared_expert else ()))
 
 
 def shape_of(config: Mapping[str, Any]) -> MoeShape:
@@ -103,9 +157,12 @@ class _Fields:
 
 
 def check_tensors(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], keeps_fp8: bool = False
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    kept: tuple[str, ...] = (),
 ) -> dict[str, Stored]:
-    """Returns by name where each tensor that a model needs is stored.
+    """Returns by name where each tensor that a model needs is stored. ``kept`` are
+    parts of the names of those that stay in FP8.
 
     Raises:
         ValueError: One is missing, has another shape or dtype, or there are some that
@@ -124,8 +181,14 @@ def check_tensors(
         used.add(tensor.name)
         stored[name] = found
         is_fp8 = tensor.dtype == _FP8
-        _check_dtype(tensor, needed.is_matrix and block and found.expert is None)
-        if keeps_fp8 and needed.is_expert and not is_fp8:
+        if found.scales is not None:
+            used.add(found.scales.name)
+            _check_dtype(tensor, (_U8,))
+            _check_dtype(found.scales, (_U8,))
+            continue
+        may_be_fp8 = needed.is_matrix and block and found.part is None
+        _check_dtype(tensor, (*WIDE, _FP8) if may_be_fp8 else WIDE)
+        if needed.is_matrix and not is_fp8 and any(part in name for part in kept):
             raise ValueError(
                 f"{tensor} is in {tensor.dtype}, and config.json says that it is in "
                 "blockwise FP8"
@@ -136,7 +199,7 @@ def check_tensors(
                 raise ValueError(f"{tensor} is in FP8 without {tensor.name}{SCALES}")
             _check_scales(scales, needed.shape, block)
             used.add(scales.name)
-            stored[name + SCALES] = Stored(scales)
+            stored[name + SCALES] = Stored(scales, f"{needed.here}_scale")
     if missing:
         folder = next(iter(tensors.values())).file.parent if tensors else "the model"
         shape = list(needed_tensors(config)[missing[0]].shape)
@@ -160,12 +223,21 @@ def _find(name: str, needed: Needed, tensors: Mapping[str, Tensor]) -> Stored | 
     for known in (name, needed.other_name):
         if known in tensors:
             _check_shape(tensors[known], needed.shape)
-            return Stored(tensors[known])
-    part = needed.part
-    if part is None or part.name not in tensors:
+            return Stored(tensors[known], needed.here)
+    parts = [part for part in needed.parts if part.name in tensors]
+    if not parts:
         return None
+    # As in transformers: rows are columns only where the shape says so.
+    fits = [part for part in parts if tensors[part.name].shape == part.shape]
+    part = (fits or parts)[0]
     _check_shape(tensors[part.name], part.shape)
-    return Stored(tensors[part.name], part.expert, part.begin, needed.shape[0])
+    if part.scales is None:
+        return Stored(tensors[part.name], needed.here, part, needed.shape)
+    scales = tensors.get(part.scales)
+    if scales is None:
+        raise ValueError(f"{tensors[part.name]} is in MXFP4 without {part.scales}")
+    _check_shape(scales, part.shape[:-1])
+    return Stored(tensors[part.name], needed.here, part, needed.shape, scales)
 
 
 def _check_shape(tensor: Tensor, wanted: tuple[int, ...]) -> None:
@@ -176,8 +248,7 @@ def _check_shape(tensor: Tensor, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _check_dtype(tensor: Tensor, may_be_fp8: Any) -> None:
-    served = (*WIDE, _FP8) if may_be_fp8 else WIDE
+def _check_dtype(tensor: Tensor, served: tuple[str, ...]) -> None:
     if tensor.dtype not in served:
         raise ValueError(
             f"{tensor} has dtype {tensor.dtype}; served is {' or '.join(served)}"
@@ -197,11 +268,13 @@ def _leftovers_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
     embeddings, or of a layer behind the last one, which predicts further tokens."""
     n_layers = config["num_hidden_layers"]
     n_more = config.get("num_nextn_predict_layers") or config.get("num_mtp_modules")
-    n_more = n_more or int(config["architectures"][0] == "DeepseekV3ForCausalLM")
+    n_more = n_more or int(config["architectures"][0] in _ONE_MORE)
     is_tied = config["tie_word_embeddings"]
 
     def is_leftover(name: str) -> bool:
         if _LEFTOVERS.fullmatch(name) or (is_tied and name == "lm_head.weight"):
+            return True
+        if name.startswith(_OF_IMAGES):
             return True
         of_layer = re.match(r"model\.layers\.(\d+)\.", name)
         return bool(of_layer) and 0 <= int(of_layer[1]) - n_layers < n_more
@@ -209,62 +282,65 @@ def _leftovers_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
     return is_leftover
 
 
+def described(config: Mapping[str, Any]) -> Decoder:
+    """Returns the decoder of a checked ``config.json``."""
+    return ARCHITECTURES[config["architectures"][0]].decoder(config)
+
+
 def _needed(config: Mapping[str, Any]) -> Iterator[tuple[str, Needed]]:
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    yield "model.embed_tokens.weight", Needed((vocabulary, hidden))
-    yield "model.norm.weight", Needed((hidden,))
-    if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", Needed((vocabulary, hidden))
-    is_deepseek = config["architectures"][0] == "DeepseekV3ForCausalLM"
-    attention = _latent_attention if is_deepseek else _attention
-    dense = {*_dense_layers_of(config)}
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
+    model = described(config)
+    hidden, names = model.hidden_size, model.names
+    embedding = (model.vocab_size, hidden)
+    yield f"{names.model}.embed_tokens.weight", Needed(embedding)
+    yield f"{names.model}.norm.weight", Needed((hidden,))
+    if not model.is_tied:
+        yield "lm_head.weight", Needed(embedding)
+    for i, layer in enumerate(model.layers):
+        prefix = f"{names.model}.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{norm}.weight", Needed((hidden,))
-        for name, shape in attention(config).items():
-            is_matrix = len(shape) == 2
-            yield f"{layer}.self_attn.{name}.weight", Needed(shape, is_matrix)
-        if i in dense:
-            yield from _mlp(f"{layer}.mlp", hidden, config["intermediate_size"])
+            yield f"{prefix}.{norm}.weight", Needed((hidden,))
+        of = layer.attention
+        latent = isinstance(of, LatentAttention)
+        tensors = _latent(of, hidden) if latent else _attention(of, hidden)
+        for name, shape in tensors:
+            yield f"{prefix}.self_attn.{name}", Needed(shape, len(shape) == 2)
+        if layer.moe is None:
+            yield from _mlp(f"{prefix}.mlp", hidden, model.mlp_dim)
         else:
-            yield from _moe(layer, config)
+            yield from _moe(prefix, layer.moe, hidden, names)
 
 
-def _dense_layers_of(config: Mapping[str, Any]) -> Iterator[int]:
-    yield from range(config.get("first_k_dense_replace", 0))
-    yield from dense_layers(_Fields(config))
+_Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
-def _attention(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, n_heads = config["hidden_size"], config["num_attention_heads"]
-    head = config["head_dim"] or hidden // n_heads
-    queries, keys = n_heads * head, config["num_key_value_heads"] * head
-    whole = config["architectures"][0] == "MiniMaxM2ForCausalLM"
-    return dict(
-        q_proj=(queries, hidden),
-        k_proj=(keys, hidden),
-        v_proj=(keys, hidden),
-        o_proj=(hidden, queries),
-        q_norm=(queries if whole else head,),
-        k_norm=(keys if whole else head,),
-    )
+def _attention(of: Attention, hidden: int) -> _Shapes:
+    queries, keys = of.n_heads * of.head_dim, of.n_kv_heads * of.head_dim
+    for name, n in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield f"{name}.weight", (n, hidden)
+        if of.has_bias:
+            yield f"{name}.bias", (n,)
+    yield "o_proj.weight", (hidden, queries)
+    if of.has_output_bias:
+        yield "o_proj.bias", (hidden,)
+    if of.norm:
+        whole = of.norm == "all"
+        yield "q_norm.weight", (queries if whole else of.head_dim,)
+        yield "k_norm.weight", (keys if whole else of.head_dim,)
+    if of.has_sinks:
+        yield "sinks", (of.n_heads,)
+    if of.has_gate:
+        yield "g_proj.weight", (of.n_heads, hidden)
 
 
-def _latent_attention(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, n_heads = config["hidden_size"], config["num_attention_heads"]
-    of_queries, latent = config["q_lora_rank"], config["kv_lora_rank"]
-    nope, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    value = config["v_head_dim"]
-    return dict(
-        q_a_proj=(of_queries, hidden),
-        q_a_layernorm=(of_queries,),
-        q_b_proj=(n_heads * (nope + rotated), of_queries),
-        kv_a_proj_with_mqa=(latent + rotated, hidden),
-        kv_a_layernorm=(latent,),
-        kv_b_proj=(n_heads * (nope + value), latent),
-        o_proj=(hidden, n_heads * value),
-    )
+def _latent(of: LatentAttention, hidden: int) -> _Shapes:
+    head = of.nope_dim + of.rope_dim
+    yield "q_a_proj.weight", (of.q_rank, hidden)
+    yield "q_a_layernorm.weight", (of.q_rank,)
+    yield "q_b_proj.weight", (of.n_heads * head, of.q_rank)
+    yield "kv_a_proj_with_mqa.weight", (of.kv_rank + of.rope_dim, hidden)
+    yield "kv_a_layernorm.weight", (of.kv_rank,)
+    yield "kv_b_proj.weight", (of.n_heads * (of.nope_dim + of.value_dim), of.kv_rank)
+    yield "o_proj.weight", (hidden, of.n_heads * of.value_dim)
 
 
 def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, Needed]]:
@@ -273,37 +349,42 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, Needed]]:
     yield f"{name}.down_proj.weight", Needed((hidden, inner), True)
 
 
-def _moe(layer: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Needed]]:
-    shape, architecture = shape_of(config), config["architectures"][0]
-    hidden, inner = shape.hidden_size, shape.moe_dim
-    moe, *matrices = _PARTS[architecture]
-    other, gate_up, last = _FUSED
-
-    def router(name: str, sizes: tuple[int, ...]) -> tuple[str, Needed]:
-        return f"{layer}.{moe}.{name}", Needed(
-            sizes, other_name=f"{layer}.{other}.{name}"
-        )
-
-    yield router("gate.weight", (shape.n_experts, hidden))
-    if architecture == "MiniMaxM2ForCausalLM":
-        yield router("e_score_correction_bias", (shape.n_experts,))
-    if architecture == "DeepseekV3ForCausalLM":
-        yield router("gate.e_score_correction_bias", (shape.n_experts,))
-        wide = config["n_shared_experts"] * inner
-        yield from _mlp(f"{layer}.{moe}.shared_experts", hidden, wide)
-    n, names = shape.n_experts, f"{layer}.{other}.experts"
-    up, down = (inner, hidden), (hidden, inner)
-    of_all = (f"{names}.{gate_up}", (n, 2 * inner, hidden))
-    of_all_down = (f"{names}.{last}", (n, *down))
-    places = ((up, of_all, 0), (up, of_all, inner), (down, of_all_down, 0))
-    for expert in range(n):
-        for matrix, (sizes, fused, begin) in zip(matrices, places):
+def _moe(
+    layer: str, of: Moe, hidden: int, names: Names
+) -> Iterator[tuple[str, Needed]]:
+    moe = f"{layer}.{names.moe}"
+    n, inner = of.n_experts, of.dim
+    yield f"{moe}.{names.router}.weight", Needed((n, hidden))
+    if of.router.has_bias:
+        yield f"{moe}.{names.router}.bias", Needed((n,))
+    if names.correction:
+        yield f"{moe}.{names.correction}", Needed((n,))
+    if of.shared_dim:
+        yield from _mlp(f"{moe}.{names.shared}", hidden, of.shared_dim)
+    if of.has_shared_gate:
+        yield f"{moe}.{names.shared}_gate.weight", Needed((1, hidden))
+    other, gate_up, down = _FUSED
+    if of.is_clamped:
+        yield f"{moe}.experts.{gate_up}_bias", Needed((n, 2 * inner))
+        yield f"{moe}.experts.{down}_bias", Needed((n, hidden))
+    fused = f"{layer}.{other}.experts"
+    gap = 2 if names.is_interleaved else 1
+    second = 1 if names.is_interleaved else inner
+    matrices = zip(names.matrices, ((inner, hidden), (inner, hidden), (hidden, inner)))
+    places = ((gate_up, 0, gap), (gate_up, second, gap), (down, 0, 1))
+    for (matrix, sizes), (tensor, begin, step) in zip([*matrices], places):
+        rows, columns = 2 * inner if tensor == gate_up else hidden, sizes[1]
+        shapes = {False: (n, rows, columns), True: (n, columns, rows)}
+        for expert in range(n):
+            of_all, where = f"{fused}.{tensor}", (expert, begin, step)
+            parts = tuple(
+                Part(of_all, shapes[turned], *where, turned) for turned in names.fused
+            )
+            if names.may_be_mxfp4:
+                blocks = (n, rows, columns // 32, 16)
+                scales = f"{of_all}_scales"
+                parts += (Part(f"{of_all}_blocks", blocks, *where, scales=scales),)
             yield (
-                f"{layer}.{moe}.experts.{expert}.{matrix}.weight",
-                Needed(
-                    sizes,
-                    is_matrix=True,
-                    is_expert=True,
-                    part=Part(*fused, expert, begin),
-                ),
+                f"{moe}.experts.{expert}.{matrix}.weight",
+                Needed(sizes, is_matrix=True, is_expert=True, parts=parts),
             )

@@ -20,14 +20,16 @@ from typing import Any
 from ..checkpoint import (
     Tensor,
     check_config,
+    check_place,
     check_tensors,
     config_in,
+    kept_in_fp8,
     loaded_bytes,
     read_tensors,
     shape_of,
 )
+from ..checkpoint.files import INDEX
 from ..limits import TOKEN_ALIGN_BYTES
-from ..moe_shape import check_place
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
@@ -51,7 +53,7 @@ def run_serve(options: Any) -> None:
     n_gpus = len(gpus) if options.gpus is None else options.gpus
     if not 0 <= n_gpus <= len(gpus):
         raise ValueError(f"--gpus {n_gpus}: this machine has {len(gpus)}")
-    config, tensors, n_bytes = checkpoint_of(options.model, n_gpus)
+    config, tensors, n_bytes = checkpoint_of(options.model, n_gpus, options.dry_run)
     _check_supported(config, gpus[:n_gpus])
     _check_token(config["hidden_size"], n_gpus)
     n_experts = shape_of(config).n_experts
@@ -67,6 +69,8 @@ def run_serve(options: Any) -> None:
     print(f"machine    {where}")
     print(f"model      {config['architectures'][0]}, {size} of weights")
     print(f"experts    {n_experts}, {n_experts // n_ranks} on each of {n_ranks} ranks")
+    if n_gpus:
+        print(f"memory     {_memory(config, gpus[:n_gpus])}")
     chosen = [*CUSTOM_ARCHITECTURES, *device_flags(n_gpus, n_ranks)]
     if n_gpus and CAPTURED_DECODE not in options.flags:
         chosen.append(CAPTURED_DECODE)
@@ -122,11 +126,12 @@ def gpus_of_machine() -> list[Gpu]:
 
 
 def checkpoint_of(
-    model: str, n_gpus: int
+    model: str, n_gpus: int, is_dry_run: bool = False
 ) -> tuple[dict[str, Any], dict[str, Tensor], int]:
     """Returns ``config.json``, the tensors, and the bytes of the weights.
 
-    All are checked, of a folder. Of a repository of the Hugging Face hub tensors are
+    All are checked, of a folder; for a dry run its files may be missing, but for
+    ``config.json`` and the index. Of a repository of the Hugging Face hub tensors are
     not known, and the bytes are 0 without an index; the server checks them when it has
     them.
     """
@@ -134,8 +139,12 @@ def checkpoint_of(
     if folder.is_dir():
         config = check_config(config_in(folder))
         check_place(config["architectures"][0], n_gpus)
+        if is_dry_run and (folder / INDEX).is_file():
+            if not any(folder.glob("*.safetensors")):
+                print(f"files      none yet: {folder} has config.json and the index")
+                return config, {}, _bytes_of_index(folder / INDEX)
         tensors = read_tensors(folder)
-        check_tensors(config, tensors, shape_of(config).keeps_fp8(n_gpus))
+        check_tensors(config, tensors, kept_in_fp8(shape_of(config), n_gpus))
         return config, tensors, sum(tensor.n_bytes for tensor in tensors.values())
     try:
         from huggingface_hub import hf_hub_download
@@ -144,9 +153,7 @@ def checkpoint_of(
         files = Path(hf_hub_download(model, "config.json")).parent
         n_bytes = 0
         try:
-            index = hf_hub_download(model, "model.safetensors.index.json")
-            metadata = json.loads(Path(index).read_text()).get("metadata", {})
-            n_bytes = int(metadata.get("total_size", 0))
+            n_bytes = _bytes_of_index(Path(hf_hub_download(model, INDEX)))
         except EntryNotFoundError:
             pass
     except Exception as error:
@@ -157,6 +164,15 @@ def checkpoint_of(
     config = check_config(config_in(files))
     check_place(config["architectures"][0], n_gpus)
     return config, {}, n_bytes
+
+
+def _bytes_of_index(path: Path) -> int:
+    """Returns the bytes of all weights, or 0 where the index does not say."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        return int(index["metadata"]["total_size"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0
 
 
 def _weight_paths(flags: Sequence[str], tensors: dict[str, Tensor]) -> list[str]:
@@ -185,10 +201,27 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu]) -> None:
         if not gpu.is_hopper:
             what = "the matmuls need an H100 or H200"
             raise ValueError(f"{what}, this GPU is {gpu.name}")
-    most = sum(gpu.n_bytes for gpu in gpus)
-    if gpus and (loaded := loaded_bytes(config, len(gpus))) > most:
-        weights, memory = f"{_gigabytes(loaded)} of weights", _gigabytes(most)
-        raise ValueError(f"{weights} do not fit into {memory} of GPU memory")
+    if not gpus:
+        return
+    each, least = sum(loaded_bytes(config, len(gpus))), min(x.n_bytes for x in gpus)
+    if each > least:
+        raise ValueError(
+            f"{_gigabytes(each)} of weights on each GPU do not fit into its "
+            f"{_gigabytes(least)}; serve on more GPUs"
+        )
+
+
+def _memory(config: dict[str, Any], gpus: Sequence[Gpu]) -> str:
+    """Says what weights take of a GPU's memory."""
+    in_fp8, wide = loaded_bytes(config, len(gpus))
+    least = min(gpu.n_bytes for gpu in gpus)
+    kinds = f"{_gigabytes(wide)} in bfloat16"
+    if in_fp8:
+        kinds = f"{_gigabytes(in_fp8)} of experts in FP8, {kinds}"
+    return (
+        f"{_gigabytes(in_fp8 + wide)} of weights on each GPU ({kinds}), "
+        f"{_gigabytes(least - in_fp8 - wide)} left"
+    )
 
 
 def _gigabytes(n_bytes: int) -> str:

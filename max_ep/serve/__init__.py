@@ -5,7 +5,7 @@ Run ``max serve --custom-architectures max_ep.serve ...``; see
 docs/serving.md, and what to install there.
 """
 
-from . import deepseek_v3, minimax_m2, qwen3_moe
+from .architectures import SERVED
 
-ARCHITECTURES = [x.architecture for x in (qwen3_moe, minimax_m2, deepseek_v3)]
+ARCHITECTURES = SERVED
 """What MAX registers, in place of its own architectures of these names."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from max.dtype import DType
-from max.graph import Graph, TensorValue
+from max.graph import TensorValue
 from max.pipelines.architectures.deepseekV3 import deepseekV3 as decoder
 from max.pipelines.architectures.deepseekV3 import model as stock
 from max.pipelines.architectures.deepseekV3.arch import deepseekV3_arch
@@ -19,7 +19,8 @@ from max.pipelines.architectures.deepseekV3.memory_planner import (
 )
 
 from .model import CheckedConfig, ExpertParallelModel
-from .settings import ExpertParallelPlanner, place_experts
+from .replaced import DEEPSEEK_LAYER
+from .settings import ExpertParallelPlanner
 from .tokens import VocabularyTokenizer
 from .weights import reading
 
@@ -64,19 +65,8 @@ class NumberedLayer(decoder.DeepseekV3DecoderLayer):
 
 
 class DeepseekV3Model(ExpertParallelModel, stock.DeepseekV3Model):
-    max_modules = (decoder,)
     model_config_cls = DeepseekV3Config
-
-    @property
-    def max_names(self) -> dict[str, Any]:
-        """Experts know their layer."""
-        return {"DeepseekV3DecoderLayer": NumberedLayer}
-
-    def _build_graph_for_compile(
-        self, session: Any, state_dict: dict[str, Any], model_config: Any
-    ) -> tuple[Graph, dict[str, Any]]:
-        placed = place_experts(state_dict, model_config.ep_config)
-        return super()._build_graph_for_compile(session, placed, model_config)
+    also_replaced = {DEEPSEEK_LAYER: NumberedLayer}
 
 
 architecture = replace(

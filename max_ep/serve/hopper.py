@@ -17,18 +17,12 @@ from typing import Any
 from max.driver import accelerator_architecture_name
 from max.dtype import DType
 from max.graph import DeviceRef, TensorValue, ops
-from max.nn import linear as max_linear
-from max.nn import stacked_linear as max_stacked_linear
 from max.nn.activation import GatedActivation
-from max.nn.attention import multi_latent_attention as max_latent_attention
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 from max.nn.kv_cache import PagedCacheValues
 from max.nn.linear import linear
-from max.nn.moe import MoE, MoEGate, forward_moe_sharded_layers
-from max.nn.moe import moe as max_moe
-from max.pipelines.architectures.qwen3.layers.moe import Qwen3MoEGate
+from max.nn.moe import MoE, forward_moe_sharded_layers
 
-from .. import softmax_top_k
 from ..experts import gpu_takes, grouped_matmul, grouped_swiglu
 from ..experts import linear as our_linear
 from ..graph.moe import through_experts
@@ -71,14 +65,37 @@ def experts_anywhere(
     x: TensorValue,
     n_rows: TensorValue,
 ) -> TensorValue:
-    """Runs the experts of a layer of MAX on dispatched rows: SwiGLU in two matmuls of
-    ours, others as MAX runs them, which takes about how many rows there are."""
+    """Runs a layer's experts on dispatched rows: in FP8, SwiGLU in two matmuls of ours,
+    others as MAX runs them, which takes about how many rows there are."""
+    if dispatched[0].dtype == DType.float8_e4m3fn:
+        return fp8_experts(layer, *dispatched)
     if _is_swiglu(layer) and _is_bfloat16_on_hopper(dispatched[0]):
         gate_up, down = layer.gate_up_proj, layer.down_proj
         if gpu_takes(*gate_up.shape[-2:]) and gpu_takes(*down.shape[-2:]):
             rows, row_offsets, expert_ids, *_ = dispatched
             return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
     return layer._local_ep_compute(dispatched, x, n_rows)
+
+
+def fp8_experts(
+    layer: MoE, rows: TensorValue, row_scales: TensorValue, *groups: TensorValue
+) -> TensorValue:
+    """Runs a layer's experts in blockwise FP8 on rows in it."""
+    experts = list(layer.experts)
+    manager = layer._ep_batch_manager
+    if manager is not None and manager.config.fused_shared_expert:
+        experts.insert(0, layer.shared_experts)
+
+    def scales(*names: str) -> TensorValue:
+        """Stacks those of all experts' matrices of these names."""
+        each = [getattr(e, name).weight_scale for e in experts for name in names]
+        stacked = ops.stack([TensorValue(x) for x in each])
+        columns = each[0].shape[1]
+        return stacked.reshape((len(experts), -1, columns)).to(rows.device)
+
+    gate_up = layer.gate_up_proj, scales("gate_proj", "up_proj")
+    down = layer.down_proj, scales("down_proj")
+    return grouped_swiglu((rows, row_scales), gate_up, down, *groups[:2])
 
 
 def _is_swiglu(layer: MoE) -> bool:
@@ -136,27 +153,21 @@ def latent_attention_anywhere(
 
 
 class PlacedMoE(MoE):
-    """MAX's MoE layer, with a place for each replica if experts are balanced."""
+    """MAX's MoE layer, with a place for each replica if experts are balanced, and with
+    experts in FP8 if they stay in it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         manager = kwargs.get("ep_batch_manager")
-        if manager is not None and manager.config.eplb_enabled:
-            kwargs["num_experts"] = manager.config.n_experts
-            kwargs["num_logical_experts"] = manager.config.num_logical_experts
+        group = None if manager is None else manager.config
+        if group is not None and group.eplb_enabled:
+            kwargs["num_experts"] = group.n_experts
+            kwargs["num_logical_experts"] = group.num_logical_experts
+        if group is not None and group.is_quantized:
+            if not group.fused_shared_expert:
+                kwargs["shared_experts_dtype"] = kwargs["dtype"]
+            kwargs["dtype"] = group.dispatch_dtype
+            kwargs["quant_config"] = group.dispatch_quant_config
         super().__init__(*args, **kwargs)
-
-
-def route(gate: MoEGate, x: TensorValue) -> tuple[TensorValue, TensorValue]:
-    """Runs a router: Qwen3's in one op behind its product, others as MAX does.
-
-    Returns ids and weights, ``[n_tokens, top_k]``. Qwen3's weights are float32, where
-    MAX rounds them to the dtype of ``x``.
-    """
-    if type(gate) is not Qwen3MoEGate:
-        return gate(x)
-    # MAX's gate always does, with norm_topk_prob or without.
-    renormalizes = getattr(gate, "renormalizes", True)
-    return softmax_top_k(gate.gate_score(x), gate.num_experts_per_token, renormalizes)
 
 
 def forward_layers(
@@ -169,7 +180,7 @@ def forward_layers(
     if getattr(shards[0], "_ep_batch_manager", None) is None:
         return forward_moe_sharded_layers(shards, xs, *eplb)
     manager = shards[0].ep_batch_manager
-    ids, weights = zip(*(route(shard.gate, x) for shard, x in zip(shards, xs)))
+    ids, weights = zip(*(shard.gate(x) for shard, x in zip(shards, xs)))
     n_tokens = sum(ops.shape_to_tensor(x.shape)[0] for x in xs)
     n_rows = n_tokens * shards[0].num_experts_per_token // len(shards)
     about_n_rows = n_rows.cast(DType.uint32)
@@ -184,14 +195,3 @@ def forward_layers(
         shared = [shard.shared_experts(x) for shard, x in zip(shards, xs)]
         results = [result + more for result, more in zip(results, shared)]
     return [result.cast(x.dtype) for result, x in zip(results, xs)]
-
-
-REPLACED = [
-    (max_moe, "grouped_matmul_ragged", grouped_matmul_anywhere),
-    (max_linear, "linear", linear_anywhere),
-    (max_stacked_linear, "linear", linear_anywhere),
-    (TensorValue, "__matmul__", product_anywhere),
-    (max_latent_attention, "mla_prefill_decode_graph", latent_attention_anywhere),
-]
-"""Modules and a class of MAX, names in them, and what replaces them while a model is
-built."""

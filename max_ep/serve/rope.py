@@ -14,11 +14,23 @@ from ..checkpoint import Rope
 
 
 class CheckpointRope(RotaryEmbedding):
-    """A checkpoint's :class:`Rope` takes the place of MAX's ``scaling_params``."""
+    """The rotary embedding of a checkpoint's :class:`Rope`."""
 
-    def __init__(self, *args: Any, scaling_params: Rope, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._rope = scaling_params
+    def __init__(self, rope: Rope, max_seq_len: int) -> None:
+        super().__init__(
+            dim=rope.dim,
+            n_heads=1,
+            theta=rope.parameters["rope_theta"],
+            max_seq_len=max_seq_len,
+            head_dim=rope.dim,
+            interleaved=False,
+        )
+        self._rope = rope
+
+    @classmethod
+    def of_max(cls, *, max_seq_len: int, scaling_params: Rope, **_: Any) -> Any:
+        """Takes the arguments of MAX's, with a ``Rope`` for ``scaling_params``."""
+        return cls(scaling_params, max_seq_len)
 
     def freqs_cis_base(self) -> TensorValue:
         """Returns cosines and sines, ``[max_seq_len * 2, head_dim / 2, 2]``."""

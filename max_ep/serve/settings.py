@@ -20,9 +20,10 @@ from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement
+from ..checkpoint import check_place
 from ..experts import gather_takes, gpu_takes
 from ..limits import FP8_BLOCK, PROTOCOLS, timeout_s_of_environment
-from ..moe_shape import MoeShape, check_place
+from ..moe_shape import MoeShape
 from .hopper import is_hopper
 from .source import is_downloaded, stored_in
 
@@ -49,12 +50,6 @@ def n_gpus(pipeline_config: Any) -> int:
     return 0 if specs[0].device_type == "cpu" else len(specs)
 
 
-def uses_max_ep(pipeline_config: Any) -> bool:
-    """Returns whether max_ep spreads a model's experts: on one device always, on
-    several with ``--ep-size``, without which MAX splits every expert."""
-    return n_gpus(pipeline_config) < 2 or pipeline_config.runtime.ep_size > 1
-
-
 def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPConfig:
     """Returns the group that serves a model.
 
@@ -67,17 +62,18 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         if getattr(runtime, flag, None):
             raise ValueError(f"--{flag.replace('_', '-')} with max_ep.serve: {why}")
     degree, n = pipeline_config.model.data_parallel_degree, n_gpus(pipeline_config)
+    n_ranks = n or runtime.ep_size
+    if n and runtime.ep_size != n:
+        raise ValueError(
+            f"--ep-size {runtime.ep_size} on {n} GPU{'s' * (n > 1)}: max_ep serves on "
+            f"one host with a rank on each GPU; pass --ep-size {n}, or serve the model "
+            "without max_ep"
+        )
     if n > 1 and degree != n:
         raise ValueError(
             f"--data-parallel-degree {degree} with --ep-size {runtime.ep_size} on {n} "
             f"GPUs: max_ep serves with one replica a GPU; pass --data-parallel-degree "
             f"{n}"
-        )
-    n_ranks = n or runtime.ep_size
-    if n and runtime.ep_size != n:
-        raise ValueError(
-            f"--ep-size {runtime.ep_size} on {n} GPU{'s' * (n > 1)}: max_ep serves on "
-            f"one host with a rank on each GPU; pass --ep-size {n}"
         )
     if shape.n_experts % n_ranks:
         remedy = "serve on a number of GPUs" if n else "pass an --ep-size"
@@ -111,6 +107,11 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         timeout_s=timeout_s_of_environment(),
     )
     config = _placed(config)
+    if config.eplb_enabled and not shape.is_swiglu:
+        raise ValueError(
+            f"{PLACEMENT_VARIABLE} is set, and biases of experts have no replicas; "
+            "unset it"
+        )
     return replace(config, combine_mode="sums") if config.is_by_rank else config
 
 
@@ -146,11 +147,9 @@ def _placed(config: EPConfig) -> EPConfig:
     )
 
 
-def place_experts(
-    state_dict: dict[str, Any], config: EPConfig | None
-) -> dict[str, Any]:
+def place_experts(state_dict: dict[str, Any], config: EPConfig) -> dict[str, Any]:
     """Names the weights of experts by their physical ones; replicas share arrays."""
-    if config is None or not config.eplb_enabled:
+    if not config.eplb_enabled:
         return state_dict
     experts: dict[int, list[tuple[str, int, str]]] = {}
     placed = {}
@@ -184,7 +183,7 @@ def _protocol() -> str:
     return name
 
 
-def gathers(config: EPConfig, moe_dim: int) -> bool:
+def gathers(config: EPConfig, shape: MoeShape) -> bool:
     """Returns whether experts gather their tokens, in place of dispatch and combine:
     on one Hopper GPU in bfloat16, without replicas."""
     return (
@@ -192,15 +191,16 @@ def gathers(config: EPConfig, moe_dim: int) -> bool:
         and config.n_ranks == 1
         and config.dispatch_dtype == config.combine_dtype == DType.bfloat16
         and not (config.eplb_enabled or config.fused_shared_expert)
-        and gather_takes(config.n_experts, 2 * moe_dim, config.hidden_size)
-        and gpu_takes(config.hidden_size, moe_dim)
+        and shape.is_swiglu
+        and gather_takes(config.n_experts, 2 * shape.moe_dim, config.hidden_size)
+        and gpu_takes(config.hidden_size, shape.moe_dim)
         and is_hopper()
     )
 
 
 def rank_bytes(config: EPConfig, shape: MoeShape) -> tuple[int, int]:
     """Returns a rank's bytes of symmetric memory, and those of its MoE layers."""
-    if not gathers(config, shape.moe_dim):
+    if not gathers(config, shape):
         return config.estimate_memory_usage(), activation_bytes(config, shape)
     per_row = (shape.hidden_size + shape.moe_dim) * config.combine_dtype.size_in_bytes
     # An int32 for each row, its token, and one for each choice, its row.
@@ -247,13 +247,6 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         check_place(huggingface_config.architectures[0], n)
         if is_downloaded(pipeline_config):
             stored_in(pipeline_config, n)
-        if not uses_max_ep(pipeline_config):
-            if not getattr(huggingface_config, "norm_topk_prob", True):
-                raise ValueError(
-                    "config.json: norm_topk_prob=False is served on several GPUs with "
-                    f"--ep-size alone; pass --ep-size {n}"
-                )
-            return 0
         shape = MoeShape.of(huggingface_config)
         config = serving_config(pipeline_config, shape, self._config.dtype)
         _check_fits(config, shape, pipeline_config)

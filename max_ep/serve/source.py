@@ -13,6 +13,7 @@ from ..checkpoint import (
     check_config,
     check_tensors,
     config_in,
+    kept_in_fp8,
     read_tensors,
     shape_of,
 )
@@ -20,7 +21,12 @@ from ..checkpoint import (
 
 def config_of(pipeline_config: Any) -> dict[str, Any]:
     """Returns the checked ``config.json``, with transformers' defaults."""
-    repo = pipeline_config.model.huggingface_model_repo
+    return config_of_model(pipeline_config.model)
+
+
+def config_of_model(model_config: Any) -> dict[str, Any]:
+    """Does the same for the model's part of a pipeline's config."""
+    repo = model_config.huggingface_model_repo
     if repo.repo_type == "local":
         return check_config(config_in(Path(repo.local_path) / (repo.subfolder or "")))
     where = dict(revision=repo.revision, subfolder=repo.subfolder)
@@ -36,7 +42,7 @@ def stored_in(pipeline_config: Any, n_gpus: int) -> dict[str, Stored]:
     # MAX looks for files in folders of the model's folder, too.
     folder = min((file.parent for file in files), key=lambda path: len(path.parts))
     tensors = read_tensors(folder, files)
-    return check_tensors(config, tensors, shape_of(config).keeps_fp8(n_gpus))
+    return check_tensors(config, tensors, kept_in_fp8(shape_of(config), n_gpus))
 
 
 def is_downloaded(pipeline_config: Any) -> bool:

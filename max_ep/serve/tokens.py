@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers that refuse a request with a token that the model does not have.
+"""Tokenizers that refuse a request with a token that the model does not have, or with
+images.
 
 MAX gathers its embedding, and where that fails the whole server ends.
 """
@@ -15,13 +16,15 @@ from max.pipelines.context.exceptions import InputError
 from max.pipelines.lib import TextTokenizer
 from max.pipelines.lib.tokenizer import ReasoningTextTokenizer
 
+from .source import config_of
+
 
 class _Vocabulary:
     """Base class in front of a tokenizer of MAX."""
 
     def __init__(self, model_path: str, pipeline_config: Any, **more: Any) -> None:
         super().__init__(model_path, pipeline_config, **more)
-        self._n_embeddings = pipeline_config.model.huggingface_config.vocab_size
+        self._n_embeddings = config_of(pipeline_config)["vocab_size"]
 
     async def encode(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True
@@ -33,6 +36,12 @@ class _Vocabulary:
 
     async def new_context(self, request: Any) -> TextContext:
         """Makes MAX's context of a request, whose chat another encoder may encode."""
+        for kind in ("images", "videos"):
+            if n := len(getattr(request, kind, None) or ()):
+                raise InputError(
+                    f"the request has {n} of {kind}, and text alone is served; leave "
+                    "them out"
+                )
         context = await super().new_context(request)
         self._check(context.tokens.prompt.tolist())
         return context

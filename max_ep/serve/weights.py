@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,23 +20,26 @@ from max.graph import Shape
 from max.graph.weights import WeightData, load_weights
 from max.pipelines.modeling.config_enums import supported_encoding_dtype
 
-from ..checkpoint import Stored
+from ..checkpoint import Stored, kept_in_fp8, shape_of
 from ..checkpoint.tensors import SCALES
 from ..moe_shape import MoeShape, fp8_block
 from ..quantize import (
     bfloat16_to_float32,
+    float4_e2m1fn_to_float32,
     float8_e4m3fn_to_float32,
+    float8_e8m0fnu_to_float32,
     float32_to_bfloat16,
 )
 from .settings import n_gpus
-from .source import stored_in
+from .source import config_of, stored_in
 
 _Adapter = Callable[..., dict[str, WeightData]]
 
 _FLOAT32 = "e_score_correction_bias"
-"""The end of the name of a router's bias: float32 in all models, as in transformers."""
+"""The end of our name of a router's bias: float32 in all models, as in transformers."""
 
-_E8M0_NAN = 255
+_BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
+"""Dtypes of bits, by the bytes of an element."""
 
 
 class _Weight:
@@ -52,6 +56,14 @@ def widen(bits: np.ndarray, scales: np.ndarray, block: list[int]) -> np.ndarray:
     return float8_e4m3fn_to_float32(bits) * each
 
 
+def widen_mxfp4(blocks: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Widens blocks ``[n, k / 32, 16]`` of pairs of values, of ``[n, k / 32]``
+    exponents; returns float32 ``[n, k]``."""
+    scales = float8_e8m0fnu_to_float32(exponents)
+    values = float4_e2m1fn_to_float32(blocks) * scales[..., np.newaxis]
+    return values.reshape(len(blocks), -1)
+
+
 def _bits(data: WeightData, view: DType) -> np.ndarray:
     return data.to_buffer().view(view).to_numpy()
 
@@ -63,9 +75,7 @@ def _values(data: WeightData) -> np.ndarray:
     if data.dtype == DType.float16:
         return _bits(data, DType.float16).astype(np.float32)
     if data.dtype == DType.float8_e8m0fnu:
-        exponents = _bits(data, DType.uint8)
-        values = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
-        return np.where(exponents == _E8M0_NAN, np.float32("nan"), values)
+        return float8_e8m0fnu_to_float32(_bits(data, DType.uint8))
     return _bits(data, DType.float32)
 
 
@@ -84,14 +94,15 @@ class _Reader:
         self, stored: Mapping[str, Stored], block: list[int] | None, dtype: DType
     ) -> None:
         self._stored, self._block, self._dtype = stored, block, dtype
-        files = {place.tensor.file for place in stored.values()}
+        scales = [place.scales for place in stored.values() if place.scales]
+        files = {x.file for x in (*scales, *(p.tensor for p in stored.values()))}
         self._of_file = {file: dict(load_weights([file]).items()) for file in files}
 
-    def weights(self, kept: str | None) -> dict[str, _Weight]:
-        """Returns all by name; those with ``kept`` in their name stay in FP8."""
+    def weights(self, kept: tuple[str, ...]) -> dict[str, _Weight]:
+        """Returns all by name; those with one of ``kept`` in their name stay in FP8."""
         weights = {}
         for name in self._stored:
-            is_kept = bool(kept) and kept in name
+            is_kept = any(part in name for part in kept)
             if is_kept or not name.endswith(SCALES):
                 weights[name] = _Weight(partial(self._read, name, is_kept))
         return weights
@@ -100,7 +111,8 @@ class _Reader:
         raw = self._raw(name)
         if is_kept and not name.endswith(SCALES):
             return raw
-        is_float32 = is_kept or name.endswith(_FLOAT32)
+        ends = name, self._stored[name].here
+        is_float32 = is_kept or any(end.endswith(_FLOAT32) for end in ends)
         dtype = DType.float32 if is_float32 else self._dtype
         if raw.dtype == dtype:
             return raw
@@ -118,13 +130,20 @@ class _Reader:
         """Returns a weight as stored, under its own name."""
         place = self._stored[name]
         data = self._of_file[place.tensor.file][place.tensor.name].data()
-        if place.expert is None:
+        part = place.part
+        if part is None:
             return WeightData(data.data, name, data.dtype, data.shape)
-        rows = slice(place.begin, place.begin + place.n_rows)
-        n_columns = int(data.shape[2])
-        matrix = _bits(data, DType.uint8)[place.expert, rows]
-        part = Buffer.from_numpy(matrix).view(data.dtype, [place.n_rows, n_columns])
-        return WeightData(part, name, data.dtype, Shape([place.n_rows, n_columns]))
+        if place.scales is not None:
+            exponents = self._of_file[place.scales.file][place.scales.name].data()
+            of_expert = [_bits(x, DType.uint8)[part.expert] for x in (data, exponents)]
+            blocks, scales = (x[part.begin :: part.step] for x in of_expert)
+            values = widen_mxfp4(blocks[: place.shape[0]], scales[: place.shape[0]])
+            return WeightData.from_numpy(values, name)
+        matrix = _bits(data, _BITS[data.dtype.size_in_bytes])[part.expert]
+        matrix = matrix.T if part.is_transposed else matrix
+        matrix = matrix[part.begin :: part.step][: place.shape[0]]
+        taken = Buffer.from_numpy(np.ascontiguousarray(matrix)).view(data.dtype)
+        return WeightData(taken, name, data.dtype, Shape(place.shape))
 
 
 def _adapted(
@@ -138,13 +157,26 @@ def _adapted(
     MAX has opened the last copy of a tensor counts, not that of the index."""
     more |= dict(huggingface_config=huggingface_config, pipeline_config=pipeline_config)
     n = n_gpus(pipeline_config)
-    keeps_fp8 = MoeShape.of(huggingface_config).keeps_fp8(n)
+    kept = kept_in_fp8(MoeShape.of(huggingface_config), n)
     reader = _Reader(
         stored_in(pipeline_config, n),
         fp8_block(huggingface_config),
         supported_encoding_dtype(pipeline_config.model.quantization_encoding),
     )
-    return adapter(reader.weights(".experts." if keeps_fp8 else None), **more)
+    return adapter(reader.weights(kept), **more)
+
+
+def decoder_weights(pipeline_config: Any) -> dict[str, WeightData]:
+    """Reads what our decoder needs, under its names."""
+    n, config = n_gpus(pipeline_config), config_of(pipeline_config)
+    stored = stored_in(pipeline_config, n)
+    dtype = supported_encoding_dtype(pipeline_config.model.quantization_encoding)
+    reader = _Reader(stored, fp8_block(SimpleNamespace(**config)), dtype)
+    kept = kept_in_fp8(shape_of(config), n)
+    return {
+        stored[name].here: weight.data()
+        for name, weight in reader.weights(kept).items()
+    }
 
 
 def reading(adapters: Mapping[Any, _Adapter]) -> dict[Any, _Adapter]:

@@ -65,7 +65,8 @@ def balance_graph(device: DeviceRef, **where: Module) -> Graph:
 
 
 def add_graphs(module: Module) -> None:
-    from max_ep.serve.minimax_m2 import MiniMaxM2Gate
+    from max_ep.checkpoint.decoder import Moe, Router
+    from max_ep.serve import moe
 
     cpu = DeviceRef.CPU()
     for name in CHOICES:
@@ -75,37 +76,59 @@ def add_graphs(module: Module) -> None:
         TensorType(DType.float32, ["n_tokens", N_EXPERTS], cpu),
         TensorType(DType.float32, [N_EXPERTS], cpu),
     ]
-    with Graph("minimax_router", input_types=types, module=module) as graph:
-        logits, bias = (value.tensor for value in graph.inputs)
-        gate = SimpleNamespace(
-            _gate_logits=lambda hidden_states: hidden_states,
-            e_score_correction_bias=bias,
-            num_experts_per_token=TOP_K,
-        )
-        graph.output(*MiniMaxM2Gate.__call__(gate, logits))
+    for name, fields in SIGMOID.items():
+        with Graph(name, input_types=types, module=module) as graph:
+            logits, bias = (value.tensor for value in graph.inputs)
+            of = Moe(N_EXPERTS, TOP_K, 8, Router("sigmoid", **fields))
+            gate = moe.Router.__new__(moe.Router)
+            made = dict(_of=of.router, _names=["e_score_correction_bias"])
+            made |= dict(gate_score=lambda x: x, e_score_correction_bias=bias)
+            vars(gate).update(made, num_experts_per_token=TOP_K)
+            graph.output(*moe.Router.__call__(gate, logits))
 
 
-def test_router_is_that_of_transformers(one_module):
-    """Choices are made with the bias, and weighed without it."""
-    from transformers import MiniMaxM2Config
+SIGMOID = {
+    "minimax_router": {},
+    "glm4_router": dict(scale=2.5, n_groups=4, n_chosen_groups=2),
+}
+
+
+def of_transformers(
+    name: str, logits: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns weights and ids."""
+    from transformers import Glm4MoeConfig, MiniMaxM2Config
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
     from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 
+    sizes = dict(hidden_size=N_EXPERTS, num_experts_per_tok=TOP_K)
+    if name == "minimax_router":
+        config = MiniMaxM2Config(**sizes, num_local_experts=N_EXPERTS)
+        router = MiniMaxM2TopKRouter(config)
+        router.weight.data = torch.eye(N_EXPERTS)
+        return router(logits, bias)[1:]
+    groups = dict(n_group=4, topk_group=2, routed_scaling_factor=2.5)
+    config = Glm4MoeConfig(
+        **sizes, **groups, n_routed_experts=N_EXPERTS, moe_intermediate_size=8
+    )
+    layer = Glm4MoeMoE(config)
+    layer.gate.e_score_correction_bias = bias
+    return layer.route_tokens_to_experts(logits)[::-1]
+
+
+@pytest.mark.parametrize("name", SIGMOID)
+def test_router_is_that_of_transformers(name, one_module):
+    """Choices are made with the bias, and weighed without it."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(300, N_EXPERTS)).astype(np.float32)
     # As large as the differences of scores, so that it matters.
     bias = rng.normal(scale=0.2, size=N_EXPERTS).astype(np.float32)
     ids, weights = (
-        out.to_numpy()
-        for out in one_module.models["minimax_router"].execute(logits, bias)
+        out.to_numpy() for out in one_module.models[name].execute(logits, bias)
     )
-    config = MiniMaxM2Config(
-        hidden_size=N_EXPERTS, num_local_experts=N_EXPERTS, num_experts_per_tok=TOP_K
-    )
-    router = MiniMaxM2TopKRouter(config)
-    router.weight.data = torch.eye(N_EXPERTS)
     with torch.no_grad():
-        _, want_weights, want_ids = router(
-            torch.from_numpy(logits), torch.from_numpy(bias)
+        want_weights, want_ids = of_transformers(
+            name, torch.from_numpy(logits), torch.from_numpy(bias)
         )
     unbiased = np.argsort(-logits, 1)[:, :TOP_K]
     assert (np.sort(unbiased, 1) != np.sort(want_ids.numpy(), 1)).any()

@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from graphs.serve.server import Server
 
@@ -111,6 +115,13 @@ def store_uncommonly(model: Path, folder: Path) -> Path:
     return folder
 
 
+def model_of(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """Loads a checkpoint in transformers, with images or without."""
+    with_images = "vision_config" in json.loads((folder / "config.json").read_text())
+    kind = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=dtype)
+
+
 class Reference:
     """The float32 model of a checkpoint in transformers, given what was served."""
 
@@ -135,9 +146,7 @@ class Reference:
         # As stored, so that half the bytes come to the GPU; floats are exact then.
         stored = torch.bfloat16 if in_bfloat16 else torch.float32
         self._models = [
-            AutoModelForCausalLM.from_pretrained(model, dtype=stored)
-            .to(self._device)
-            .eval()
+            model_of(model, dtype=stored).to(self._device).eval()
             for _ in range(n_models)
         ]
         self._models[0].float()

@@ -2,7 +2,8 @@
 """What stands in MAX's modules while a model is built, of that on Hopper what shows."""
 
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,13 +13,16 @@ from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 from max.graph.graph import default_custom_extensions
 from max.nn import linear as max_linear
 from max.nn.activation import GatedActivation
+from max.nn.comm import ep as comm_ep
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
+from max.nn.moe import expert_parallel
 from max.nn.moe import moe as max_moe
 
 from max_ep import EPBatchManager, extension_path
 from max_ep.serve import hopper, settings
 from max_ep.serve.hopper import forward_layers
-from max_ep.serve.model import ExpertParallelModel, using_max_ep
+from max_ep.serve.model import ExpertParallelModel, ServingInitializer
+from max_ep.serve.replaced import EVERYWHERE, OF_A_MODEL, _home_of, absent, replaced
 from max_ep.serve.settings import MoeShape, gathers, rank_bytes
 from tests.oracle.cases import Case
 
@@ -138,7 +142,7 @@ def test_only_what_is_wrong_is_replaced(
         (lambda x, weight: x @ weight.T, False),
     ):
         with Graph("product", input_types=types) as graph:
-            with using_max_ep():
+            with replaced():
                 x, weight = (value.tensor for value in graph.inputs)
                 graph.output(multiply(x, weight))
         assert ("max_ep.gpu_linear" in str(graph)) == (is_wrong and has_op)
@@ -168,7 +172,7 @@ def experts_graph(dtype=DType.bfloat16, **options) -> str:
         TensorType(DType.uint32, [2], cpu),
     ]
     with Graph("experts", input_types=types) as graph:
-        with using_max_ep():
+        with replaced():
             gate_up, down, n_rows, *dispatched = (v.tensor for v in graph.inputs)
             layer = Experts(gate_up, down, **options)
             rows = hopper.experts_anywhere(layer, dispatched, dispatched[0], n_rows)
@@ -215,38 +219,65 @@ def test_experts_gather_their_tokens_on_one_gpu(
 ):
     """They need no symmetric memory, and rows are stored behind each product."""
     monkeypatch.setattr(settings, "is_hopper", lambda: is_hopper)
-    config = Case("one_gpu", 1, 16, 4, 64, 10).config(**(dict(target="gpu") | change))
-    assert gathers(config, moe_dim) == wanted
     shape = MoeShape(hidden_size=64, n_experts=16, top_k=4, moe_dim=moe_dim)
+    config = Case("one_gpu", 1, 16, 4, 64, 10).config(**(dict(target="gpu") | change))
+    assert gathers(config, shape) == wanted
+    clamped = replace(shape, is_swiglu=False)
+    assert not gathers(config, clamped)
     in_place = 0, 40 * (2 * (64 + moe_dim) + 8)
     assert (rank_bytes(config, shape) == in_place) == wanted
 
 
-def test_what_stands_while_a_model_is_built():
-    """Ours in MAX's modules, the ops in reach of subgraphs, and nothing after."""
-    assert len(hopper.REPLACED) == 5
-    for module, name, ours in hopper.REPLACED:
-        assert getattr(module, name) is ORIGINALS[name]
-        with using_max_ep():
-            assert getattr(module, name) is ours
-        assert getattr(module, name) is ORIGINALS[name]
-    theirs = SimpleNamespace(EPBatchManager=None)
-    layers = SimpleNamespace(forward_moe_sharded_layers=None)
+def test_what_stands_while_a_model_is_built(monkeypatch):
+    """Ours in MAX's modules, wherever an architecture has them; the ops in reach of
+    subgraphs, and nothing after."""
+    assert len(EVERYWHERE) == 5
+    for place, ours in EVERYWHERE.items():
+        home, name = _home_of(place)
+        assert getattr(home, name) is ORIGINALS[name]
+        with replaced():
+            assert getattr(home, name) is ours
+        assert getattr(home, name) is ORIGINALS[name]
+    theirs = SimpleNamespace(
+        EPBatchManager=comm_ep.EPBatchManager,
+        EPConfig=comm_ep.EPConfig,
+        EPCommInitializer=comm_ep.EPCommInitializer,
+        forward_moe_sharded_layers=expert_parallel.forward_moe_sharded_layers,
+        MoE=None,  # another one
+    )
+    before = dict(vars(theirs))
+    monkeypatch.setitem(sys.modules, "max.pipelines.architectures.new.model", theirs)
 
     class MaxsModel:
         def load_model(self, session: None) -> tuple:
-            ours = theirs.EPBatchManager, layers.forward_moe_sharded_layers
-            return *ours, default_custom_extensions()
+            return dict(vars(theirs)), default_custom_extensions()
 
     class Model(ExpertParallelModel, MaxsModel):
-        max_modules = (theirs, layers)
         pipeline_config = SimpleNamespace(
             model=SimpleNamespace(device_specs=[SimpleNamespace(device_type="cpu")])
         )
 
-    manager, forward, extensions = Model().load_model(None)
-    assert manager is EPBatchManager and forward is forward_layers
+    model = Model()
+    seen, extensions = model.load_model(None)
+    assert seen == dict(
+        EPBatchManager=EPBatchManager,
+        EPConfig=model._group,
+        EPCommInitializer=ServingInitializer,
+        forward_moe_sharded_layers=forward_layers,
+        MoE=None,
+    )
     assert set(extensions) == {extension_path(), extension_path("max_ep_experts")}
-    assert theirs == SimpleNamespace(EPBatchManager=None)
-    assert layers == SimpleNamespace(forward_moe_sharded_layers=None)
+    assert vars(theirs) == before
     assert default_custom_extensions() == ()
+
+
+def test_names_that_another_version_of_max_lacks(monkeypatch):
+    """This one has all; of another the first start says which are missing."""
+    assert absent() == []
+    monkeypatch.delattr(max_moe, "grouped_matmul_ragged")
+    monkeypatch.setattr("max_ep.serve.replaced.OF_A_MODEL", (*OF_A_MODEL, "max.ep:X"))
+    wanted = ["max.nn.moe.moe:grouped_matmul_ragged", "max.ep:X"]
+    assert absent() == wanted
+    with pytest.raises(RuntimeError, match=f"lacks {', '.join(wanted)}, which max_ep"):
+        with replaced():
+            pass

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from max.driver import CPU
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 from openai import APIStatusError, BadRequestError
@@ -29,6 +30,7 @@ from graphs.serve import run
 from graphs.serve.checkpoint import (
     BLOCKWISE_FP8,
     DEEPSEEK_SIZES,
+    OTHER_SIZES,
     SIZES,
     make_checkpoint,
     quantize_matrices,
@@ -36,9 +38,9 @@ from graphs.serve.checkpoint import (
 from graphs.serve.run import LIMITS
 from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.balance import Placement, plan
-from max_ep.checkpoint import Stored, read_tensors
+from max_ep.checkpoint import Stored, check_config, read_tensors
 from max_ep.cli.serve import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
-from max_ep.serve import hopper, model, qwen3_moe, weights
+from max_ep.serve import hopper, model, weights
 from max_ep.serve.settings import PLACEMENT_VARIABLE
 from tests.children import ALL_CASES, WHERE_WE_IMPORT, ran, slow
 from tests.oracle.cases import CASES
@@ -53,6 +55,7 @@ from tests.serve.serving import (
     widened,
     write_widened,
 )
+from tests.serve.serving_configs import PUBLISHED
 
 READY_S = 900
 
@@ -99,6 +102,10 @@ if ALL_CASES:
     WHERE["four_ranks_of_the_cpu_plain"] = (0, 4, "tiny")
     WHERE["four_ranks_of_the_cpu_fp8"] = (0, 4, "tiny", FP8)
     WHERE["four_ranks_of_the_cpu_placed"] = (0, 4, "tiny", PLACEMENT_VARIABLE)
+    for size in OTHER_SIZES:
+        if size.endswith("small"):
+            WHERE[f"one_gpu_{size}"] = (1, 0, size)
+            WHERE[f"two_gpus_{size}"] = (2, 0, size)
     # MAX's compiler takes two minutes for it, and once it wanted more than 17 GB.
     for n in (1, 2, 4):
         WHERE[f"{n}_ranks_of_the_cpu_minimax"] = (0, n, "minimax_tiny")
@@ -144,7 +151,7 @@ def served(request, tmp_path_factory):
     server = Server(model, flags, folder / "server.log", variables, command=command)
     try:
         server.wait_until_ready(READY_S, print)
-        noises = NOISES if size in DEEPSEEK_SIZES else ()
+        noises = NOISES if size in (*DEEPSEEK_SIZES, *OTHER_SIZES) else ()
         yield SimpleNamespace(
             server=server,
             flags=flags,
@@ -264,18 +271,22 @@ def test_many_at_once_some_cancelled(served):
     print(served.reference.tally)
 
 
-def adapted(folder, monkeypatch, device, **fields) -> dict:
-    """Runs the weight adapter of Qwen3-MoE on whatever a file has."""
-    stored = {name: Stored(tensor) for name, tensor in read_tensors(folder).items()}
+def read(folder, monkeypatch, device, **fields) -> dict:
+    """Reads for our decoder whatever a file has."""
+
+    def here(name: str) -> str:
+        return name.removeprefix("model.").replace("_scale_inv", "_scale")
+
+    tensors = read_tensors(folder).items()
+    stored = {name: Stored(tensor, here(name)) for name, tensor in tensors}
     monkeypatch.setattr(weights, "stored_in", lambda *_: stored)
-    config = SimpleNamespace(num_experts=16, num_experts_per_tok=4, **fields)
-    config.hidden_size, config.moe_intermediate_size = 256, 128
+    sizes = dict(hidden_size=256, moe_intermediate_size=128, num_experts=16)
+    config = PUBLISHED["Qwen3-30B-A3B"] | sizes | fields
+    monkeypatch.setattr(weights, "config_of", lambda _: check_config(config))
     encoding = "float32" if device == "cpu" else "bfloat16"
     specs = [SimpleNamespace(device_type=device)]
     flags = SimpleNamespace(device_specs=specs, quantization_encoding=encoding)
-    (adapt,) = qwen3_moe.architecture.weight_adapters.values()
-    pipeline = SimpleNamespace(model=flags)
-    return adapt({}, huggingface_config=config, pipeline_config=pipeline)
+    return weights.decoder_weights(SimpleNamespace(model=flags))
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -294,7 +305,7 @@ def test_fp8_matrices_are_widened(tmp_path, monkeypatch, device, scales):
     for name in names:
         stored[f"{name}_scale_inv"] = stored[f"{name}_scale_inv"].to(scales)
     save_file(stored, path)
-    now = adapted(tmp_path, monkeypatch, device, quantization_config=BLOCKWISE_FP8)
+    now = read(tmp_path, monkeypatch, device, quantization_config=BLOCKWISE_FP8)
     encoding = "float32" if device == "cpu" else "bfloat16"
     wanted = widened(tmp_path)[f"model.layers.0.{dense}"].to(getattr(torch, encoding))
     if scales == torch.float32:
@@ -320,7 +331,7 @@ def test_weights_come_in_the_dtype_of_the_model(tmp_path, monkeypatch, device, d
     bias = "model.layers.0.mlp.gate.e_score_correction_bias"
     stored = {"model.norm.weight": drawn, bias: drawn[0].clone()}
     save_file(stored, tmp_path / "model.safetensors")
-    now = adapted(tmp_path, monkeypatch, device)
+    now = read(tmp_path, monkeypatch, device)
     wanted = drawn.to(torch.float32 if device == "cpu" else torch.bfloat16)
     assert torch.equal(torch.from_dlpack(now["norm.weight"]), wanted)
     (of_router,) = (value for name, value in now.items() if "bias" in name)
@@ -354,6 +365,7 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch):
 TWO_LAYERS = dict(dispatch=2, combine=2)
 IN_PLACE = dict(sort_choices=2, add_rows=2)
 PLACED = dict.fromkeys(("dispatch", "combine", "softmax_top_k", "balance_ids"), 4)
+CLAMPED = dict(dispatch=4, combine=4, softmax_top_k=4)
 SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
 
 
@@ -375,6 +387,10 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
         # The routers' biases are bfloat16 in the checkpoint, float32 in the graph.
         pytest.param("one_gpu", "minimax_tiny", TWO_LAYERS, marks=slow),
         ("two_ranks_of_the_cpu", "minimax_tiny", SPLIT_ON_TWO_RANKS),
+        # What no Qwen3 has, on a GPU and on two.
+        pytest.param("one_gpu", "laguna_tiny", TWO_LAYERS, marks=slow),
+        ("two_gpus", "glm4_tiny", TWO_LAYERS),
+        pytest.param("two_gpus", "gpt_oss_tiny", CLAMPED, marks=slow),
     ],
 )
 def test_graph_has_our_ops(tmp_path, where, size, wanted):
@@ -403,12 +419,14 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     }
     assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
     assert f"max_ep.grouped_matmul{fp8}" in ops
-    # One op for the heads of Qwen3's attention on one GPU.
-    has_one = where == "one_gpu" and size.startswith("tiny")
+    # One op for the heads of Qwen3's attention on GPUs.
+    has_one = "gpu" in where and size.startswith("tiny")
     assert ("max_ep.norm_rope_store" in ops) == has_one
     first = "_gathered" if "sort_choices" in wanted else fp8
-    for op in ("max_ep.gpu_linear", f"max_ep.grouped_gate_up{first}"):
-        assert (op in ops) == ("gpu" in where)
+    is_swiglu = wanted != CLAMPED  # gate and up of gpt-oss have biases between
+    assert ("max_ep.gpu_linear" in ops) == ("gpu" in where)
+    of_gpu = f"max_ep.grouped_gate_up{first}"
+    assert (of_gpu in ops) == ("gpu" in where and is_swiglu)
 
 
 def test_shared_experts_outside_of_dispatch_are_added(monkeypatch):
@@ -429,29 +447,17 @@ def test_shared_experts_outside_of_dispatch_are_added(monkeypatch):
     assert n_added[0] == n_added[1] + 1
 
 
-def test_a_server_that_does_not_use_max_ep_says_so(caplog):
-    served = model.ExpertParallelModel.__new__(model.ExpertParallelModel)
-    with caplog.at_level("INFO"):
-        served._init_distributed_runtime(None, SimpleNamespace(ep_config=None))
-    assert "max_ep: not used; without --ep-size" in caplog.text
-
-
 def test_what_by_expert_costs_is_logged_before_memory_is_asked_for(caplog, monkeypatch):
-    def fail(config: object) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(model, "gathers", lambda *_: False)
-    monkeypatch.setattr(model, "EPCommInitializer", fail)
-    shape = SimpleNamespace(of=lambda _: SimpleNamespace(moe_dim=64))
-    monkeypatch.setattr(model, "MoeShape", shape)
-    served = model.ExpertParallelModel.__new__(model.ExpertParallelModel)
-    served.huggingface_config = None
+    monkeypatch.setattr(model.EPCommInitializer, "ep_init", fail)
+    session = SimpleNamespace(devices=[CPU()])
     for n_tokens in (65535, 65536):
+        sizes = dict(protocol="by_expert", max_tokens_per_rank=n_tokens)
+        config = CASES["two_ranks"].config(**sizes)
         with pytest.raises(MemoryError):
-            sizes = dict(protocol="by_expert", max_tokens_per_rank=n_tokens)
-            config = CASES["two_ranks"].config(**sizes)
-            config = SimpleNamespace(ep_config=config)
-            served._init_distributed_runtime(None, config)
+            model.ServingInitializer(config).ep_init(session)
         words = "by_expert': max_tokens_per_rank=65536 is above 65535"
         assert (words in caplog.text) == (n_tokens > 65535)
     assert "lower --max-batch-input-tokens" in caplog.text

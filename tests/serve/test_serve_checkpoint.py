@@ -15,19 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from max.dtype import DType
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
+    AutoModelForImageTextToText,
     GenerationConfig,
-    MiniMaxM2Config,
     Qwen3MoeConfig,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeTextConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
-from graphs.serve.checkpoint import make_checkpoint
+from graphs.serve.checkpoint import OTHER_SIZES, make_checkpoint
 from max_ep.checkpoint import (
+    ARCHITECTURES,
     Rope,
     check_config,
     check_tensors,
@@ -35,31 +40,41 @@ from max_ep.checkpoint import (
     loaded_bytes,
     read_tensors,
 )
-from max_ep.checkpoint.fields import FIELDS, GENERATION
+from max_ep.checkpoint.common import COMMON, GENERATION
 from max_ep.checkpoint.files import INDEX, SINGLE
 from max_ep.checkpoint.rule import NEEDED
-from max_ep.moe_shape import SUPPORTED
+from max_ep.quantize import quantize_mxfp4
+from max_ep.serve.weights import _Reader
 from tests.serve.serving_configs import PUBLISHED
 
+TINY = [size for size in OTHER_SIZES if size.endswith("tiny")]
+
 IN_TRANSFORMERS = {
-    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
-    "MiniMaxM2ForCausalLM": MiniMaxM2Config,
-    "DeepseekV3ForCausalLM": DeepseekV3Config,
-}
+    name: getattr(transformers, f"{name.removesuffix('ForCausalLM')}Config")
+    for name in ARCHITECTURES
+    if name.endswith("ForCausalLM")
+} | {"Qwen3VLMoeForConditionalGeneration": Qwen3VLMoeTextConfig}
 QWEN = PUBLISHED["Qwen3-30B-A3B"]
 MINIMAX, DEEPSEEK = PUBLISHED["MiniMax-M2"], PUBLISHED["DeepSeek-V3"]
+MIXTRAL, GPT_OSS = PUBLISHED["Mixtral-8x7B-v0.1"], PUBLISHED["gpt-oss-20b"]
+GLM4, OLMOE = PUBLISHED["GLM-4.5-Air"], PUBLISHED["OLMoE-1B-7B-0924"]
+QWEN2 = PUBLISHED["Qwen1.5-MoE-A2.7B"]
+FP8 = {"quant_method": "fp8"}
 
 
-@pytest.mark.parametrize("architecture", FIELDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_field_of_transformers_is_on_the_list(architecture):
     """With its default. Fails when a version of transformers adds a field, or changes a
     default: compare what it does, and serve it or refuse it."""
-    assert set(FIELDS) == set(SUPPORTED)
-    rules = FIELDS[architecture]
+    rules = ARCHITECTURES[architecture].fields
     for field in dataclasses.fields(IN_TRANSFORMERS[architecture]):
         assert field.name in rules
         default = rules[field.name].default
         assert default is NEEDED or default == field.default, field.name
+    outer = ARCHITECTURES[architecture].outer_fields
+    if outer is not None:
+        of_all = {field.name for field in dataclasses.fields(Qwen3VLMoeConfig)}
+        assert of_all <= {*outer, *COMMON}
     dropped = set(GenerationConfig._get_default_generation_params())
     assert dropped == {*GENERATION, "use_cache"}
 
@@ -114,6 +129,17 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 0.7}}, "mscale=0.7"),
         (DEEPSEEK | {"num_key_value_heads": 64}, "num_key_value_heads=64"),
         (DEEPSEEK | {"head_dim": 128}, "head_dim=128 does not fit"),
+        (MIXTRAL | {"sliding_window": 8}, "sliding_window=8 is not served"),
+        (MIXTRAL | {"num_experts": 4}, "num_experts=4 does not fit to num_local"),
+        (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not served"),
+        (GPT_OSS | {"experts_per_token": 2}, "experts_per_token=2 does not fit"),
+        (GPT_OSS | {"layer_types": ["full_attention"]}, "layer_types has 1 elements"),
+        (GPT_OSS | {"quantization_config": FP8}, "quant_method='fp8' is not served"),
+        (GLM4 | {"n_group": 3}, "n_group=3 does not fit to n_routed_experts=128"),
+        (GLM4 | {"n_group": 128, "topk_group": 8}, "have two experts or more"),
+        (GLM4 | {"first_k_dense_replace": 46}, "first_k_dense_replace=46 does not"),
+        (QWEN2 | {"use_sliding_window": True}, "use_sliding_window=True"),
+        (OLMOE | {"head_dim": 64}, "head_dim=64 is not on max_ep's list"),
         # What no model has.
         ([], "holds no names"),
         ({}, "'no architecture' is not supported; there are Qwen3MoeForCausalLM"),
@@ -226,17 +252,80 @@ def change_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-@pytest.mark.parametrize("size", ["tiny", "minimax_tiny", "deepseek_tiny"])
+@pytest.mark.parametrize("size", ["tiny", "minimax_tiny", "deepseek_tiny", *TINY])
 def test_what_transformers_saves_is_served(size, made, tmp_path):
     """Also its own names, with experts in tensors of three dimensions."""
-    model = AutoModelForCausalLM.from_pretrained(made(size))
+    kind = AutoModelForCausalLM
+    if size == "qwen3_vl_tiny":
+        kind = AutoModelForImageTextToText
+    model = kind.from_pretrained(made(size))
     model.save_pretrained(tmp_path, save_original_format=False)
     shutil.copy(made(size) / "config.json", tmp_path)
     separate, fused = check(made(size)), check(tmp_path)
     assert set(separate) == set(fused)
-    assert {place.expert for place in fused.values()} == {None, *range(16)}
-    n_bytes = sum(place.tensor.n_bytes for place in separate.values())
-    assert loaded_bytes(check_config(config_in(tmp_path)), 1) == n_bytes // 2
+    n_experts = 8 if size == "mixtral_tiny" else 16
+    parts = [place.part for place in fused.values()]
+    assert {part and part.expert for part in parts} == {None, *range(n_experts)}
+    one_each = {place.tensor.name: place.tensor for place in separate.values()}
+    n_bytes = sum(tensor.n_bytes for tensor in one_each.values())
+    assert sum(loaded_bytes(check_config(config_in(tmp_path)), 1)) == n_bytes // 2
+    # Each has a name of its own in our decoder.
+    assert len({place.here for place in fused.values()}) == len(fused)
+
+
+def save_in_mxfp4(model: Path, folder: Path) -> None:
+    """Stores the experts of a tiny gpt-oss as published ones are."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    weights = load_file(folder / SINGLE)
+    for name in [name for name in weights if name.endswith("_proj")]:
+        turned = weights.pop(name).float().transpose(1, 2).contiguous()
+        rows = turned.reshape(-1, turned.shape[2]).numpy()
+        values, scales = quantize_mxfp4(rows)
+        sizes = [*turned.shape[:2], turned.shape[2] // 32]
+        weights[f"{name}_blocks"] = torch.from_numpy(values).reshape(*sizes, 16)
+        weights[f"{name}_scales"] = torch.from_numpy(scales).reshape(sizes)
+    save_file(weights, folder / SINGLE)
+    method = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.0"])
+    change_config(folder, quantization_config=method)
+
+
+def test_experts_of_gpt_oss_in_mxfp4(made, tmp_path):
+    """As transformers widens them; gate and up alternate in what is stored."""
+    save_in_mxfp4(made("gpt_oss_tiny"), tmp_path)
+    weights, stored = load_file(tmp_path / SINGLE), check(tmp_path)
+    assert set(stored) == set(check(made("gpt_oss_tiny")))
+    reader = _Reader(stored, None, DType.float32)
+    experts = "model.layers.1.mlp.experts"
+    of_both = convert_moe_packed_tensors(
+        *(weights[f"{experts}.gate_up_proj_{x}"] for x in ("blocks", "scales")),
+        dtype=torch.float32,
+    )
+    for i, name in enumerate(("gate_proj", "up_proj")):
+        read = reader.weights(())[f"{experts}.5.{name}.weight"].data()
+        wanted = of_both[5, :, i::2].T
+        assert torch.equal(torch.from_dlpack(read), wanted)
+    del weights[f"{experts}.down_proj_scales"]
+    save_file(weights, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match="down_proj_blocks is in MXFP4 without"):
+        check(tmp_path)
+
+
+def test_rows_that_are_columns_where_the_shape_says_so(made, tmp_path):
+    """Experts of Qwen3-VL-MoE are stored one way, and saved by transformers another."""
+    folder = made("qwen3_vl_tiny")
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    shutil.copy(folder / "config.json", tmp_path)
+    each = []
+    for where in (folder, tmp_path):
+        read = _Reader(check(where), None, DType.float32).weights(())
+        prefix = "model.language_model.layers.1.mlp.experts.7"
+        names = [f"{prefix}.{x}_proj.weight" for x in ("gate", "up", "down")]
+        each.append([torch.from_dlpack(read[name].data()) for name in names])
+    both, down = model.model.language_model.layers[1].mlp.experts.parameters()
+    for gate, up, of_down in each:
+        assert torch.equal(torch.cat([gate, up]), both[7])
+        assert torch.equal(of_down, down[7])
 
 
 def test_leftovers_are_skipped(made, tmp_path):
@@ -317,7 +406,7 @@ def test_experts_that_stay_in_fp8_must_be_in_it(made, tmp_path):
     config, tensors = check_config(config_in(tmp_path)), read_tensors(tmp_path)
     check_tensors(config, tensors)
     with pytest.raises(ValueError, match="is in F32, and config.json says"):
-        check_tensors(config, tensors, keeps_fp8=True)
+        check_tensors(config, tensors, kept=(".experts.",))
 
 
 @pytest.fixture

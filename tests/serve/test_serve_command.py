@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from max_ep import cli
-from max_ep.checkpoint import check_config
+from max_ep.checkpoint import (
+    ARCHITECTURES,
+    PLACES,
+    check_config,
+    loaded_bytes,
+)
 from max_ep.checkpoint.files import DTYPE_BYTES
 from max_ep.checkpoint.tensors import needed_tensors
 from max_ep.cli.serve import gpus_of_machine
-from max_ep.moe_shape import PLACES, SUPPORTED
 from tests.children import ROOT, ran
 from tests.serve.serving_configs import PUBLISHED
 
@@ -133,6 +137,39 @@ def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, run_cli):
     assert "--devices gpu:0" in run_cli("serve", model, "--dry-run")
 
 
+@pytest.mark.parametrize(
+    "name, fits", [("DeepSeek-V3", True), ("DeepSeek-V3 without blocks", False)]
+)
+def test_what_eight_gpus_hold_is_said_of_config_and_index(
+    name, fits, machine, tmp_path, run_cli
+):
+    """Before 689 GB are downloaded: experts in FP8, an eighth of them on each."""
+    machine(*["NVIDIA H200, 143771, 9.0"] * 8)
+    config = PUBLISHED["DeepSeek-V3"]
+    if not fits:
+        config = config | {"quantization_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    index = {"metadata": {"total_size": 688586727753}, "weight_map": {"a": "b"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = run_cli("serve", tmp_path, "--dry-run", status=0 if fits else 1)
+    if not fits:
+        assert "197.7 GB of weights on each GPU do not fit into its 150.8 GB" in said
+        return
+    assert "files      none yet" in said
+    assert "DeepseekV3ForCausalLM, 688.6 GB of weights" in said
+    assert "experts    256, 32 on each of 8 ranks" in said
+    (line,) = [x for x in said.splitlines() if x.startswith("memory")]
+    numbers = [float(x) for x in re.findall(r"([\d.]+) GB", line)]
+    total, in_fp8, wide, left = numbers
+    assert total == pytest.approx(in_fp8 + wide, abs=0.11)
+    assert total + left == pytest.approx(150.8, abs=0.11)
+    # 58 layers of 32 experts and the shared one, 3 x 7168 x 2048 each.
+    assert in_fp8 == pytest.approx(58 * 33 * 3 * 7168 * 2048 / 1e9, abs=0.06)
+    assert "--ep-size 8" in said
+    # Without --dry-run files must be there.
+    assert "which is not there" in run_cli("serve", tmp_path, status=1)
+
+
 def test_float32_is_halved_on_gpus(machine, tmp_path, run_cli):
     machine("NVIDIA H100, 2400, 9.0")
     said = run_cli("serve", checkpoint(tmp_path, QWEN, "F32"), "--dry-run")
@@ -169,26 +206,25 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
          "hidden_size=2044 is not served; served are multiples of 8"),
         ((), QWEN | {"use_sliding_window": True}, (),
          "use_sliding_window=True is not served"),
-        # On several GPUs, and with other sizes of experts or blocks, in bfloat16.
-        (["NVIDIA H100, 1700, 9.0"] * 2, FP8_QWEN, (),
-         "3.6 GB of weights do not fit into 3.6 GB"),
+        # With other sizes of experts or blocks in bfloat16.
+        (["NVIDIA H100, 1300, 9.0"] * 2, FP8_QWEN, (),
+         "1.5 GB of weights on each GPU do not fit into its 1.4 GB"),
         (["NVIDIA H100, 1700, 9.0"], FP8_QWEN, (),
-         "1.8 GB of weights do not fit into 1.8 GB"),
+         "1.8 GB of weights on each GPU do not fit into its 1.8 GB"),
         (["NVIDIA H100, 1900, 9.0"], FP8_QWEN | {"moe_intermediate_size": 704}, (),
-         "2.3 GB of weights do not fit into 2.0 GB"),
+         "2.3 GB of weights on each GPU do not fit into its 2.0 GB"),
         (["NVIDIA H100, 1900, 9.0"],
          FP8_QWEN | {"quantization_config": BLOCKS | {"weight_block_size": [64, 64]}},
-         (), "2.4 GB of weights do not fit into 2.0 GB"),
+         (), "2.4 GB of weights on each GPU do not fit into its 2.0 GB"),
         ((), PUBLISHED["DeepSeek-V3"], (), "is not served on the CPU, but on several"),
-        ([H100] * 2, PUBLISHED["MiniMax-M2"], (),
-         "is not served on several GPUs, but on the CPU and one GPU"),
+        ([H100], PUBLISHED["DeepSeek-V3"], (), "is not served on one GPU, but on"),
         (["NVIDIA A100, 81559, 8.0"], QWEN, (),
          "need an H100 or H200, this GPU is NVIDIA A100"),
         (["NVIDIA H100, 2200, 9.0"], QWEN, (),
-         "2.4 GB of weights do not fit into 2.3 GB"),
+         "2.4 GB of weights on each GPU do not fit into its 2.3 GB"),
         # Each GPU has all but the 1.2 GB of the experts.
         (["NVIDIA H100, 1700, 9.0"] * 2, QWEN, (),
-         "3.6 GB of weights do not fit into 3.6 GB"),
+         "1.8 GB of weights on each GPU do not fit into its 1.8 GB"),
         ([H100], QWEN, ("--gpus", "2"), "--gpus 2: this machine has 1"),
         ((), QWEN, ("--ranks", "3"), "--ranks 3 does not divide 128 experts"),
         ((), QWEN, ("--ranks", "0"), "--ranks 0 does not divide 128 experts"),
@@ -224,20 +260,36 @@ def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, run_cli):
 
 def test_what_is_supported_is_said_once():
     """The documents' table, the command's, and what MAX registers."""
-    from max_ep.serve import ARCHITECTURES
+    from max_ep import serve
 
-    assert {a.name for a in ARCHITECTURES} == set(SUPPORTED)
+    assert {a.name for a in serve.ARCHITECTURES} == set(ARCHITECTURES)
     page = (ROOT / "docs/serving.md").read_text()
     rows = re.findall(
         r"^\| (\S+) \| (yes|no)\b(.*)\| (yes|no)\b(.*)\| (yes|no)\b", page, re.M
     )
     said = {name.replace("-", "").lower(): (a, b, c) for name, a, _, b, _, c in rows}
     assert said == {
-        name.removesuffix("ForCausalLM").lower(): tuple(
-            "yes" if place in places else "no" for place in PLACES
+        re.sub(r"For\w+$", "", name).lower(): tuple(
+            "yes" if place in entry.places else "no" for place in PLACES
         )
-        for name, places in SUPPORTED.items()
+        for name, entry in ARCHITECTURES.items()
     }
+
+
+def test_what_models_need_is_computed():
+    """The table of commands: from each published `config.json`."""
+    page = (ROOT / "docs/serving.md").read_text()
+    rows = re.findall(
+        r"^\| (\S+) \| (\d) × H[12]00: ([\d.]+) GB \| "
+        r"`max-ep serve \S+/(\S+) --gpus (\d)",
+        page,
+        re.M,
+    )
+    assert len(rows) == 10
+    for name, n, gigabytes, repository, gpus in rows:
+        assert name == repository and n == gpus
+        n_bytes = sum(loaded_bytes(check_config(PUBLISHED[name]), int(n)))
+        assert f"{n_bytes / 1e9:.1f}" == gigabytes, name
 
 
 def test_no_max_is_loaded():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,16 +29,12 @@ from max_ep.serve.settings import (
 )
 
 
-@pytest.mark.parametrize(
-    "name, n_devices, words",
-    [
-        ("DeepseekV3ForCausalLM", 1, "one GPU, but on several GPUs; .*without max_ep"),
-        ("MiniMaxM2ForCausalLM", 2, "several GPUs, but on the CPU and one GPU;"),
-    ],
-)
-def test_devices_that_an_architecture_is_not_for(name, n_devices, words):
+@pytest.mark.parametrize("device, words", [("gpu", "one GPU"), ("cpu", "the CPU")])
+def test_devices_that_an_architecture_is_not_for(device, words):
     """Before weights are read: the memory plan comes first."""
-    devices = [SimpleNamespace(device_type="gpu")] * n_devices
+    name = "DeepseekV3ForCausalLM"
+    devices = [SimpleNamespace(device_type=device)]
+    words += ", but on several GPUs; .*without max_ep"
     where = SimpleNamespace(model=SimpleNamespace(device_specs=devices))
     with pytest.raises(ValueError, match=f"{name} is not served on {words}"):
         _planner().estimate_activation_memory(
@@ -50,18 +47,6 @@ class _Copied(SimpleNamespace):
 
     def model_copy(self, update: dict) -> _Copied:
         return _Copied(**(vars(self) | update))
-
-
-def test_renormalized_weights_are_not_served_in_place_of_others():
-    """Where MAX divides every expert, its own gate runs, which always renormalizes."""
-    devices = [SimpleNamespace(device_type="gpu")] * 2
-    model, runtime = SimpleNamespace(device_specs=devices), SimpleNamespace(ep_size=1)
-    flags = SimpleNamespace(model=model, runtime=runtime)
-    config = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True)
-    assert _planner().estimate_activation_memory(flags, config) == 0
-    config.norm_topk_prob = False
-    with pytest.raises(ValueError, match="norm_topk_prob=False .*pass --ep-size 2"):
-        _planner().estimate_activation_memory(flags, config)
 
 
 def _served(folder: Path) -> SimpleNamespace:
@@ -243,6 +228,14 @@ def test_the_plan_has_gate_and_up_where_they_are_stored(
     )
     shape = MoeShape(hidden_size=128, n_experts=16, top_k=4, moe_dim=moe_dim)
     assert activation_bytes(config, shape) == 10 * n_bytes
+
+
+def test_experts_with_biases_have_no_replicas(tmp_path, monkeypatch):
+    PLACEMENT.save(tmp_path / "plan.npz")
+    monkeypatch.setenv(PLACEMENT_VARIABLE, str(tmp_path / "plan.npz"))
+    shape = replace(SHAPE, is_swiglu=False)
+    with pytest.raises(ValueError, match="MAX_EP_PLACEMENT is set, and biases"):
+        serving_config(_flags(256, True), shape, DType.float32)
 
 
 def test_gpus_that_do_not_divide_the_experts():

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architectures that are served, one entry each.
+
+An entry has the fields of ``config.json`` beyond those that all models have, and makes
+of them the description of a decoder. docs/serving.md says how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from . import describe
+from .common import COMMON, IDS, MXFP4, QUANTIZATION
+from .decoder import Decoder
+from .rule import Rule, each, flag, free, number, only, optional, real, whole
+
+Config = Mapping[str, Any]
+
+PLACES = ("the CPU", "one GPU", "several GPUs")
+
+
+class Architecture(NamedTuple):
+    """One class of transformers."""
+
+    places: tuple[str, ...]
+    """Where it is served: the table of docs/serving.md."""
+    experts: str
+    """The field with the number of experts."""
+    decoder: Callable[[Config], Decoder]
+    """Makes the description of a checked ``config.json``."""
+    own_fields: dict[str, Rule]
+    outer_fields: dict[str, Rule] | None = None
+    """Fields beside ``text_config``, if the fields above are in it."""
+    quantization: dict[str, Rule] = QUANTIZATION
+    """Fields of ``quantization_config``."""
+
+    @property
+    def fields(self) -> dict[str, Rule]:
+        """Returns the rules of all fields."""
+        return COMMON | self.own_fields
+
+
+_ALL_FULL = each(only("full_attention"), default=None)
+_LAYER_TYPES = each(only("full_attention", "sliding_attention"), default=None)
+_MLP_TYPES = each(only("dense", "sparse"), default=None)
+
+_RMS_1E5 = real(1e-5)
+_TRAINING = {
+    "output_router_logits": flag(False),
+    "router_aux_loss_coef": free(0.001, float),
+}
+
+
+def _id(default: int) -> Rule:
+    return optional(whole(None, least=0))._replace(default=default)
+
+
+def _window(*default: int) -> Rule:
+    """Takes what MAX's attention takes, which on the CPU masks 16 tokens at once."""
+    return whole(*default, least=16)
+
+
+_QWEN3_FIELDS = {
+    "attention_bias": only(False),
+    "decoder_sparse_step": whole(1),
+    "head_dim": optional(whole()),
+    "mlp_only_layers": optional(each(whole(least=0))),
+    "moe_intermediate_size": whole(),
+    "num_experts": whole(),
+    "num_local_experts": free(),  # must be num_experts
+}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen3MoeForCausalLM": Architecture(
+        PLACES,
+        "num_experts",
+        describe.qwen3,
+        {
+            **_QWEN3_FIELDS,
+            **_TRAINING,
+            "model_type": only("qwen3_moe"),
+            "layer_types": optional(_ALL_FULL),
+            "norm_topk_prob": flag(False),
+            "qkv_bias": only(False),
+            "shared_expert_intermediate_size": only(0, None),
+            "sliding_window": optional(whole(4096, least=0))._replace(
+                default=4096
+            ),  # has no effect without use_sliding_window
+            "use_qk_norm": only(True),
+            "use_sliding_window": only(False),
+        },
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        PLACES,
+        "num_local_experts",
+        describe.minimax,
+        {
+            **_TRAINING,
+            "model_type": only("minimax_m2"),
+            "attention_bias": only(False),
+            "attn_type_list": optional(each(only(1))),
+            "head_dim": whole(128),
+            "bos_token_id": _id(200034),
+            "eos_token_id": IDS._replace(default=200020),
+            "layer_types": optional(_ALL_FULL),
+            "layernorm_full_attention_beta": only(1),
+            "layernorm_linear_attention_beta": only(1),
+            "layernorm_mlp_beta": only(1),
+            "mlp_intermediate_size": free(),  # of layers that the model does not have
+            "mtp_transformer_layers": free(),
+            "norm_topk_prob": only(True),
+            "num_experts": free(),  # must be num_local_experts
+            "num_local_experts": whole(),
+            "num_mtp_modules": free(),
+            "qk_norm_type": only("per_layer"),
+            "rotary_dim": free(),  # see rope.py
+            "router_jitter_noise": free(0.0, float),  # of training
+            "scoring_func": only("sigmoid"),
+            "shared_intermediate_size": only(0),
+            "shared_moe_mode": free(),  # of a shared expert
+            "sliding_window": only(None, 0),
+            "use_mtp": free(),
+            "use_qk_norm": only(True),
+            "use_routing_bias": only(True),
+        },
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        PLACES[2:],
+        "n_routed_experts",
+        describe.deepseek,
+        {
+            "model_type": only("deepseek_v3", "kimi_k2"),
+            "attention_bias": only(False),
+            "aux_loss_alpha": free(),
+            "bos_token_id": _id(0),
+            "eos_token_id": IDS._replace(default=1),
+            "ep_size": free(),
+            "first_k_dense_replace": whole(3, least=0),
+            "head_dim": free(),  # must be qk_rope_head_dim
+            "kv_lora_rank": whole(512),
+            "moe_intermediate_size": whole(),
+            "moe_layer_freq": only(1),
+            "n_group": whole(8),
+            "n_routed_experts": whole(),
+            "n_shared_experts": whole(1),
+            "norm_topk_prob": only(True),
+            "num_local_experts": free(),  # must be n_routed_experts
+            "num_nextn_predict_layers": whole(0, least=0),  # whose layers are skipped
+            "pretraining_tp": free(1, int),
+            "q_lora_rank": whole(1536),
+            "qk_head_dim": free(),  # must be the sum of both
+            "qk_nope_head_dim": whole(128),
+            "qk_rope_head_dim": whole(64),
+            "rope_interleave": only(True),
+            "routed_scaling_factor": real(2.5),
+            "scoring_func": only("sigmoid"),
+            "seq_aux": free(),
+            "tie_word_embeddings": only(False),
+            "topk_group": whole(4),
+            "topk_method": only("noaux_tc"),
+            "v_head_dim": whole(128),
+        },
+    ),
+    "MixtralForCausalLM": Architecture(
+        PLACES,
+        "num_local_experts",
+        describe.mixtral,
+        {
+            **_TRAINING,
+            "model_type": only("mixtral"),
+            "bos_token_id": _id(1),
+            "eos_token_id": IDS._replace(default=2),
+            "head_dim": optional(whole()),
+            "num_experts": free(),  # must be num_local_experts
+            "num_local_experts": whole(),
+            "rms_norm_eps": _RMS_1E5,
+            "router_jitter_noise": free(0.0, float),  # of training
+            "sliding_window": only(None),
+        },
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        PLACES,
+        "num_experts",
+        describe.qwen2,
+        {
+            **_TRAINING,
+            "model_type": only("qwen2_moe"),
+            "decoder_sparse_step": whole(1),
+            "layer_types": optional(_ALL_FULL),
+            "max_window_layers": free(28, int),  # only with use_sliding_window
+            "mlp_only_layers": optional(each(whole(least=0))),
+            "moe_intermediate_size": whole(),
+            "norm_topk_prob": flag(False),
+            "num_experts": whole(),
+            "num_local_experts": free(),  # must be num_experts
+            "qkv_bias": flag(True),
+            "shared_expert_intermediate_size": whole(5632),
+            "sliding_window": optional(whole(4096, least=0))._replace(
+                default=4096
+            ),  # has no effect without use_sliding_window
+            "use_sliding_window": only(False),
+        },
+    ),
+    "OlmoeForCausalLM": Architecture(
+        PLACES,
+        "num_experts",
+        describe.olmoe,
+        {
+            "model_type": only("olmoe"),
+            "attention_bias": flag(False),
+            "clip_qkv": optional(number()),
+            "eos_token_id": IDS._replace(default=50279),
+            "norm_topk_prob": flag(False),
+            "num_experts": whole(),
+            "num_local_experts": free(),  # must be num_experts
+            "output_router_logits": flag(False),
+            "pad_token_id": _id(1),
+            "rms_norm_eps": _RMS_1E5,
+            "router_aux_loss_coef": free(0.01, float),
+        },
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        PLACES,
+        "n_routed_experts",
+        describe.glm4,
+        {
+            "model_type": only("glm4_moe"),
+            "attention_bias": flag(False),
+            "first_k_dense_replace": whole(1, least=0),
+            "head_dim": optional(whole()),
+            "moe_intermediate_size": whole(),
+            "n_group": whole(1),
+            "n_routed_experts": whole(),
+            "n_shared_experts": whole(1),
+            "norm_topk_prob": flag(True),
+            "num_local_experts": free(),  # must be n_routed_experts
+            "num_nextn_predict_layers": whole(0, least=0),  # whose layers are skipped
+            "rms_norm_eps": _RMS_1E5,
+            "routed_scaling_factor": real(1.0),
+            "topk_group": whole(1),
+            "use_qk_norm": flag(False),
+        },
+    ),
+    "GptOssForCausalLM": Architecture(
+        PLACES[1:],  # of windows on the CPU MAX's compiler takes too much memory
+        "num_local_experts",
+        describe.gpt_oss,
+        {
+            "model_type": only("gpt_oss"),
+            "attention_bias": flag(True),
+            "experts_per_token": free(),  # must be num_experts_per_tok
+            "head_dim": whole(64),
+            "initial_context_length": free(),
+            "layer_types": optional(_LAYER_TYPES),
+            "num_experts": free(),  # must be num_local_experts
+            "num_local_experts": whole(),
+            "output_router_logits": flag(False),
+            "rms_norm_eps": _RMS_1E5,
+            "router_aux_loss_coef": free(0.001, float),
+            "sliding_window": _window(128),
+            "swiglu_limit": only(7.0),
+        },
+        quantization=MXFP4,
+    ),
+    "HYV3ForCausalLM": Architecture(
+        PLACES,
+        "num_experts",
+        describe.hyv3,
+        {
+            "model_type": only("hy_v3"),
+            "attention_bias": only(False),
+            "enable_moe_fp32_combine": flag(True),  # as far as sums are rounded
+            "head_dim": whole(128),
+            "initializer_range": free(0.006, float),
+            "mlp_bias": only(False),
+            "mlp_layer_types": optional(_MLP_TYPES),
+            "moe_intermediate_size": whole(),
+            "num_experts": whole(),
+            "num_local_experts": free(),  # must be num_experts
+            "num_shared_experts": whole(1),
+            "output_router_logits": flag(False),
+            "rms_norm_eps": _RMS_1E5,
+            "router_scaling_factor": real(2.826),
+        },
+    ),
+    "LagunaForCausalLM": Architecture(
+        PLACES[1:],  # of windows on the CPU MAX's compiler takes too much memory
+        "num_experts",
+        describe.laguna,
+        {
+            **_TRAINING,
+            "model_type": only("laguna"),
+            "attention_bias": only(False),
+            "gating": only(True),
+            "head_dim": whole(128),
+            "layer_types": optional(_LAYER_TYPES),
+            "mlp_layer_types": optional(_MLP_TYPES),
+            "moe_apply_router_weight_on_input": only(False),
+            "moe_intermediate_size": whole(),
+            "moe_routed_scaling_factor": real(1.0),
+            "moe_router_logit_softcapping": Rule(
+                lambda v: type(v) is float and 0 <= v < float("inf"),
+                "a number from 0 on with a decimal point",
+                0.0,
+            ),
+            "norm_topk_prob": only(True),
+            "num_attention_heads_per_layer": optional(each(whole())),
+            "rope_scaling": only(None),
+            "num_experts": whole(),
+            "num_local_experts": free(),  # must be num_experts
+            "shared_expert_intermediate_size": whole(512),
+            "sliding_window": _window(512),
+        },
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(
+        PLACES,
+        "num_experts",
+        partial(describe.qwen3, names=describe.QWEN3_VL_NAMES),
+        {
+            **_QWEN3_FIELDS,
+            "model_type": only("qwen3_vl_moe_text"),
+            "attention_bias": flag(False),
+            "norm_topk_prob": only(True),
+            "router_aux_loss_coef": free(0.001, float),
+            "sliding_window": only(None),
+            "tie_word_embeddings": free(True, bool),  # that beside text_config counts
+        },
+        outer_fields={
+            "model_type": only("qwen3_vl_moe"),
+            "image_token_id": free(),
+            "text_config": free(),
+            "tie_word_embeddings": flag(False),
+            "video_token_id": free(),
+            "vision_config": free(),  # text alone is served
+            "vision_end_token_id": free(),
+            "vision_start_token_id": free(),
+        },
+    ),
+}
+"""By the name in ``architectures`` of ``config.json``."""
+
+
+def check_place(architecture: str, n_gpus: int) -> None:
+    """Refuses an architecture that is not served on so many GPUs; 0: the CPU."""
+    place, places = PLACES[min(n_gpus, 2)], ARCHITECTURES[architecture].places
+    if place not in places:
+        raise ValueError(
+            f"{architecture} is not served on {place}, but on {' and '.join(places)}; "
+            "`max serve` without max_ep may serve it there"
+        )
