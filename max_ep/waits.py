@@ -72,7 +72,7 @@ class Waits:
         if not culprits:
             return (
                 f"Ranks {_listed(waiting)} wait for each other: they do not run the "
-                "same EP ops in the same order, or GPU ranks have not begun combine."
+                "same EP ops in the same order."
             )
         texts = {wait.rank: wait.text() for wait in self.ranks}
         text = texts.get(culprits[0], "its memory cannot be read from here")
@@ -203,23 +203,14 @@ class _Look:
         flags = np.frombuffer(self.words.read_region(begin, end - begin), np.uint64)
         shift = np.uint64(32 if kind.holds == "generation" else 0)
         found = (flags[(at - begin) // 8] >> shift).astype(np.uint32)
-        if kind.word < 0:  # as its own words
-            wanted = int(found[self.rank, : n[self.rank]].max(initial=0))
-        else:
-            wanted = _after(self.generation(kind.word), kind.step)
+        wanted = _after(self.generation(kind.word), kind.step)
         return wanted, [x for x in ranks if _is_behind(found[x, : n[x]], wanted)]
 
     def _rows(self, kind: SimpleNamespace) -> tuple[int, list[int]]:
-        """Looks at the rows of this rank's tokens, where each is on its own."""
+        """Looks at the rows that its last combine gets, where each is on its own."""
         sizes, words = self.sizes, self.words
         wanted = _after(self.generation(kind.word), kind.step)
-        answered = self.generation(sizes.combine_of_word)
-        if kind.step > 0:  # of the dispatch received last, unless that was answered
-            received = self.generation(sizes.generations_word + 1)
-            if answered == received:
-                return wanted, []
-            answered = received
-        half = answered & 1
+        half = self.generation(sizes.combine_of_word) & 1
         n = int(self.header[sizes.n_tokens_word + half]) * sizes.top_k
         choices = words.counters(sizes.choices_word + half * sizes.n_choices, n)
         counts, late = named(sizes.gpu, "combine count"), set()
@@ -232,7 +223,8 @@ class _Look:
             kept = words.flag(place(counts, owner, local_expert))
             if kept >> 32 == wanted and position >= kept & 0xFFFF_FFFF:
                 continue
-            if words.flag(place(kind, owner, choice)) >> 32 != wanted:
+            found = words.flag(place(kind, owner, choice)) >> 32
+            if _is_behind(np.uint32(found), wanted):
                 late.add(owner)
         return wanted, sorted(late)
 

@@ -136,32 +136,37 @@ def gpu_memory(*group: str) -> Memory:
     return memory
 
 
-# Rank 2 has not read dispatch 6. By expert the generation advances when the launch
-# ends. Of sums, who has begun its combine has read dispatch 7.
+# Rank 2 has not read dispatch 6. Rows are awaited once combine 7 has begun; those of a
+# later one have come. Of sums, who has begun its combine has read dispatch 7.
 GPU_WAITS = """
 by_rank rows: m.flag("count", 1, 6) | "dispatch_wait", 7, True, [1]
 by_rank rows: m.flag("number of tokens", 2, 6) | "dispatch_wait", 7, True, [2]
-by_expert rows: m["generations"] = 6, 6; m.flag("count", 1, 0) | \
-"dispatch_wait", 7, True, [1]
+by_expert rows: m.flag("count", 1, 0) | "dispatch_wait", 7, True, [1]
 by_rank rows: m.flag("count", 0, 6); m.flag(DISPATCH_DONE, 2, 5) | \
 "dispatch_async", 7, True, [2]
-by_rank rows: send_row(m, 1, 1); send_row(m, 1, 4) | "combine_wait", 7, True, [2]
-by_rank rows: send_row(m, 1, 1); send_row(m, 2, 2) | "combine_wait", 7, True, [1]
-by_rank rows: m["generations"] = [7] * 4; m["combine_of"] = 7 | \
+by_rank rows: 0 | "dispatch_wait", 7, False, []
+by_rank rows: begin_combine(m) | "combine_wait", 7, True, [1, 2]
+by_expert rows: begin_combine(m); send_row(m, 1, 1); send_row(m, 1, 4) | \
+"combine_wait", 7, True, [2]
+by_rank rows: begin_combine(m); send_row(m, 1, 1); send_row(m, 2, 2) | \
+"combine_wait", 7, True, [1]
+by_rank rows: begin_combine(m); [send_row(m, 1, i, 8) for i in (1, 2, 4)] | \
 "combine_wait", 7, False, []
+by_rank rows: begin_combine(m); m.flag(DISPATCH_DONE, 1, 7, count=5) | \
+"combine_async", 7, True, [1]
 by_rank sums: 0 | "dispatch_wait", 7, False, []
 by_rank sums: begin_combine(m, 0, 1) | "combine_wait", 7, True, [2]
 by_rank sums: begin_combine(m); m.flag(DISPATCH_DONE, 1, 7, count=5) | \
 "combine_async", 7, True, [1]
-by_rank rows masks: m["masked"] = 0, 1, 0; m.flag("count", 1, 6) | \
+by_rank rows masks: begin_combine(m); m["masked"] = 0, 1, 0 | \
 "combine_wait", 7, True, [2]
 by_rank rows: m["generations"] = [0] * 4; m["combine_of"] = 0; m.region[:] = 0 | \
 "", 0, False, []
 """
 
 
-def send_row(memory: Memory, peer: int, choice: int) -> None:
-    memory.flag("row", peer, 7, choice)
+def send_row(memory: Memory, peer: int, choice: int, generation: int = 7) -> None:
+    memory.flag("row", peer, generation, choice)
 
 
 def begin_combine(memory: Memory, *begun: int) -> None:

@@ -69,15 +69,10 @@ class Compiled:
         # Whether it has the send phase, and the receive phase.
         self.sends = "_wait." not in name and not is_set_up
         self.receives = "_async." not in name and not is_set_up
-        # Whether it publishes at its end what it has read. By rank only waits of ranks
-        # that share a GPU, and those of dispatch that a combine of rows follows: it
-        # would not publish for them.
-        is_last = name.startswith("dispatch_wait") and not self.has("sums")
-        is_last = is_last or self.has("oversubscribed")
-        self.publishes_at_end = is_last if is_by_rank else self.receives
+        # Whether it publishes at its end what it has read.
+        self.publishes_at_end = self.has("oversubscribed")
         # Whether it polls, a few times only, for the launch that sends next.
-        is_one = not self.is_dispatch or self.has("sums")
-        self.records_readers = is_by_rank and self.receives and is_one and not is_last
+        self.records_readers = self.receives and not self.publishes_at_end
         # Whether what it sends has flags of its own, and what it receives.
         self.sends_chunks = self.sends and (not is_by_rank or self.has("chunks"))
         has_chunks = not is_by_rank or self.is_dispatch and self.has("chunks")

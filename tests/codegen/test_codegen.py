@@ -65,7 +65,7 @@ def test_system_scope(it):
         ("store release system", 8): it.sends or it.publishes_at_end,
         ("load acquire system", 8): it.sends
         or it.receives_chunks
-        # By rank who receives may look for who sends next.
+        # A launch that receives may look for who sends next.
         or it.records_readers,
         # Counts and numbers of tokens; kept rows; heartbeats.
         ("store relaxed system", 8): it.sends
@@ -98,7 +98,7 @@ def test_every_wait_looks_at_the_clock(it):
         assert loop.body & polls == loop.body & acquires
 
 
-@kernels("by_rank|overlapped")
+@kernels(but="set_up")
 def test_nothing_is_read_before_the_launch_before_has_ended(it):
     """Before that only parameters are there. Each thread lets the next one begin."""
     ends = it.kernel.find(lambda op: bool(re.match(r"(ret|exit)\b", op.text)))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How launches of dispatch by rank and of combine of sums begin and end.
+"""How launches on GPUs begin and end, in dispatch by rank and combine of sums.
+
+The other two kernels begin and end in the same way.
 
 Each block is counted once it has read the header; the last one advances the
 generations. The next launch publishes what earlier ones have read. A word of each kind
@@ -17,7 +19,7 @@ def header_word(a: Agent, *words: str) -> None:
         a.load((word, a.rank), is_=a.before[word])
 
 
-def elect_last_to_start(a: Agent) -> None:
+def advance_at_start(a: Agent) -> None:
     a.arrive(advance)
 
 
@@ -45,7 +47,7 @@ def _publish_reads(a: Agent) -> None:
         a.publish(("dispatch_done", rank, a.rank), word, truth)
 
 
-def await_done_words(a: Agent) -> None:
+def await_readers(a: Agent) -> None:
     """Waits for readers, unless `poll_done_words` has seen them."""
     sent = f"{a.launch.direction}_sent"
     generation, n = a.before[sent], a.launch.rounds[sent]
@@ -70,7 +72,7 @@ def poll_done_words(a: Agent) -> None:
 
 def publish_n_tokens(a: Agent) -> None:
     n, generation = a.next("dispatch_sent")
-    await_done_words(a)
+    await_readers(a)
     for rank in a.world.ranks:
         word = (generation, len(a.world.tokens(n, a.rank)))
         truth = ("n_tokens of", n, a.rank)
@@ -81,7 +83,7 @@ def _send_inline(a: Agent) -> None:
     n, _ = a.next("dispatch_sent")
     mine = a.of_block(len(a.world.tokens(n, a.rank)))
     if mine:
-        await_done_words(a)
+        await_readers(a)
     for t in mine:
         for to in a.world.owners(n, a.rank, t):
             truth = ("token", n, a.rank, t)
@@ -116,7 +118,7 @@ def send_partials(a: Agent) -> None:
         if src != a.rank
     ]
     if mine := a.of_block(len(items)):
-        await_done_words(a)
+        await_readers(a)
     for src, t in (items[i] for i in mine):
         truth = ("partial", m, a.rank, src, t)
         a.store_relaxed(_partial(a, src, a.rank, t), truth, truth)
@@ -151,7 +153,7 @@ def phase(launch: Launch) -> None:
         a = launch.agent("electing warp", block)
         words = sent, f"{other}_sent", f"{launch.direction}_drained"
         header_word(a, "dispatch_received", "combine_received", *words)
-        elect_last_to_start(a)
+        advance_at_start(a)
         if block == 0:
             _publish_reads(launch.agent("publishing warp"))
             poll_done_words(launch.agent("polling warp"))

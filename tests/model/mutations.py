@@ -173,7 +173,7 @@ NAMED = [
     Mutation(
         "parity kept per handle",
         switches=frozenset(["parity kept per handle"]),
-        not_in=("by rank", "by expert"),
+        not_in=("by rank",),
     ),
 ]
 

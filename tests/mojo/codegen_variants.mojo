@@ -5,7 +5,6 @@ Rank counts, SHMEM, formats and flags. Run by tests/codegen/same_code.py alone.
 """
 from emitting import emit_combine, emit_dispatch, emit_phase
 from groups import (
-    ANY,
     AllGather,
     BF16,
     ByExpert,
@@ -37,7 +36,7 @@ def by_expert[
 ](name: String) raises:
     emit_dispatch[ByExpert[Format, max_tokens, padded, shared, n_ranks, n_hosts]](name)
     comptime back = RowsBack[
-        B16, ANY, max_tokens, shared, n_ranks=n_ranks, n_hosts=n_hosts
+        B16, False, max_tokens, shared, n_ranks=n_ranks, n_hosts=n_hosts
     ]
     emit_combine[back](name)
 
@@ -56,7 +55,7 @@ def by_rank[
     ]
     emit_dispatch[there](name)
     comptime if returns == ROWS:
-        emit_combine[RowsBack[B16, ROWS, max_tokens, shared, n_ranks=n_ranks]](name)
+        emit_combine[RowsBack[B16, True, max_tokens, shared, n_ranks=n_ranks]](name)
 
 
 def main() raises:
@@ -85,13 +84,13 @@ def main() raises:
     # What only `max_ep_c` has: int64 ids, rows that may change.
     comptime torch = ByRank[BF16, padded=True, oversubscribed=True, wide_ids=True]
     emit_dispatch[torch]("torch")
-    emit_combine[RowsBack[returns=ROWS, keeps_rows=True]]("torch")
+    emit_combine[RowsBack[by_rank=True, keeps_rows=True]]("torch")
     # What ranks run that mask a peer that is late.
     emit_dispatch[ByRank[BF16, SUMS, oversubscribed=True, masks=True]]("masks_sums")
     comptime rows = ByRank[FP8, ROWS, MANY, oversubscribed=True, masks=True]
     emit_dispatch[rows]("masks_rows")
     emit_combine[SumsBack[B16, oversubscribed=True, masks=True]]("masks")
-    emit_combine[RowsBack[B16, ROWS, MANY, masks=True]]("masks")
-    emit_phase[RowsBack[B16, ROWS, MANY, keeps_rows=True, masks=True], "combine_wait"](
+    emit_combine[RowsBack[B16, True, MANY, masks=True]]("masks")
+    emit_phase[RowsBack[B16, True, MANY, keeps_rows=True, masks=True], "combine_wait"](
         "masks_keeps"
     )

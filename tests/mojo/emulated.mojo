@@ -41,8 +41,8 @@ def small(
     shared: Bool = False,
     partial_block: Int = 0,
 ) -> Group:
-    """Describes a group of three ranks and few tokens, whose last step is not whole. With
-    a shared expert ranks share a GPU."""
+    """Describes a group of three ranks and few tokens, whose last step is not whole. By
+    expert, and with a shared expert, ranks share a GPU."""
     var combine_msg = combine_msg_bytes[B16](hidden_size)
     if partial_block != 0:
         combine_msg = combine_msg_bytes[F8](hidden_size, partial_block)
@@ -57,7 +57,7 @@ def small(
         addressing=addressing,
         has_sums=has_sums,
         fused_shared_expert=shared,
-        shares_gpu=shared,
+        shares_gpu=shared or addressing == Addressing.BY_EXPERT,
         num_threads=320,
         masks=masks,
         drops_rows=drops_rows,

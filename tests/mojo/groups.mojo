@@ -27,8 +27,6 @@ comptime Named[name: StaticString, scales: StaticString = "transposed"] = Format
 comptime BF16 = Named["bfloat16"]
 comptime F32 = Named["float32"]
 comptime FP8 = Named["fp8"]
-comptime ANY = 0
-"""Rows, of any addressing."""
 comptime ROWS = 1
 comptime SUMS = 2
 
@@ -39,6 +37,7 @@ comptime ByExpert[
     shared: Bool = False,
     n_ranks: Int = N_RANKS,
     n_hosts: Int = 1,
+    oversubscribed: Bool = False,
 ] = DispatchByExpert[
     Group(
         n_experts=N_EXPERTS,
@@ -51,6 +50,7 @@ comptime ByExpert[
         has_sums=False,
         is_padded=padded,
         fused_shared_expert=shared,
+        shares_gpu=oversubscribed,
         n_mapped=n_ranks // n_hosts,
     ),
     Format,
@@ -108,7 +108,7 @@ comptime AllGather[
 
 comptime RowsBack[
     dtype: DType = DType.bfloat16,
-    returns: Int = ANY,
+    by_rank: Bool = False,
     max_tokens: Int = FEW,
     shared: Bool = False,
     keeps_rows: Bool = False,
@@ -116,6 +116,7 @@ comptime RowsBack[
     n_ranks: Int = N_RANKS,
     n_hosts: Int = 1,
     masks: Bool = False,
+    oversubscribed: Bool = False,
 ] = CombineRows[
     Group(
         n_experts=N_EXPERTS,
@@ -124,16 +125,16 @@ comptime RowsBack[
         top_k=top_k,
         hidden_size=HIDDEN,
         combine_msg_bytes=combine_msg_bytes[dtype](HIDDEN),
-        addressing=(Addressing.ANY if returns == ANY else Addressing.BY_RANK),
-        has_sums=returns == SUMS,
+        addressing=Addressing.BY_RANK if by_rank else Addressing.BY_EXPERT,
         fused_shared_expert=shared,
+        shares_gpu=oversubscribed,
         n_mapped=n_ranks // n_hosts,
         masks=masks,
     ),
     dtype,
     keeps_rows,
 ]
-"""A combine of rows: by rank, or of any addressing."""
+"""A combine of rows."""
 
 comptime SumsBack[
     partial: DType,

@@ -8,37 +8,39 @@ waits for the former. It reads the latter in place, or in its own recv buffer if
 caller may overwrite them. docs/formats.md has the order of additions.
 
 After the send phase: every row is on its way to its source. After the receive
-phase: the result is complete, and every owner knows that its rows have been read. A
-launch that fails writes NaN where it has no result.
+phase: the result is complete. The next launch of this rank publishes that the rows were
+read (`done_words.mojo`). A launch that fails writes NaN where it has no result.
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 
 from ..device.block import Block
-from ..device.done_words import publish_done
+from ..device.done_words import (
+    advance_at_start,
+    end_wait,
+    poll_done_words,
+    publish_earlier_reads,
+)
 from ..device.kernel import Kernel
 from ..device.no_result import fill_with_nan
-from ..device.shared import own_of
-from ..device.start import (
-    await_launch_before,
-    elect_last_block,
-    load_and_check_header,
-    mask_word,
-)
+from ..device.shared import own_of, SharedBuffers
+from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
 from ..protocol.arguments import Buffers, CombinedTokens, GivenRows
-from ..protocol.counters import Word
-from ..protocol.failures import Failure, RECEIVE, SEND
+from ..protocol.failures import RECEIVE, SEND
+from ..protocol.kernel_argument import unused
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer
 from .reduce import reduce_tokens
-from .send import N_CONTROL, send_rows
+from .roles import ELECTING_WARP, N_CONTROL, N_WARPS_MIN, POLLING_WARP, PUBLISHING_WARP
+from .send import send_rows, SharedPairs
 
 
 @fieldwise_init
 struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel):
     """Sends expert rows back, and adds up those of each token.
 
-    Launch: any grid whose blocks are all resident; fused, of at least two warps.
+    Launch: any grid whose blocks are all resident; `group.num_threads` of at least
+    `N_WARPS_MIN` warps.
     `keeps_rows`: whether the rows may change behind a launch that only sends. It then
     sends own tokens', too.
     """
@@ -55,43 +57,51 @@ struct CombineRows[group_: Group, dtype: DType, keeps_rows: Bool = False](Kernel
     @always_inline
     def run[sends: Bool, receives: Bool](self):
         comptime group = Self.group
-        comptime if group.is_by_rank():
-            await_launch_before()
-        var mask = mask_word(self.buffers.counters)
-        if not load_and_check_header(self.buffers.counters, SEND if sends else RECEIVE):
+        comptime n_warps = group.num_threads // WARP_SIZE
+        comptime assert n_warps >= N_WARPS_MIN, "a role has no warp"
+        comptime sends_own = Self.keeps_rows and sends != receives
+        comptime sends_rows = sends and (group.n_ranks > 1 or sends_own)
+        var counters = self.buffers.counters
+        await_launch_before()
+        var word = header_word(counters)
+        var mask = mask_word(counters)
+        var pairs = unused[SharedPairs]()
+        comptime if sends_rows:
+            # These loads do not depend on the header: all are in flight together.
+            pairs = SharedPairs.of(counters)
+        var block = Block[group].begin[N_CONTROL](
+            word,
+            mask,
+            counters,
+            SharedBuffers.of(self.buffers, word),
+            SEND if sends else RECEIVE,
+        )
+        var is_refused = not block.can_go
+        comptime if sends:
+            is_refused = is_refused or block.refuses_to_combine()
+        if is_refused:
             comptime if receives:
                 fill_with_nan[group](self.combined)
             return
-        var block = Block[group].set_up[N_CONTROL](self.buffers, mask)
+        advance_at_start[sends, receives](n_warps - ELECTING_WARP, 0, block)
         comptime if sends:
-            if block.before.generation[Word.DISPATCH_RECEIVED]() == 0:
-                block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
-                comptime if receives:
-                    fill_with_nan[group](self.combined)
-                return
-        comptime sends_own = Self.keeps_rows and sends != receives
-        comptime if sends and (group.n_ranks > 1 or sends_own):
-            var n_senders = group.num_threads // WARP_SIZE
+            publish_earlier_reads(n_warps - PUBLISHING_WARP, block)
+        comptime if sends_rows:
+            var n_senders = n_warps
             comptime if receives:
                 # The others reduce.
                 var most = 4 if in_32_bits(self.combined.n_tokens) > 256 else 8
-                n_senders = min(most, n_senders - 1)
-            send_rows[Self.dtype, sends_own](
-                self.given, n_senders, own_of(self.put_bufs, block.my_rank), block
-            )
-        else:
-            barrier()
+                n_senders = min(most, n_warps - 1)
+            if block.warp_idx < n_senders:
+                send_rows[Self.dtype, sends_own](
+                    self.given, pairs, own_of(self.put_bufs, block.my_rank), block
+                )
+            # AFTER: this generation's rows are on their way.
         comptime if receives:
+            poll_done_words[sends](n_warps - POLLING_WARP, block)
             reduce_tokens[Self.dtype, sends_own](
                 self.combined, self.given.rows, block.answered[sends](), block
             )
-        if not elect_last_block(block.counters):
-            return
-        if block.lane == 0:
-            block.advance[sends, receives]()
-        comptime if receives:
-            publish_done(
-                group.combine_done_offset(block.my_rank), block.receiving(), block
-            )
-        # AFTER: what is sent of this generation is on its way. What is received is
-        # complete, and every owner may overwrite its rows here.
+            end_wait[sends](block)
+            # AFTER: the result is complete; every owner may send again, once that
+            # is published: here, or by the next launch of this rank.

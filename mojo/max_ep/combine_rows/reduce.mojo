@@ -17,7 +17,7 @@ from ..protocol.layout import Group, MESSAGE_ALIGN
 from ..protocol.message_sizes import plain_token_bytes
 from ..protocol.token_format import BytePointer, LaneBytes, LocalRows
 from ..row_limit.kept_counts import await_dropped, record_rows_found
-from .send import NEXT_CHUNK
+from .roles import NEXT_CHUNK
 
 comptime ROWS_IN_FLIGHT = 8
 

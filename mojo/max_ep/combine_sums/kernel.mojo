@@ -14,11 +14,16 @@ if ranks may share a GPU. A launch that fails writes NaN where it has no result.
 from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
 from ..device.block import Block
-from ..device.done_words import end_wait, poll_done_words, publish_earlier_reads
+from ..device.done_words import (
+    advance_at_start,
+    end_wait,
+    poll_done_words,
+    publish_earlier_reads,
+)
 from ..device.kernel import Kernel
 from ..device.no_result import fill_with_nan
 from ..device.schedule import Schedule
-from ..device.shared import share_addresses
+from ..device.shared import SharedBuffers
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
 from ..protocol.arguments import Buffers, CombinedTokens
@@ -61,7 +66,6 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         comptime n_warps = group.num_threads // WARP_SIZE
         comptime assert n_warps >= N_WARPS_MIN, "a role has no warp"
         comptime phase = SEND if sends else RECEIVE
-        comptime publishes_at_end = not sends and group.shares_gpu
         var counters = self.buffers.counters
         var n_senders = 0
         comptime if sends and group.n_ranks > 1:
@@ -83,30 +87,18 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # so both are in flight together.
         var n_rows = counters.pair_row(group.n_pairs())
         var prefetched = TokenRecord.of(counters, source, token_idx, Int(lane_id()))
-        var recv_bufs = share_addresses[group.n_ranks](self.buffers.recv_bufs, 0)
-        var dispatch_counts = share_addresses[group.n_ranks](
-            self.buffers.counts, 0, group.dispatch_counts_from_combine_counts()
-        )
-        var block = Block[group].begin[N_CONTROL](
-            word, mask, counters, recv_bufs, dispatch_counts, phase
-        )
+        var buffers = SharedBuffers.of(self.buffers, word)
+        var block = Block[group].begin[N_CONTROL](word, mask, counters, buffers, phase)
         var is_refused = not block.can_go
         comptime if sends:
-            if (
-                not is_refused
-                and block.before.generation[Word.DISPATCH_RECEIVED]() == 0
-            ):
-                block.refuse_and_break(Failure.NOTHING_DISPATCHED, SEND)
-                is_refused = True
+            is_refused = is_refused or block.refuses_to_combine()
         comptime if receives:
             is_refused = is_refused or self._refuse_too_few_rows(n_rows, phase, block)
         if is_refused:
             comptime if receives:
                 fill_with_nan[group](self.combined)
             return
-        comptime if not publishes_at_end:
-            if block.elect_last_to_start(n_warps - ELECTING_WARP):
-                block.advance[sends, receives]()
+        advance_at_start[sends, receives](n_warps - ELECTING_WARP, 0, block)
         comptime if sends:
             publish_earlier_reads(n_warps - PUBLISHING_WARP, block)
             comptime if not receives:
@@ -121,9 +113,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                         )
             # AFTER: this generation's partial sums are on their way.
         comptime if receives:
-            comptime if not publishes_at_end:
-                if block_idx.x == 0 and block.warp_idx == n_warps - POLLING_WARP:
-                    poll_done_words(block)
+            poll_done_words[sends](n_warps - POLLING_WARP, block)
             var n_tokens = in_32_bits(self.combined.n_tokens)
             var receiver = SumReceiver[group, Self.dtype, Self.partial_dtype](
                 block,
@@ -137,8 +127,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
             comptime for are_few in [True, False]:
                 if (n_tokens <= FEW_TOKENS) == are_few:
                     receiver.add_tokens[are_few]()
-            comptime if publishes_at_end:
-                end_wait(block)
+            end_wait[sends](block)
             # AFTER: the result is complete; every owner may send again, once that
             # is published: here, or by the next launch of this rank.
 
@@ -149,9 +138,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         """Refuses rows that are fewer than dispatch delivered."""
         if n_rows <= self.rows.n_rows:
             return False
-        block.refuse_and_break(
-            Failure.TOO_MANY_ROWS, phase, 0, n_rows, self.rows.n_rows
-        )
+        block.refuse(Failure.TOO_MANY_ROWS, phase, 0, n_rows, self.rows.n_rows)
         return True
 
 
@@ -162,17 +149,17 @@ def _refuse_other_dispatch(
     """Refuses a result that cannot be the dispatch's; returns whether it has."""
     var n_sent = block.before.n_tokens(dispatch_generation)
     if n_sent != n_tokens:
-        block.refuse_and_break(Failure.BAD_N_TOKENS, RECEIVE, -1, n_tokens, n_sent)
+        block.refuse(Failure.BAD_N_TOKENS, RECEIVE, -1, n_tokens, n_sent)
         return True
     # Where the own rows are, and their weights, is known of the last dispatch.
     var last = block.before.generation[Word.DISPATCH_RECEIVED]()
     if last != dispatch_generation:
-        block.refuse_and_break(
+        block.refuse(
             Failure.OTHER_ROWS, RECEIVE, -1, Int(dispatch_generation), Int(last)
         )
         return True
     if block.is_overtaken(dispatch_generation):
-        block.refuse_and_break(Failure.OVERTAKEN, RECEIVE)
+        block.refuse(Failure.OVERTAKEN, RECEIVE)
         return True
     return False
 

@@ -138,7 +138,6 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType](
                         )
                         are_all_there = are_all_there and came
                 if not Self.group.masks and any_lane(not are_all_there):
-                    block.counters.set_broken()
                     is_broken = True
                     owner = -1
                     owners = 0

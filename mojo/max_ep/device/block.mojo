@@ -2,25 +2,22 @@
 """A block of a GPU launch: how it begins, takes work, waits and fails.
 
 All blocks of a launch are resident at once, because in the fused forms blocks wait for
-blocks of other ranks. Dispatch by rank and combine of sums advance the generations at
-their start, as soon as every block has read the old ones.
+blocks of other ranks. A launch advances the generations at its start, as soon as every
+block has read the old ones (`done_words.mojo`).
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import (
-    barrier,
-    block_idx,
-    grid_dim,
-    lane_id,
-    thread_idx,
-    warp_id,
-    WARP_SIZE,
-)
+from max.gpu import barrier, block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
-from ..protocol.arguments import Buffers
 from ..protocol.counters import blocks_share_work, Counters, LaunchHeader, Taken, Word
-from ..protocol.failures import Failure, is_missing, RECEIVE, record_failure, SEND
+from ..protocol.failures import (
+    Failure,
+    is_fatal,
+    is_missing,
+    RECEIVE,
+    record_failure,
+    SEND,
+)
 from ..protocol.flags import (
-    arrive_on_gpu,
     Deadline,
     fetch_add_block,
     fetch_add_gpu,
@@ -36,7 +33,7 @@ from ..protocol.flags import (
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer
 from .liveness import Liveness
-from .shared import share_addresses, shared, SharedAddresses
+from .shared import shared, SharedAddresses, SharedBuffers
 from .start import check_header, mask_of
 from .warp import bytes_at, has_bit
 
@@ -67,7 +64,7 @@ struct Block[group: Group](TrivialRegisterPassable):
     var recv_bufs: SharedAddresses
     """Receive buffers of all ranks, of dispatch or of combine."""
     var counts: SharedAddresses
-    """Counts buffers of all ranks: those of dispatch; in `CombineRows`, of combine."""
+    """Counts buffers of dispatch of all ranks, in a combine, too."""
     var mask: UInt32
     """Bits of the ranks that were masked when the launch began."""
 
@@ -79,12 +76,10 @@ struct Block[group: Group](TrivialRegisterPassable):
         word: Int32,
         mask: Int32,
         counters: Counters[Self.group],
-        recv_bufs: SharedAddresses,
-        counts: SharedAddresses,
+        buffers: SharedBuffers,
         phase: Int,
     ) -> Self:
         """Sets a block up, with a barrier; `start.mojo` loads `word` and `mask`."""
-        comptime assert WARP_SIZE == 32, "by rank is for NVIDIA GPUs"
         var control = shared[UInt32, n_control + 1]()
         var lane = Int(lane_id())
         var warp_idx = Int(warp_id())
@@ -108,33 +103,8 @@ struct Block[group: Group](TrivialRegisterPassable):
             header,
             control,
             counters,
-            recv_bufs,
-            counts,
-            mask_of[Self.group](mask),
-        )
-
-    @staticmethod
-    @always_inline
-    def set_up[n_control: Int](buffers: Buffers[Self.group], mask: Int32 = 0) -> Self:
-        """Sets up a block of a portable phase; a block barrier must follow."""
-        var counters = buffers.counters
-        var control = shared[UInt32, n_control]()
-        if thread_idx.x < n_control:
-            control[unsafe_offset=thread_idx.x] = 0
-        var header = LaunchHeader.read(counters)
-        var rank = header.number[Word.MY_RANK]()
-        comptime n_ranks = Self.group.n_ranks
-        return Self(
-            Int(lane_id()),
-            Int(warp_id()),
-            True,
-            rank,
-            Deadline.after(header.number[Word.TIMEOUT_MS]()),
-            header,
-            control,
-            counters,
-            share_addresses[n_ranks](buffers.recv_bufs, rank),
-            share_addresses[n_ranks](buffers.counts, rank),
+            buffers.recv_bufs,
+            buffers.counts,
             mask_of[Self.group](mask),
         )
 
@@ -153,6 +123,14 @@ struct Block[group: Group](TrivialRegisterPassable):
         """Returns the generation of the dispatch that this combine answers."""
         comptime word = Word.DISPATCH_RECEIVED if sends else Word.COMBINE_OF
         return self.before.generation[word]()
+
+    @always_inline
+    def refuses_to_combine(self) -> Bool:
+        """Refuses to send rows before the first dispatch; returns whether it has."""
+        if self.before.generation[Word.DISPATCH_RECEIVED]() != 0:
+            return False
+        self.refuse(Failure.NOTHING_DISPATCHED, SEND)
+        return True
 
     @always_inline
     def is_overtaken(self, dispatch_generation: UInt32) -> Bool:
@@ -187,13 +165,17 @@ struct Block[group: Group](TrivialRegisterPassable):
             pass
 
     @always_inline
-    def next_item(self, counter: Int) -> Int:
-        """Takes the next item of this block; all lanes call it."""
+    def next_round(self, counter: Int) -> Int:
+        """Counts what the warps of this block take; all lanes call it."""
         var round: UInt32 = 0
         if self.lane == 0:
             round = fetch_add_block(self.word(counter), 1)
-        round = warp.shuffle_idx(round, UInt32(0))
-        return Int(round) * Int(grid_dim.x) + Int(block_idx.x)
+        return Int(warp.shuffle_idx(round, UInt32(0)))
+
+    @always_inline
+    def next_item(self, counter: Int) -> Int:
+        """Takes the next item of this block; all lanes call it."""
+        return self.next_round(counter) * Int(grid_dim.x) + Int(block_idx.x)
 
     @always_inline
     def take[what: Int](self, counter: Int, from_all: Bool) -> Int32:
@@ -237,16 +219,8 @@ struct Block[group: Group](TrivialRegisterPassable):
             # The peer is masked.
             if is_missing(code):
                 return
-        record_failure(
-            self.counters,
-            code,
-            RECEIVE,
-            missing_rank,
-            expert_or_row,
-            self.receiving(),
-            found,
-            a,
-            b,
+        self.record(
+            code, RECEIVE, missing_rank, expert_or_row, self.receiving(), found, a, b
         )
 
     @always_inline
@@ -254,8 +228,7 @@ struct Block[group: Group](TrivialRegisterPassable):
         self, code: Int32, phase: Int, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
     ):
         """Records what this rank was given and cannot take."""
-        record_failure(
-            self.counters,
+        self.record(
             code,
             phase,
             self.my_rank,
@@ -267,11 +240,24 @@ struct Block[group: Group](TrivialRegisterPassable):
         )
 
     @always_inline
-    def refuse_and_break(
-        self, code: Int32, phase: Int, expert_or_row: Int = -1, a: Int = 0, b: Int = 0
+    def record(
+        self,
+        code: Int32,
+        phase: Int,
+        missing_rank: Int,
+        expert_or_row: Int,
+        wanted: UInt32,
+        found: UInt64,
+        a: Int = 0,
+        b: Int = 0,
     ):
-        self.refuse(code, phase, expert_or_row, a, b)
-        self.counters.set_broken()
+        """Records a failure. After a fatal one later launches do nothing, so that they
+        do not publish that this one has read everything."""
+        record_failure(
+            self.counters, code, phase, missing_rank, expert_or_row, wanted, found, a, b
+        )
+        if is_fatal(code):
+            self.counters.set_broken()
 
     @always_inline
     def is_masked(self, rank: Int) -> Bool:
@@ -315,18 +301,9 @@ struct Block[group: Group](TrivialRegisterPassable):
     # ------------------------------------------------------------------ generations
 
     @always_inline
-    def elect_last_to_start(self, warp_idx: Int) -> Bool:
-        """Selects one thread, once all blocks have read the header; all call it."""
-        if self.warp_idx != warp_idx or self.lane != 0:
-            return False
-        if arrive_on_gpu(self.counters.at(Word.BLOCKS_ARRIVED)) != Int(grid_dim.x) - 1:
-            return False
-        self.counters.at(Word.BLOCKS_ARRIVED)[] = 0
-        return True
-
-    @always_inline
-    def advance[sends: Bool, receives: Bool](self):
-        """Records the generations that the launch sends and receives, with one lane."""
+    def advance[sends: Bool, receives: Bool](self, n_tokens: Int):
+        """Records the generations that the launch sends and receives, with one lane, and
+        of a dispatch how many tokens it sends."""
         comptime is_combine = Self.group.is_combine()
         comptime if blocks_share_work(Self.group):
             comptime if sends:
@@ -340,6 +317,8 @@ struct Block[group: Group](TrivialRegisterPassable):
                 self.counters.set_generation(
                     Word.COMBINE_OF, self.before.generation[Word.DISPATCH_RECEIVED]()
                 )
+            else:
+                self.counters.n_tokens_of(self.sending())[] = Int32(n_tokens)
         comptime if receives:
             self.counters.set_generation(Self._RECEIVED, self.receiving())
 

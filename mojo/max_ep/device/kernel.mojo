@@ -6,7 +6,7 @@ Its fields are its arguments. It serves three launches: one that only sends (asy
 that only receives (wait), and one that does both (fused).
 """
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA
-from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream, LaunchAttribute
+from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
 from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.utils import StaticTuple
 
@@ -97,9 +97,7 @@ def enqueue[
     var function = queue.context.compile_function[kernel]()
     comptime if P.group.uses_shmem():
         register_module(function, queue.context)
-    var attributes = List[LaunchAttribute]()
-    comptime if P.group.is_by_rank():
-        attributes = pdl_launch_attributes(PDLLevel.ON)
+    var attributes = pdl_launch_attributes(PDLLevel.ON)
     var grid = n_blocks[P.group](queue.context)
     comptime if input_scales:
         if queue.external:

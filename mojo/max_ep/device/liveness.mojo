@@ -51,11 +51,10 @@ struct Liveness[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def _heartbeat(self, reader: Int, rank: Int) -> FlagPointer:
-        var offset = Self.group.heartbeat_offset(rank)
-        # `CombineRows` has the counts of combine.
-        comptime if Self.group.combine_msg_bytes > 0 and not Self.group.has_sums:
-            offset += Self.group.dispatch_counts_from_combine_counts()
-        return flag_at(bytes_at(self.counts[unsafe_offset=reader]), offset)
+        return flag_at(
+            bytes_at(self.counts[unsafe_offset=reader]),
+            Self.group.heartbeat_offset(rank),
+        )
 
     @always_inline
     def _send_heartbeats(self, now: UInt64):

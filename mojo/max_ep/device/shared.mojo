@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory of a block: numbers, words, and the addresses of all ranks' buffers."""
+import max.gpu.primitives.warp as warp
 from max.gpu import block_dim, thread_idx
 from std.memory import unsafe_stack_allocation
 from std.sys import align_of
 
+from ..protocol.arguments import Buffers
+from ..protocol.counters import Word
 from ..protocol.flags import SharedPointer
 from ..protocol.kernel_argument import MutPointer
+from ..protocol.layout import Group
 from ..protocol.transport import mapped_address
 
 comptime SharedInts = SharedPointer[Int32]
@@ -44,7 +48,7 @@ def share_addresses[
     """Copies kernel arguments to shared memory; a block barrier must follow."""
     var table = shared[UInt64, n_ranks]()
     comptime if p2p_world_size < n_ranks:
-        var own = own_of(buffers, my_rank)
+        var own = own_of(buffers, my_rank) + UInt64(offset)
         for rank in range(Int(thread_idx.x), n_ranks, Int(block_dim.x)):
             var address: UInt64 = 0
             if rank == my_rank:
@@ -57,3 +61,29 @@ def share_addresses[
             if thread_idx.x == i:
                 table[unsafe_offset=i] = UInt64(Int(buffers[i]) + offset)
     return table
+
+
+@fieldwise_init
+struct SharedBuffers(TrivialRegisterPassable):
+    """The buffers of all ranks that a launch uses."""
+
+    var recv_bufs: SharedAddresses
+    """Receive buffers, of dispatch or of combine."""
+    var counts: SharedAddresses
+    """Counts buffers of dispatch: done words of both directions are there."""
+
+    @staticmethod
+    @always_inline
+    def of[group: Group](buffers: Buffers[group], word: Int32) -> Self:
+        """Copies addresses to shared memory; `word`: this lane's of the header."""
+        var my_rank = 0
+        comptime if group.uses_shmem():
+            my_rank = Int(warp.shuffle_idx(word, UInt32(Word.MY_RANK)))
+        comptime n_ranks = group.n_ranks
+        comptime from_given = group.dispatch_counts_from_combine_counts() if (
+            group.is_combine()
+        ) else 0
+        return {
+            share_addresses[n_ranks](buffers.recv_bufs, my_rank),
+            share_addresses[n_ranks](buffers.counts, my_rank, from_given),
+        }

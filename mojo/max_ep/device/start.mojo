@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a launch may start, and which of its blocks ends last.
+"""When a launch may start.
 
-Launches overlap by programmatic dependent launch. The header of the rank's counters
-shows whether a launch is in order.
+Launches overlap by programmatic dependent launch, where there is that. The header of the
+rank's counters shows whether a launch is in order.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import barrier, grid_dim, lane_id, warp_id, WARP_SIZE
-from std.sys import inlined_assembly
+from max.gpu import lane_id, WARP_SIZE
+from std.sys import inlined_assembly, is_nvidia_gpu
+from std.sys.info import _is_sm_9x_or_newer
 
 from ..protocol.counters import Counters, N_HEADER_WORDS, wanted_word, Word
-from ..protocol.failures import Failure, is_fatal, record_failure
-from ..protocol.flags import arrive_on_gpu
+from ..protocol.failures import Failure, record_failure
 from ..protocol.kernel_argument import MutPointer
 from ..protocol.layout import Group
 from .warp import any_lane
@@ -20,37 +20,47 @@ from .warp import any_lane
 def await_launch_before():
     """Waits until the previous kernel has ended, and lets the next one begin.
 
-    By rank, the blocks of a kernel may begin before the previous kernel has ended, so
-    nothing may be read before this call. By expert, which is portable, nobody calls it.
+    On NVIDIA GPUs since Hopper, the blocks of a kernel may begin before the previous
+    kernel has ended, so nothing may be read before this call. Elsewhere it does nothing.
     """
-    # The next kernel may begin once a thread of each block has come here.
-    inlined_assembly[
-        "griddepcontrol.launch_dependents;",
-        NoneType,
-        constraints="~{memory}",
-        has_side_effect=True,
-    ]()
-    inlined_assembly[
-        "griddepcontrol.wait;", NoneType, constraints="~{memory}", has_side_effect=True
-    ]()
+    comptime if _is_sm_9x_or_newer():
+        # The next kernel may begin once a thread of each block has come here.
+        inlined_assembly[
+            "griddepcontrol.launch_dependents;",
+            NoneType,
+            constraints="~{memory}",
+            has_side_effect=True,
+        ]()
+        inlined_assembly[
+            "griddepcontrol.wait;",
+            NoneType,
+            constraints="~{memory}",
+            has_side_effect=True,
+        ]()
 
 
 @always_inline
 def _load_now(word: MutPointer[Int32]) -> Int32:
     """Issues a load here: the compiler would move it to its first use, which is after
     all loads that are in flight with it."""
-    return inlined_assembly[
-        "ld.global.b32 $0, [$1];",
-        Int32,
-        constraints="=r,l,~{memory}",
-        has_side_effect=True,
-    ](word)
+    comptime if is_nvidia_gpu():
+        return inlined_assembly[
+            "ld.global.b32 $0, [$1];",
+            Int32,
+            constraints="=r,l,~{memory}",
+            has_side_effect=True,
+        ](word)
+    return word[]
 
 
 @always_inline
 def header_word(counters: Counters[...]) -> Int32:
-    """Issues the load of the header; it overlaps with what is before `Block.begin`."""
-    comptime assert N_HEADER_WORDS == WARP_SIZE, "a lane has one word"
+    """Issues the load of the header; it overlaps with what is before `Block.begin`.
+    Lanes behind the header have 0."""
+    comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane has at most one word"
+    comptime if N_HEADER_WORDS < WARP_SIZE:
+        if lane_id() >= N_HEADER_WORDS:
+            return 0
     return _load_now(counters.at(Int(lane_id())))
 
 
@@ -72,26 +82,14 @@ def mask_of[group: Group](word: Int32) -> UInt32:
 
 
 @always_inline
-def load_and_check_header[
-    group: Group, //
-](counters: Counters[group], phase: Int) -> Bool:
-    """Returns whether a launch may touch anything but its counters and results.
-
-    The launcher has checked that there are enough counters, so the header may be read
-    and a failure recorded there, even if they belong to another configuration. The
-    words that are read change during a launch only if all its warps leave early, so no
-    warp waits for one that has left.
-    """
-    var found: Int32 = 0
-    if lane_id() < N_HEADER_WORDS:
-        found = counters.words[unsafe_offset=lane_id()]
-    return check_header(found, counters, phase)
-
-
-@always_inline
 def check_header[
     group: Group, //
 ](found: Int32, counters: Counters[group], phase: Int) -> Bool:
+    """Returns whether a launch may touch anything but its counters and results.
+
+    The launcher has checked that there are enough counters, so the header may be read
+    and a failure recorded there, even if they belong to another configuration.
+    """
     comptime assert N_HEADER_WORDS <= WARP_SIZE, "a lane checks one word"
     var lane = Int(lane_id())
     var wanted: Int32 = 0
@@ -112,24 +110,3 @@ def check_header[
             )
         return False
     return not any_lane(lane == Word.BROKEN and found != 0)
-
-
-@always_inline
-def elect_last_block(counters: Counters[...]) -> Bool:
-    """Selects one warp of the grid once all blocks have done their work.
-
-    Every thread of every block calls it, once, at the end of a launch. If one
-    has failed, no warp is selected, and later launches do nothing.
-    """
-    barrier()
-    if warp_id() != 0:
-        return False
-    var all_done: UInt32 = 0
-    if lane_id() == 0:
-        if arrive_on_gpu(counters.at(Word.BLOCKS_ARRIVED)) == Int(grid_dim.x) - 1:
-            counters.at(Word.BLOCKS_ARRIVED)[] = 0
-            if is_fatal(counters.at(Word.FAILURE)[]):
-                counters.set_broken()
-            else:
-                all_done = 1
-    return warp.shuffle_idx(all_done, UInt32(0)) != 0

@@ -81,6 +81,14 @@ def load16_if(p: Pointer[mut=_, UInt8, _], is_there: Bool) -> LaneBytes:
 
 
 @always_inline
+def load16_now(p: Pointer[mut=_, UInt8, _], is_there: Bool) -> LaneBytes:
+    """As `load16_if`, where there is that; else with a branch."""
+    comptime if is_nvidia_gpu():
+        return load16_if(p, is_there)
+    return load16(p) if is_there else LaneBytes(0)
+
+
+@always_inline
 def store16(p: BytePointer, bytes: LaneBytes):
     p.unsafe_bitcast[UInt32]().unsafe_store[alignment=MESSAGE_ALIGN](0, bytes)
 

@@ -5,37 +5,47 @@ Messages, slots and rows are those of `cpu/dispatch.mojo`. The count of a pair i
 published as soon as it is known. Each message then announces itself by the flag in its
 source info, so receiving overlaps with the transfer.
 
-Roles of a block's warps: the first finds the slots of the choices (`send.mojo`), the
-next ones send, the last reads the counts (`receive.mojo`); each then receives.
+Roles of a block's warps (`roles.mojo`): the first finds the slots of the choices
+(`send.mojo`), the next ones send, the last reads the counts (`receive.mojo`); each then
+receives.
 
 After the send phase: every peer has this generation's counts, and messages are on
 their way. After the receive phase: this rank's rows are sorted by local expert, source
-rank, token, choice, and every source knows that they have been read.
+rank, token, choice. The next launch of this rank publishes that they were read
+(`done_words.mojo`).
 """
 from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
 
 from ..device.block import Block
-from ..device.done_words import publish_done
+from ..device.done_words import (
+    advance_at_start,
+    end_wait,
+    poll_done_words,
+    publish_earlier_reads,
+)
 from ..device.kernel import Kernel
-from ..device.shared import own_of
-from ..device.start import elect_last_block, load_and_check_header
+from ..device.shared import own_of, SharedBuffers
+from ..device.start import await_launch_before, header_word
 from ..device.warp import in_32_bits
 from ..protocol.arguments import Buffers, DispatchedRows, GivenTokens, InputScales
 from ..protocol.counters import Word
-from ..protocol.failures import Failure, RECEIVE, record_failure, SEND
-from ..protocol.flags import next_generation
+from ..protocol.failures import Failure, RECEIVE, SEND
+from ..protocol.flags import SharedWord
+from ..protocol.kernel_argument import unused
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer, TokenFormat
 from .receive import SlotReceiver
-from .send import N_CONTROL, Sender, SendSchedule
+from .roles import ELECTING_WARP, N_CONTROL, N_WARPS_MIN, POLLING_WARP, PUBLISHING_WARP
+from .send import empty_histogram, Sender, SendSchedule
 
 
 @fieldwise_init
 struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](Kernel):
     """Sends a message for each choice, and sorts those that come into rows by expert.
 
-    Launch: any grid whose blocks are all resident, of three warps or more. All buffers
-    must be mapped and peer-writable until every receiver has returned.
+    Launch: any grid whose blocks are all resident; `group.num_threads` of at least
+    `N_WARPS_MIN` warps. All buffers must be mapped and peer-writable until every receiver
+    has returned.
     """
 
     comptime group = Self.group_
@@ -57,25 +67,31 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
         comptime group = Self.group
         comptime has_shared = group.fused_shared_expert
         comptime n_warps = group.num_threads // WARP_SIZE
+        comptime assert n_warps >= N_WARPS_MIN, "a role has no warp"
         var counters = self.buffers.counters
-        if not load_and_check_header(counters, SEND if sends else RECEIVE):
+        var n_tokens = in_32_bits(self.given.n_tokens)
+        await_launch_before()
+        var word = header_word(counters)
+        var histogram = unused[SharedWord]()
+        comptime if sends:
+            histogram = empty_histogram[group]()
+        var block = Block[group].begin[N_CONTROL](
+            word,
+            0,
+            counters,
+            SharedBuffers.of(self.buffers, word),
+            SEND if sends else RECEIVE,
+        )
+        var is_refused = not block.can_go
+        comptime if has_shared and not sends:
+            is_refused = is_refused or self._refuse_unsent(block)
+        if is_refused:
             comptime if receives:
                 self._deliver_nothing()
             return
-        comptime if has_shared and not sends:
-            # The shared expert gets this rank's tokens, which it has staged.
-            var received = next_generation(counters.generation(Word.DISPATCH_RECEIVED))
-            if counters.generation(Word.DISPATCH_SENT) != received:
-                var rank = counters.my_rank()
-                record_failure(
-                    counters, Failure.NOT_SENT, RECEIVE, rank, -1, received, 0
-                )
-                counters.set_broken()
-                self._deliver_nothing()
-                return
-        var block = Block[group].set_up[N_CONTROL](self.buffers)
-        var n_tokens = in_32_bits(self.given.n_tokens)
+        advance_at_start[sends, receives](n_warps - ELECTING_WARP, n_tokens, block)
         comptime if sends:
+            publish_earlier_reads(n_warps - PUBLISHING_WARP, block)
             var n_senders = n_warps - 1
             comptime if receives:
                 # Stores to peers queue up in a multiprocessor and delay all its other
@@ -86,16 +102,16 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 self.given,
                 own_of(self.put_bufs, block.my_rank),
                 SendSchedule.of(n_tokens, group.top_k, Int(grid_dim.x)),
-            ).run(n_senders)
-        else:
-            barrier()
+            ).run(histogram, n_senders)
+            # AFTER: this generation's counts are with their receivers, and its
+            # messages are on their way.
         comptime if receives:
+            poll_done_words[sends](n_warps - POLLING_WARP, block)
             var n_shared = 0
             comptime if has_shared:
-                comptime if sends:
-                    n_shared = n_tokens
-                else:
-                    n_shared = Int(counters.n_tokens_of(block.receiving())[])
+                n_shared = n_tokens if sends else block.before.n_tokens(
+                    block.receiving()
+                )
             var receiver = SlotReceiver[group, Self.Format](
                 block, self.dispatched, n_shared
             )
@@ -106,21 +122,18 @@ struct DispatchByExpert[group_: Group, Format: TokenFormat, input_type: DType](K
                 # Whatever this block's warps have staged is there after this.
                 barrier()
                 receiver.place_own_tokens()
-        if not elect_last_block(counters):
-            return
-        comptime if sends:
-            if block.lane == 0:
-                counters.n_tokens_of(block.sending())[] = Int32(n_tokens)
-                block.advance[True, False]()
-            # AFTER: this generation's counts are with their receivers, and its
-            # messages are on their way.
-        comptime if receives:
-            if block.lane == 0:
-                block.advance[False, True]()
-            publish_done(
-                group.dispatch_done_offset(block.my_rank), block.receiving(), block
-            )
-            # AFTER: rows are complete; every source may overwrite its slots here.
+            end_wait[sends](block)
+            # AFTER: rows are complete; every source may overwrite its slots here,
+            # once that is published, by this launch or the next of this rank.
+
+    @always_inline
+    def _refuse_unsent(self, block: Block[Self.group]) -> Bool:
+        """Refuses a wait before its send: the shared expert gets this rank's tokens,
+        which it has staged. Returns whether it has."""
+        if block.before.generation[Word.DISPATCH_SENT]() == block.receiving():
+            return False
+        block.refuse(Failure.NOT_SENT, RECEIVE)
+        return True
 
     @always_inline
     def _deliver_nothing(self):

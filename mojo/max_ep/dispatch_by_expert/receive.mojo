@@ -22,7 +22,8 @@ from ..protocol.flags import (
 )
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer, TokenFormat
-from .send import NEXT_ITEM, PAIRS_READY, SendSchedule
+from .roles import NEXT_ITEM, PAIRS_READY
+from .send import SendSchedule
 
 comptime _FAILED = UInt32(2)
 """Value of the word `PAIRS_READY` when the counts did not come."""

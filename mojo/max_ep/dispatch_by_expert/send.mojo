@@ -3,16 +3,16 @@
 block's choices, and publishes counts; the next warps send.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import barrier, block_idx, grid_dim, syncwarp, thread_idx, WARP_SIZE
+from max.gpu import block_idx, grid_dim, syncwarp, thread_idx, WARP_SIZE
 
 from ..device.block import Block
-from ..device.done_words import await_done_words
+from ..device.done_words import await_readers
 from ..device.encode import EncodedSteps, steps_in_flight
 from ..device.schedule import n_steps_of, vector_of_lane
 from ..device.shared import shared
 from ..device.warp import bytes_at, in_32_bits, shuffle_address
 from ..protocol.arguments import GivenTokens, InputScales
-from ..protocol.counters import NO_EXPERT, Word
+from ..protocol.counters import NO_EXPERT
 from ..protocol.failures import Failure, SEND
 from ..protocol.flags import (
     fetch_add_block,
@@ -27,15 +27,17 @@ from ..protocol.flags import (
 from ..protocol.layout import Group, MESSAGE_ALIGN
 from ..protocol.token_format import TokenFormat
 from ..protocol.transport import dispatch_put_offset, put_flag, put_message_warp
+from .roles import INDEXED
 
-# Words of a block's control.
-comptime INDEXED = 0
-"""Items of the block whose slots are found."""
-comptime PAIRS_READY = 1
-"""Whether the counts of all pairs have come."""
-comptime NEXT_ITEM = 2
-"""The next message to receive."""
-comptime N_CONTROL = 3
+
+@always_inline
+def empty_histogram[group: Group]() -> SharedWord:
+    """Makes the block's count of choices for each expert; a block barrier must follow.
+    """
+    var histogram = shared[UInt32, group.n_experts]()
+    for i in range(Int(thread_idx.x), group.n_experts, group.num_threads):
+        histogram[unsafe_offset=i] = 0
+    return histogram
 
 
 @fieldwise_init
@@ -95,26 +97,12 @@ struct Sender[
     var schedule: SendSchedule
 
     @always_inline
-    def run(self, n_senders: Int):
-        """All threads of a block call it."""
-        comptime group = Self.group
-        var histogram = shared[UInt32, group.n_experts]()
-        for i in range(Int(thread_idx.x), group.n_experts, group.num_threads):
-            histogram[unsafe_offset=i] = 0
-        barrier()
+    def run(self, histogram: SharedWord, n_senders: Int):
+        """Sends with the warps behind the first; all threads of a block call it."""
         if self.block.warp_idx == 0:
             self._index_choices(histogram)
         elif self.block.warp_idx <= n_senders:
             self._send(self.block.warp_idx - 1, n_senders)
-
-    @always_inline
-    def _await_readers(self) -> Bool:
-        """I3: waits until all that this rank sent before has been read."""
-        return await_done_words(
-            Self.group.dispatch_done_offset(0),
-            self.block.counters.generation(Word.DISPATCH_SENT),
-            self.block,
-        )
 
     @always_inline
     def _count_choices(self, histogram: SharedWord, begin: Int, end: Int):
@@ -187,8 +175,8 @@ struct Sender[
         comptime group = Self.group
         var my_rank = self.block.my_rank
         var counts = self.block.counts
-        # A count is one word, so it too must have been read before it changes.
-        if not self._await_readers():
+        # I3: a count is one word, so it too must have been read before it changes.
+        if not await_readers(self.block):
             return
         # A rank without tokens publishes zeros: its peers wait for every pair.
         var n_blocks = Int(grid_dim.x)
@@ -217,7 +205,8 @@ struct Sender[
     def _send(self, sender: Int, n_senders: Int):
         comptime group = Self.group
         comptime top_k = group.top_k
-        if not self._await_readers():
+        # I3: all that this rank sent before has been read.
+        if not await_readers(self.block):
             return
         var recv_buf = self.block.recv_buf()
         var n_blocks = Int(grid_dim.x)
@@ -297,7 +286,7 @@ struct Sender[
                 var vector, has = vector_of_lane[Self.Format](first + i, n_steps, lane)
                 if has:
                     elements[i] = token.unsafe_load[
-                        width=n_elements, alignment=MESSAGE_ALIGN
+                        width=n_elements, alignment=MESSAGE_ALIGN, invariant=False
                     ](vector * n_elements)
             var encoded = EncodedSteps[Self.Format, in_flight]()
             comptime if not is_scaled:

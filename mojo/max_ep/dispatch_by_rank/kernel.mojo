@@ -45,13 +45,14 @@ from max.gpu import block_idx, grid_dim, thread_idx, warp_id, WARP_SIZE
 
 from ..device.block import Block
 from ..device.done_words import (
+    advance_at_start,
     await_readers,
     end_wait,
     poll_done_words,
     publish_earlier_reads,
 )
 from ..device.kernel import Kernel
-from ..device.shared import share_addresses
+from ..device.shared import SharedBuffers
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
 from ..protocol.arguments import Buffers, DispatchedRows, GivenTokens, n_choices_of
@@ -81,9 +82,6 @@ from .token_counts import SharedTokenCounts
 struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Kernel):
     """Sends each token to its ranks; makes rows, sorted by expert, of those that come.
 
-    `group.shares_gpu`: a launch that only receives publishes at its end what it has read,
-    since the next launch of this rank may be queued behind those of others.
-
     Safety:
         All buffers must be mapped and peer-writable until every receiver has
         returned from its wait.
@@ -104,10 +102,6 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         # given.
         comptime reads_in_place = (
             sends and receives and Self.Format.is_identity[Self.input_type]()
-        )
-        # If combine sends rows, it publishes no done words of dispatch.
-        comptime publishes_at_end = not sends and (
-            Self.group.shares_gpu or not Self.group.has_sums
         )
         var n_tokens = in_32_bits(self.given.n_tokens)
         var choices = Choices[Self.group](
@@ -133,18 +127,12 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             var indexer = Int(warp_id()) - (Self.n_warps - N_INDEX_WARPS)
             if indexer >= 0 and choices.are_in_lanes():
                 lane_index.prefetch(indexer)
-        var recv_bufs = share_addresses[Self.group.n_ranks](self.buffers.recv_bufs, 0)
-        var counts = share_addresses[Self.group.n_ranks](self.buffers.counts, 0)
+        var buffers = SharedBuffers.of(self.buffers, word)
         comptime if sends:
             choices.share()
             sender.find_targets(word)
         var block = Block[Self.group].begin[N_CONTROL](
-            word,
-            mask,
-            self.buffers.counters,
-            recv_bufs,
-            counts,
-            SEND if sends else RECEIVE,
+            word, mask, self.buffers.counters, buffers, SEND if sends else RECEIVE
         )
         if not block.can_go:
             comptime if receives:
@@ -161,11 +149,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                     )
             return
         var indexer = block.warp_idx - (Self.n_warps - N_INDEX_WARPS)
-        comptime if not publishes_at_end:
-            if block.elect_last_to_start(ELECTING_WARP):
-                comptime if sends:
-                    block.counters.n_tokens_of(block.sending())[] = Int32(n_tokens)
-                block.advance[sends, receives]()
+        advance_at_start[sends, receives](ELECTING_WARP, n_tokens, block)
         comptime if sends:
             publish_earlier_reads(DONE_WARP, block)
             if indexer >= 0:
@@ -176,13 +160,10 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 publish_n_tokens(n_tokens, block)
             # AFTER: this generation's entries, counts and tokens are on their way.
         comptime if receives:
-            comptime if Self.group.has_sums and not publishes_at_end:
-                if block_idx.x == 0 and block.warp_idx == DONE_WARP:
-                    poll_done_words(block)
+            poll_done_words[sends](DONE_WARP, block)
             var n_own = n_tokens if sends else block.before.n_tokens(block.receiving())
             self._receive[reads_in_place](block, indexer, n_own)
-            comptime if publishes_at_end:
-                end_wait(block)
+            end_wait[sends](block)
             # AFTER: rows are complete; every source may overwrite its tokens here,
             # once that is published, by this launch or the next of this rank.
 

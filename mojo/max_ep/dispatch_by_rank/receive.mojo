@@ -179,7 +179,6 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         if lane < Self.group.top_k:
             to = self._read_entry(token)
         if any_lane(to.is_late):
-            self.block.counters.set_broken()
             return False
         # The lanes whose choices have a row here.
         var with_row = warp.vote[DType.uint32](to.has_row)
@@ -223,7 +222,6 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
                 if to.has_row:
                     to.row = self.shared.first_row_of_pair(to.pair) + to.position
                 if chunk.idx == 0 and not self._record(token, to, with_row, is_shared):
-                    self.block.counters.set_broken()
                     return False
             var rest = with_row
             comptime if Self.group.masks or Self.group.drops_rows:
@@ -247,10 +245,7 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
     def _go_on_without(self) -> Bool:
         """Decides what follows a time-out: the launch fails, or, with masking, goes on
         without that source, whose results nobody reads."""
-        comptime if Self.group.masks:
-            return True
-        self.block.counters.set_broken()
-        return False
+        return Self.group.masks
 
     @always_inline
     def _outputs_of_pair(self, pair: Int) -> Self.Format.Rows:

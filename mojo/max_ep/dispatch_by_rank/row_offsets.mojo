@@ -266,11 +266,9 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
         var is_there = self._read_counts(
             Int32(n_shared) if Self.n_scanners == 1 else 0, scanner
         )
-        if not is_there:
-            self.block.counters.set_broken()
-            if self.block.lane == 0:
-                self.sums[unsafe_offset=scanner] = 0
-                store_release_block(failed, 1)
+        if not is_there and self.block.lane == 0:
+            self.sums[unsafe_offset=scanner] = 0
+            store_release_block(failed, 1)
         var n_rows: Int32
         comptime if Self.n_scanners == 1:
             syncwarp()
@@ -288,13 +286,11 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
         comptime if Self._has_gaps:
             if scanner == 0:
                 n_rows_needed += self._align_experts()
-        if n_rows_needed > n_rows_max:
-            self.block.counters.set_broken()
-            if self.block.lane == 0:
-                self.block.refuse(
-                    Failure.TOO_MANY_ROWS, RECEIVE, 0, n_rows_needed, n_rows_max
-                )
-                store_release_block(failed, 1)
+        if n_rows_needed > n_rows_max and self.block.lane == 0:
+            self.block.refuse(
+                Failure.TOO_MANY_ROWS, RECEIVE, 0, n_rows_needed, n_rows_max
+            )
+            store_release_block(failed, 1)
         # Even after a failure: the block waits for all scanners without a deadline.
         syncwarp()
         if self.block.lane == 0:

@@ -10,7 +10,7 @@ from ..device.liveness import NEVER_DECIDED, UNDECIDED
 from ..device.shared import shared, SharedInts
 from ..device.warp import any_lane
 from ..protocol.counters import Word
-from ..protocol.failures import Failure, RECEIVE, record_failure
+from ..protocol.failures import Failure, RECEIVE
 from ..protocol.flags import (
     count_of,
     flag_at,
@@ -45,10 +45,7 @@ def settle(block: Block[...], mut n_polls: Int, src_rank: Int, place: Int) -> UI
         return UNDECIDED
     var word = block.liveness().read_decision(place)
     if word == NEVER_DECIDED:
-        record_failure(
-            block.counters, Failure.NO_COUNT, RECEIVE, src_rank, -1, generation, word
-        )
-        block.counters.set_broken()
+        block.record(Failure.NO_COUNT, RECEIVE, src_rank, -1, generation, word)
         return flag_word(generation, 0)
     return word
 
@@ -122,8 +119,6 @@ struct SharedTokenCounts[group: Group](TrivialRegisterPassable):
             if block_idx.x == 0:
                 self.block.counters.at(Word.MOST_RECEIVED)[] = most
         var are_there = not any_lane(is_late)
-        if not are_there:
-            self.block.counters.set_broken()
         syncwarp()
         if self.block.lane == 0:
             store_release_block(

@@ -17,7 +17,6 @@ from ..protocol.peer_words import (
     COMBINE_WAIT,
     Holds,
     Limit,
-    OWN_WORD,
     PeerWords,
     PHASES,
     READ_ONLY,
@@ -101,9 +100,7 @@ def _words(group: Group, on_gpu: Bool) -> String:
     var text = String()
     comptime for kind in range(N_KINDS):
         var words = group.peer_words[kind](on_gpu)
-        var word = OWN_WORD
-        if words.counter != OWN_WORD:
-            word = Word.DISPATCH_SENT + words.counter
+        var word = Word.DISPATCH_SENT + words.counter
         if words.n > 0:
             text += _separator(text.byte_length()) + _object(group, words, word)
         if words.phase == COMBINE_WAIT and words.holds == Holds.DATA:

@@ -9,8 +9,6 @@ struct Addressing(Equatable, TrivialRegisterPassable):
     var value: Int
     """Its part of `Group.protocol`; 1 is added for sums, which need by rank."""
 
-    comptime ANY = Self(0)
-    """The op works with each of them."""
     comptime BY_EXPERT = Self(1)
     """A message for each choice, in a slot of its expert."""
     comptime BY_RANK = Self(2)

@@ -125,10 +125,8 @@ struct Word:
     comptime COMBINE_OF = 18
     """Generation of the dispatch that the last `combine_async` answered."""
     comptime BROKEN = 19
-    """Not 0 once a launch on a GPU has failed: later ones do nothing.
-    By expert the last block of the launch sets it, and it does not change while
-    warps rely on it; by rank whoever gives up does, and one warp reads it
-    for its block (`Block.begin`)."""
+    """Not 0 once a launch on a GPU has failed: later ones do nothing. Whoever gives up
+    sets it; one warp reads it for its block (`Block.begin`)."""
     comptime FAILURE = 20
     """First of the `N_FAILURE_WORDS` of the failure record, see `failures.mojo`."""
     comptime BLOCKS_ARRIVED = 28
@@ -260,15 +258,6 @@ struct LaunchHeader(TrivialRegisterPassable):
         var words = SIMD[DType.int32, N_HEADER_WORDS](0)
         comptime for i in _HEADER_WORDS_OF_LAUNCH:
             words[i] = warp.shuffle_idx(word, UInt32(i))
-        return Self(words)
-
-    @staticmethod
-    @always_inline
-    def read(counters: Counters[...]) -> Self:
-        """Reads the header with each lane; what nobody uses is not loaded."""
-        var words = SIMD[DType.int32, N_HEADER_WORDS](0)
-        comptime for i in _HEADER_WORDS_OF_LAUNCH:
-            words[i] = counters.words[unsafe_offset=i]
         return Self(words)
 
     @always_inline

@@ -213,6 +213,20 @@ def arrive_in_block(counter: SharedWord):
 
 
 @always_inline
+def arrive_with_block(counter: SharedWord) -> Int:
+    """Publishes this warp's writes to the block, takes over those of the warps that have
+    arrived before, and returns how many these are."""
+    # ORDER: ACQUIRE_RELEASE, block scope. Pairs with itself in the other warps. Makes
+    # visible to the last one: what all of them wrote, so that its release of a flag
+    # covers all parts of the message. Weaker would let the flag come before a part.
+    return Int(
+        Atomic[UInt32, scope=_block_scope()].fetch_add[
+            ordering=Ordering.ACQUIRE_RELEASE
+        ](counter, 1)
+    )
+
+
+@always_inline
 def store_release_block(word: SharedWord, value: UInt32):
     """Publishes to the block everything that this warp wrote before."""
     # ORDER: RELEASE, block scope. Pairs with the ACQUIRE in `load_acquire_block`.

@@ -58,7 +58,6 @@ from .peer_words import (
     FLAG_BYTES,
     Holds,
     Limit,
-    OWN_WORD,
     PeerWords,
     Which,
 )
@@ -170,7 +169,7 @@ struct Group(TrivialRegisterPassable):
         hidden_size: Int = 0,
         dispatch_msg_bytes: Int = 0,
         combine_msg_bytes: Int = 0,
-        addressing: Addressing = Addressing.ANY,
+        addressing: Addressing = Addressing.BY_EXPERT,
         has_sums: Bool = False,
         is_padded: Bool = False,
         fused_shared_expert: Bool = False,
@@ -239,7 +238,7 @@ struct Group(TrivialRegisterPassable):
         ]
 
     def protocol(self) -> Int:
-        """Numbers the axes, and whether ranks mask; 0: any."""
+        """Numbers the axes, and whether ranks mask."""
         return (
             self.addressing.value
             + Int(self.has_sums)
@@ -515,8 +514,6 @@ struct Group(TrivialRegisterPassable):
             words.each(n_local, self.dispatch_count_offset(self.pair(1, 0)))
             words.limit = Limit.EXPERTS_OF_READER
             words.await_in(DISPATCH_WAIT)
-            if on_gpu and not is_by_rank:  # its generation advances at the end
-                words.want(OWN_WORD, 0)
         elif kind == 2:
             if is_by_rank:
                 words.add("number of tokens", counts, self.dispatch_n_tokens_offset(0))
@@ -557,7 +554,7 @@ struct Group(TrivialRegisterPassable):
                 words.repeat(n_local, self.n_ranks * n_bytes)
                 words.await_in(DISPATCH_WAIT, Which.SOME)
         elif kind == 8:
-            if on_gpu and has_sums:  # the lower half of those of dispatch
+            if on_gpu:  # the lower half of those of dispatch
                 words.add("done word of combine", counts, self.dispatch_done_offset(0))
                 words.holds = Holds.LOWER_GENERATION
             else:
@@ -580,8 +577,6 @@ struct Group(TrivialRegisterPassable):
                 words.add("row", back_recv, flag, self.combine_message_offset(0, 0, 1))
                 words.each(self.n_choices(), back_bytes)
                 words.await_on_gpu(COMBINE_WAIT, Which.CHOICES)
-                if on_gpu:  # its generation advances at the end
-                    words.want(COMBINE_WAIT, 1)
         elif kind == 11:
             if has_sums:
                 var first = 0 if on_gpu else back_bytes - SOURCE_INFO_BYTES

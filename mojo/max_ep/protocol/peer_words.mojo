@@ -76,8 +76,6 @@ comptime PHASES: Array[StaticString, 4] = [
 """Names of the phases, by their numbers."""
 comptime READ_ONLY = -1
 """The phase of words that are read without being awaited."""
-comptime OWN_WORD = -1
-"""Instead of a counter: the generation that a rank's own word of this kind has."""
 
 
 struct PeerWords(TrivialRegisterPassable):
@@ -104,7 +102,7 @@ struct PeerWords(TrivialRegisterPassable):
     var phase: Int
     """The phase that awaits them, or `READ_ONLY`."""
     var counter: Int
-    """The phase whose generation is awaited, or `OWN_WORD`."""
+    """The phase whose generation is awaited."""
     var step: Int
     """1: the generation after that one, -1: the one before."""
 
@@ -173,12 +171,6 @@ struct PeerWords(TrivialRegisterPassable):
     def await_on_gpu(mut self, phase: Int, which: Int):
         if self.on_gpu:
             self.await_in(phase, which)
-
-    @always_inline
-    def want(mut self, counter: Int, step: Int):
-        """Says otherwise which generation is awaited."""
-        self.counter = counter
-        self.step = step
 
     # ------------------------------------------------------------------ what they are
 

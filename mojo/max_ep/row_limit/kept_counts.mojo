@@ -18,12 +18,10 @@ from ..protocol.layout import Group
 
 @always_inline
 def _count_offset[group: Group](expert_id: Int) -> Int:
-    """Locates a combine count in the counts that a block has."""
-    comptime if group.has_sums:
-        return group.combine_count_offset(expert_id) - (
-            group.dispatch_counts_from_combine_counts()
-        )
-    return group.combine_count_offset(expert_id)
+    """Locates a combine count from the counts of dispatch, which a block has."""
+    return group.combine_count_offset(expert_id) - (
+        group.dispatch_counts_from_combine_counts()
+    )
 
 
 @always_inline
