@@ -26,10 +26,10 @@ SPILLED = {
 }
 
 
-@kernels()
+@kernels(but="set_up")
 def test_payload_moves_by_16_bytes(it):
     """Nothing narrower in a peer's memory but words that are published. Its address
-    comes out of a table: the space is generic."""
+    comes out of a table: the space is generic. Set-up clears a rank's own memory."""
     if it.sends or it.receives:
         assert it.kernel.find(lambda op: op.n_bytes == 16)
     narrow = it.kernel.find(

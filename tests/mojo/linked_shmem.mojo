@@ -12,7 +12,9 @@ from std.compile import compile_info
 def link[P: Kernel]() raises:
     comptime entry = kernel_entry[P, True, True]
     comptime target = get_gpu_target["sm_90a"]()
-    print(compile_info[entry, emission_kind="object", target=target]().asm.byte_length())
+    print(
+        compile_info[entry, emission_kind="object", target=target]().asm.byte_length()
+    )
 
 
 def main() raises:

@@ -57,7 +57,7 @@ MASKING = in_protocols([replace(SMALL, name="masking", n_ranks=N_RANKS)])
 if "MAX_EP_FAULTS" not in os.environ:
     MASKING["masking_sums"] = replace(MASKING["masking_sums"], partial="mxfp8")
 if not ALL_CASES and "MAX_EP_FAULTS" not in os.environ:
-    # Those with sums are by rank, too.
+    # A group with sums is by rank, too.
     del MASKING["masking"], MASKING["masking_by_rank"]
 
 
