@@ -7,7 +7,12 @@ of a decoder, ``files`` reads headers of safetensors, ``tensors`` compares them 
 what a model needs. All refuse in one sentence, a ``ValueError``.
 """
 
-from .architectures import ARCHITECTURES, PLACES, check_place
+from .architectures import (
+    ARCHITECTURES,
+    PLACES,
+    check_place,
+    what_was_not_compared,
+)
 from .fields import check_config, config_in
 from .files import Tensor, read_tensors
 from .rope import Rope
@@ -21,6 +26,7 @@ __all__ = [
     "Tensor",
     "check_config",
     "check_place",
+    "what_was_not_compared",
     "check_tensors",
     "config_in",
     "kept_in_fp8",

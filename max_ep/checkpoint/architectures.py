@@ -35,6 +35,8 @@ class Architecture(NamedTuple):
     """Fields beside ``text_config``, if the fields above are in it."""
     quantization: dict[str, Rule] = QUANTIZATION
     """Fields of ``quantization_config``."""
+    compared: tuple[str, ...] = ()
+    """Where its answers were compared with those of transformers."""
 
     @property
     def fields(self) -> dict[str, Rule]:
@@ -91,6 +93,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_qk_norm": only(True),
             "use_sliding_window": only(False),
         },
+        compared=PLACES[:1],
     ),
     "MiniMaxM2ForCausalLM": Architecture(
         PLACES,
@@ -125,6 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_qk_norm": only(True),
             "use_routing_bias": only(True),
         },
+        compared=PLACES[:1],
     ),
     "DeepseekV3ForCausalLM": Architecture(
         PLACES[2:],
@@ -202,6 +206,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             ),  # has no effect without use_sliding_window
             "use_sliding_window": only(False),
         },
+        compared=PLACES[:1],
     ),
     "OlmoeForCausalLM": Architecture(
         PLACES,
@@ -220,6 +225,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rms_norm_eps": _RMS_1E5,
             "router_aux_loss_coef": free(0.01, float),
         },
+        compared=PLACES[:1],
     ),
     "Glm4MoeForCausalLM": Architecture(
         PLACES,
@@ -242,6 +248,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "topk_group": whole(1),
             "use_qk_norm": flag(False),
         },
+        compared=PLACES[:1],
     ),
     "GptOssForCausalLM": Architecture(
         PLACES[1:],  # of windows on the CPU MAX's compiler takes too much memory
@@ -344,9 +351,23 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def check_place(architecture: str, n_gpus: int) -> None:
     """Refuses an architecture that is not served on so many GPUs; 0: the CPU."""
-    place, places = PLACES[min(n_gpus, 2)], ARCHITECTURES[architecture].places
+    place, places = _place(n_gpus), ARCHITECTURES[architecture].places
     if place not in places:
         raise ValueError(
             f"{architecture} is not served on {place}, but on {' and '.join(places)}; "
             "`max serve` without max_ep may serve it there"
         )
+
+
+def what_was_not_compared(architecture: str, n_gpus: int) -> str:
+    """Returns a sentence for users, or "" if answers were compared there."""
+    if _place(n_gpus) in ARCHITECTURES[architecture].compared:
+        return ""
+    return (
+        f"answers of {architecture} on {_place(n_gpus)} were not compared with those "
+        "of transformers yet"
+    )
+
+
+def _place(n_gpus: int) -> str:
+    return PLACES[min(n_gpus, 2)]

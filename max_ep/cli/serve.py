@@ -27,6 +27,7 @@ from ..checkpoint import (
     loaded_bytes,
     read_tensors,
     shape_of,
+    what_was_not_compared,
 )
 from ..checkpoint.files import INDEX
 from ..limits import TOKEN_ALIGN_BYTES
@@ -71,6 +72,8 @@ def run_serve(options: Any) -> None:
     print(f"experts    {n_experts}, {n_experts // n_ranks} on each of {n_ranks} ranks")
     if n_gpus:
         print(f"memory     {_memory(config, gpus[:n_gpus])}")
+    if note := what_was_not_compared(config["architectures"][0], n_gpus):
+        print(f"note       {note}")
     chosen = [*CUSTOM_ARCHITECTURES, *device_flags(n_gpus, n_ranks)]
     if n_gpus and CAPTURED_DECODE not in options.flags:
         chosen.append(CAPTURED_DECODE)

@@ -29,7 +29,7 @@ def test_the_pages_are_made_of_the_data():
     assert text == report.page(text, report.made_of(DATA))
     assert report.DATA.read_text() == runs.dump(DATA)
     names = re.findall(r"\]\((images/[^)]+)\)", text)
-    assert len(names) == 3
+    assert len(names) == 4
     assert all((report.PAGE.parent / name).exists() for name in names)
 
 
