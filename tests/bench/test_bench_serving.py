@@ -130,7 +130,7 @@ def test_commands_that_are_saved_name_no_folder(monkeypatch):
     given = ["bench", "--out", "/some/folder", "--tokens", "1", "8"]
     monkeypatch.setattr(sys, "argv", given)
     wanted = "python -m bench.serving --out DIR --tokens 1 8"
-    assert runs.about("bench.serving")["command"] == wanted
+    assert runs.about("python -m bench.serving")["command"] == wanted
 
 
 def test_a_peers_wrong_answer_is_found(tmp_path, capsys):

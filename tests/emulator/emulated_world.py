@@ -100,7 +100,7 @@ class World:
         self.has_sums = s.protocol % MASKS_BIT in (3, 7)
         self.memory, self.clock = Memory(1 << 24), Clock()
         self.timeout_ms = timeout_ms
-        self.forms = FORMS[name]
+        self.forms = FORMS.get(name, ("",))  # of given rows: fused
         self.queues: dict[int, list] | None = None
         self.finds_races = finds_races
         ranks = range(s.n_ranks)

@@ -17,6 +17,7 @@ from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 from max_ep import Replicas, balance_ids, reference, softmax_top_k
 from max_ep.balance import plan
 from max_ep.graph import routing
+from tests.children import ALL_CASES
 from tests.codegen.kernels import compiled
 from tests.errors import raises, refused
 
@@ -251,7 +252,7 @@ def test_gpu_assembly():
     """A warp has a token's logits in registers, and stores what was chosen once."""
     paths = compiled("codegen_routing.mojo").glob("*.s")
     texts = {path.stem: path.read_text() for path in paths}
-    amd = texts.pop("gfx942.bf16_128_8")
+    amd = texts.pop("gfx942.bf16_128_8", "")
     of_ids = texts.pop("sm_90a.balance_ids")
     assert [len(re.findall(rf"{op}\.global", of_ids)) for op in ("ld", "st")] == [3, 1]
     assert len(texts) == 4 and f"sm_90a.f32_{routing.MAX_GPU_EXPERTS}_32" in texts
@@ -262,4 +263,6 @@ def test_gpu_assembly():
         assert len(re.findall(r"redux\.sync\.max", text)) == 2 * top_k
         assert len(re.findall(r"st\.global", text)) == 2
         assert ".local" not in text
-    assert re.search(r"\.private_segment_fixed_size: 0$", amd, re.M)
+    # For AMD only `make test-all` compiles.
+    assert bool(amd) == ALL_CASES
+    assert not amd or re.search(r"\.private_segment_fixed_size: 0$", amd, re.M)
