@@ -138,8 +138,9 @@ def test_rows_and_results(name):
     # A warp that sends takes several of the most tokens.
     most = world.sizes.max_tokens
     steps = [([most, 2, 4], 0), ([0, most, 1], 0), ([2, 1, most], 3)]
-    if name == "sums":  # Whoever receives polls for who sends next.
-        steps += [([1, 0, 1], 1), ([0, 1, 2], 1)]
+    # Sums: whoever receives polls for who sends next. Rows: so few that several warps
+    # send a row.
+    steps += [([1, 0, 1], 1), ([0, 1, 2], 1)]
     run_steps(world, steps)
     assert world.polled == world.awaited(), "Mojo lists what no kernel awaits"
     check_header(world, range(3), len(steps))
@@ -260,6 +261,7 @@ def test_a_rank_that_waits_is_not_masked():
 def test_rows_that_do_not_fit_are_dropped():
     world = World("drops")
     sizes = world.sizes
+    run_steps(world, [([5, 2, 4], 0), ([0, 5, 1], 2)])
     experts = [0, 1, 90, 179, 269]  # So many that several warps count rows.
     for step, n_rows in enumerate([40, 7]):
         tokens, ids, weights = draw(sizes, [5, 4, 5], step, experts=experts)
@@ -281,7 +283,7 @@ def test_rows_that_do_not_fit_are_dropped():
                 np.testing.assert_array_equal(row, tokens[src][token])
         results = world.combine(outputs, weights)
         check_results(world, results, tokens, ids, weights, stays)
-        check_header(world, range(3), step + 1)
+        check_header(world, range(3), step + 3)
 
 
 @pytest.mark.parametrize("name", ["sums", "rows", "expert", "expert_shared"])
