@@ -135,7 +135,7 @@ def emit_format[Format: TokenFormat](name: String) raises:
 
 
 comptime ROW_BYTES = 1040
-"""Of rows as they are given, whose last step is not whole."""
+"""Bytes of a row as it is given; its last step is not whole."""
 comptime N_SCALES = 3
 comptime N_EXPERTS = 6
 comptime ROUTER_TOP_K = 4
