@@ -18,6 +18,8 @@ from max_ep.extension import mojo_dir
 from tests.children import ROOT, ran
 from tests.docs.test_docs import DOCS, MOJO_FILES, PAGES, PYTHON_FILES, name_of
 
+MOJO_TESTS = sorted((ROOT / "tests/mojo").rglob("*.mojo"))
+
 # Each folder of the Mojo package may import only from itself and those to its left.
 LAYERS = (
     "protocol work formats device row_limit dispatch_by_expert dispatch_by_rank "
@@ -46,7 +48,9 @@ def test_python_is_formatted(command):
 
 def test_mojo_is_formatted():
     mblack = Path(sys.executable).with_name("mblack")
-    done = ran(mblack, "--check", "--preview", "-l", "88", "-C", *MOJO_FILES)
+    done = ran(
+        mblack, "--check", "--preview", "-l", "88", "-C", *MOJO_FILES, *MOJO_TESTS
+    )
     assert done.returncode == 0, f"run `make format`:\n{done.stderr}"
 
 
@@ -234,7 +238,7 @@ def test_serving_and_matmuls_stand_apart():
         assert not [name for name in imported if "max_ep" in name], name_of(path)
 
 
-@pytest.mark.parametrize("path", [*MOJO_FILES, *PYTHON_FILES], ids=name_of)
+@pytest.mark.parametrize("path", [*MOJO_FILES, *MOJO_TESTS, *PYTHON_FILES], ids=name_of)
 def test_comments_are_sentences_of_their_own(path):
     """A comment or docstring that begins with one of these words continues a thought
     that a reader does not have."""
