@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..limits import checked_int, is_integer
-from ..waits import Waits
-from .communicator import Communicator, Masks, refuse
-from .compiled import BUFFERS
-from .joining import gatherer, join
-from .low_latency_api import LowLatency
-from .normal_api import Normal
-from .streams import Config, EventHandle, EventOverlap
-
-_KEYS = itertools.count()
+from .communicator import Masks, refuse, refuse_arguments, refuse_hosts
+from .compiled import Compiled
+from .low_latency import Handle, How, LowLatency
+from .member import Member, not_compiled
+from .normal import Normal
+from .normal_layout import Layout, NormalHandle
+from .streams import Config, EventHandle, EventOverlap, When
 
 
-class Buffer(LowLatency, Normal):
+class Buffer(Member):
     """Dispatch and combine of one rank, with the names of DeepEP's ``Buffer``.
 
     Memory is allocated, and kernels are built, by the first call with new sizes; all
@@ -76,57 +73,139 @@ class Buffer(LowLatency, Normal):
         """
         num_nvl_bytes = checked_int("max_ep: num_nvl_bytes", num_nvl_bytes, 0, None)
         same = dict(num_nvl_bytes=num_nvl_bytes, enable_shrink=bool(enable_shrink))
-        self._comm = join(group, comm, device, timeout_s, enable_shrink, **same)
-        self._gather = gatherer(group, comm)
-        self.group = group
+        ending = timeout_s, explicitly_destroy, enable_shrink
+        super().__init__(group, comm, device, *ending, **same)
         self.rank, self.group_size = self._comm.rank, self._comm.n_ranks
-        self.explicitly_destroy = explicitly_destroy
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self._low_latency_channels = {}
-        # For `compiled.py`: it knows this buffer by a name, and a tensor that calls
-        # change keeps them in order.
-        self._key = str(next(_KEYS))
-        with torch.inference_mode(False):
-            self._order = torch.zeros(1, dtype=torch.int32, device=self._comm.device)
-        self._handles = {}
-        BUFFERS[self._key] = self
-        # Graphics memory of a process that ends by exit() is given back in order.
-        self._finish = weakref.finalize(self, Communicator.close, self._comm)
-        self._finish.atexit = not explicitly_destroy
+        self._low_latency = LowLatency(self._channels)
+        self._compiled = Compiled(self._low_latency)
+        self._normal = Normal(self._channels, num_nvl_bytes)
 
-    def check(self) -> None:
-        """Waits for this rank's device, and raises if a launch has failed.
+    # ---------------------------------------------------------- low-latency calls
 
-        On CPU calls raise by themselves. On GPUs a kernel cannot: it records what went
-        wrong, results become NaN, and a later call raises, or this one.
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        **of_forks: Any,
+    ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
+        """Sends each token to the ranks of its experts.
+
+        Args:
+            x: bfloat16 ``[n_tokens, hidden]``; ``hidden`` is a multiple of 8, of 128
+                with FP8, of 512 with UE8M0.
+            topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``; -1: none.
+            num_max_dispatch_tokens_per_rank: The most tokens of any rank.
+            num_experts: Experts of the group, a multiple of its ranks.
+            cumulative_local_expert_recv_stats: int32 ``[n_local]``; counts are added.
+            dispatch_wait_recv_cost_stats: int64 ``[n_ranks]``; how long each rank was
+                waited for is added, in ns.
+            use_fp8: Whether rows are float8_e4m3fn with a scale for 128 elements.
+            round_scale: Whether scales are powers of two.
+            use_ue8m0: Whether scales are returned as exponents, four in an int32.
+            async_finish: Whether to return before the current stream has the rows.
+            return_recv_hook: Whether only to send; the hook receives.
+            of_forks: What forks of DeepEP take, refused unless it is None or False.
+
+        Returns:
+            Rows ``[n_local, n_ranks * cap, hidden]`` (with FP8 a pair, scales behind
+            them); rows of each expert, int32 ``[n_local]``; the handle; the event; the
+            hook, or None.
         """
-        self._comm.check()
+        if of_forks:
+            refuse_arguments("low_latency_dispatch", of_forks)
+        sizes = num_max_dispatch_tokens_per_rank, num_experts
+        wire = use_fp8, round_scale, use_ue8m0
+        stats = cumulative_local_expert_recv_stats
+        if torch.compiler.is_compiling():
+            given = x, topk_idx, *sizes, wire, stats, return_recv_hook
+            return self._compiled.dispatch(*given)
+        how = How(dispatch_wait_recv_cost_stats, async_finish, return_recv_hook)
+        return self._low_latency.dispatch(x, topk_idx, *sizes, wire, stats, how)
 
-    def who_waits(self) -> Waits:
-        """Says whom this rank waits for, for another thread, while a call hangs.
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Handle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        **of_forks: Any,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """Brings expert rows back, and adds up each token's with its weights.
 
-        ``max-ep who`` shows all ranks of the machine.
+        Args:
+            x: bfloat16 ``[n_local, n_ranks * cap, hidden]``, where dispatch put rows;
+                not read with ``zero_copy``.
+            topk_idx: Those of the dispatch.
+            topk_weights: float32 ``[n_tokens, top_k]``.
+            handle: Of the dispatch.
+            use_logfmt: Not supported.
+            zero_copy: Whether rows are in ``get_next_low_latency_combine_buffer``.
+            async_finish: As in dispatch.
+            return_recv_hook: As in dispatch.
+            out: bfloat16 ``[n_tokens, hidden]``, for the result; None: a new one.
+            combine_wait_recv_cost_stats: As in dispatch.
+            of_forks: As in dispatch.
+
+        Returns:
+            ``[n_tokens, hidden]`` bfloat16; the event; the hook, or None.
         """
-        return self._comm.who_waits()
+        if of_forks:
+            refuse_arguments("low_latency_combine", of_forks)
+        if use_logfmt:
+            raise NotImplementedError(
+                "max_ep: use_logfmt: combine sends bfloat16; pass use_logfmt=False"
+            )
+        given = x, topk_idx, topk_weights
+        if torch.compiler.is_compiling():
+            if zero_copy:
+                raise NotImplementedError("max_ep: zero_copy is not compiled; pass x")
+            return self._compiled.combine(*given, handle, out, return_recv_hook)
+        if isinstance(handle, tuple) and len(handle) == 6:  # of a compiled dispatch
+            handle = self._compiled.stored(handle[5])
+        how = How(combine_wait_recv_cost_stats, async_finish, return_recv_hook)
+        return self._low_latency.combine(*given, handle, zero_copy, out, how)
 
-    def reset(self) -> None:
-        """Makes the memory usable again after an error; all ranks call it.
+    def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
+        """Returns bfloat16 ``[n_local, n_ranks * cap, hidden]`` to write rows into."""
+        return self._low_latency.combine_buffer(handle)
 
-        Handles of low-latency calls end with it.
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Does nothing: the two modes share no memory, so none has to be cleaned.
+
+        With ``enable_shrink`` all ranks meet here, and those that do not come are
+        masked: a dispatch without tokens.
         """
-        comm = self._comm
-        if comm.has_ended:
-            comm.raise_failure()
-        comm.streams.synchronize()  # who is here writes to no rank any more
-        names = [settings.name() for settings in comm.channels]
-        all_ = self._gather((comm.board.n_exchanges, self._cap, names))
-        self._cap = max(cap for _, cap, _ in all_)
-        opened = set(names).intersection(*(theirs for *_, theirs in all_))
-        comm.reset(max(n for n, *_ in all_), opened)
-        self._low_latency_channels.clear()
-        self._handles.clear()
-        self._gather(None)
+        self._low_latency.meet()
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_ranks: int,
+        num_experts: int,
+    ) -> int:
+        """Returns about what both regions take, with 8 experts a token."""
+        sizes = num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
+        return LowLatency.size_hint(*sizes)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Says which ranks are masked: 1 for each, into int32 ``[n_ranks]``."""
@@ -157,17 +236,129 @@ class Buffer(LowLatency, Normal):
             refuse("enable_shrink", "is not set: this Buffer masks no ranks")
         return self._comm.masks
 
-    def destroy(self) -> None:
-        """Frees the memory. Calls after it raise."""
-        self._finish()
+    # --------------------------------------------------------------- normal calls
+
+    @not_compiled
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts where tokens go, for :meth:`dispatch`.
+
+        In all three normal calls the work waits for ``previous_event``; with
+        ``async_finish`` it is done on a stream of its own, and the current one waits
+        when the event is asked to; ``allocate_on_comm_stream``, with the other two:
+        results are allocated on that stream. ``config`` is ignored.
+
+        Args:
+            topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``.
+            num_experts: Experts of the group, a multiple of its ranks.
+
+        Returns:
+            Tokens for each rank int32 ``[n_ranks]``, None, tokens for each expert int32
+            ``[num_experts]``, whether a token goes to a rank bool ``[n_tokens,
+            n_ranks]``, the event.
+        """
+        when = When(previous_event, async_finish, allocate_on_comm_stream)
+        with self._comm.streams.allocating(when):
+            return self._normal.layout(topk_idx, num_experts, when)
+
+    @not_compiled
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:
+        """Sends each token once to each rank that holds an expert of it.
+
+        Args:
+            x: ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of
+                float8_e4m3fn and scales ``[n_tokens, n]``, float32, usually one for
+                128 elements, or int32 with several in a word.
+            handle: Of an earlier dispatch, to repeat its layout with other tokens, or
+                ``tuple(handle)``; also of another ``Buffer`` of these ranks.
+            num_tokens_per_rank: From ``get_dispatch_layout``, as the next ones.
+            is_token_in_rank: bool ``[n_tokens, n_ranks]``.
+            num_tokens_per_expert: int32 ``[n_experts]``.
+            topk_idx: int64 ``[n_tokens, top_k]``, to be sent with the tokens.
+            topk_weights: float32 ``[n_tokens, top_k]``; sent with ``topk_idx``.
+            expert_alignment: The counts returned are rounded up to multiples of it.
+            num_worst_tokens: Rows to return; the host then waits for nothing, and the
+                counts are empty. At least ``n_ranks`` times the most tokens of a rank.
+
+        Returns:
+            Rows ``[n_rows, hidden]`` (or the pair), by source rank and token; their
+            expert ids, local or -1, int64 ``[n_rows, top_k]``; their weights, 0 where
+            the id is -1; a list of rows for each local expert; the handle; the event.
+            With ``handle`` all but the first and the last are None.
+        """
+        if num_tokens_per_rdma_rank is not None:
+            refuse_hosts("num_tokens_per_rdma_rank: ranks of several hosts")
+        there = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+        layout = Layout(*there, topk_idx, topk_weights)
+        when = When(previous_event, async_finish, allocate_on_comm_stream)
+        sizes = expert_alignment, num_worst_tokens
+        with self._comm.streams.allocating(when):
+            return self._normal.dispatch(x, handle, layout, *sizes, when)
+
+    @not_compiled
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Adds up, for each token, the rows that its ranks return.
+
+        Args:
+            x: bfloat16 (or float32) ``[n_rows, hidden]``, where dispatch put rows.
+            handle: As in dispatch.
+            topk_weights: float32 ``[n_rows, top_k]``, to be added up as well.
+            bias: One or two tensors of the result's shape, added to it.
+
+        Returns:
+            Sums ``[n_tokens, hidden]``, of the weights ``[n_tokens, top_k]`` or None,
+            the event.
+        """
+        when = When(previous_event, async_finish, allocate_on_comm_stream)
+        with self._comm.streams.allocating(when):
+            return self._normal.combine(x, handle, topk_weights, bias, when)
+
+    # ----------------------------------------------------------- around the calls
+
+    def reset(self) -> None:
+        """Makes the memory usable again after an error; all ranks call it.
+
+        Handles of low-latency calls end with it.
+        """
+        self._low_latency.forget()
+        self._compiled.handles.clear()
+        super().reset()
 
     def is_available(self) -> bool:
         """Returns whether the buffer can be used."""
         return not self._comm.failure
-
-    def get_comm_stream(self) -> torch.cuda.Stream | None:
-        """Returns the stream of ``async_finish``; None on CPU."""
-        return self._comm.streams.comm
 
     @staticmethod
     def capture() -> EventOverlap:

@@ -13,18 +13,16 @@ import struct
 import time
 from collections.abc import Callable
 from ctypes import addressof
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..limits import FP8_BLOCK
 from ..memory.gpu_shared import reader
 from ..waits import RankWait, Words, at_address, cpu_wait, gpu_wait
+from .communicator import Communicator
 from .library import Settings, load, text_of
 from .tables import n_table_words, row_major
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
 
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which parts of dispatch or combine a call does; see ``max_ep_c/api.mojo``."""
@@ -179,6 +177,7 @@ class Channel:
                 region.connect([base + i * n_bytes for base in bases])
                 for rank in absent:
                     region.masked[rank] = 1
+            comm.regions += self.regions
         except BaseException:
             self.close()
             raise
@@ -201,9 +200,9 @@ class Channel:
 
     def take(self, region: Region) -> None:
         """Begins another use of a region, the next one."""
-        if self.comm.latest is not self:
+        if self.comm.latest is not self.settings:
             self.comm.say(self.settings)
-            self.comm.latest = self
+            self.comm.latest = self.settings
         self.n_taken += 1
         region.use = object()
 
@@ -216,5 +215,7 @@ class Channel:
 
     def close(self) -> None:
         for region in self.regions:
+            if region in self.comm.regions:
+                self.comm.regions.remove(region)
             region.close()
         self.memory.close()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the calls of a rank share: the group, its channels, and what has failed."""
+"""What the calls of a rank share: the group, its device, and what has failed."""
 
 from __future__ import annotations
 
 import os
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,12 @@ from ..memory.symmetric_memory import SharedMemory
 from ..processes.meeting import differing
 from ..waits import RankWait, Waits
 from .board import Board
-from .channel import Channel, Region
-from .library import Settings, build_all
+from .library import Settings
 from .streams import Streams
 from .tables import allocator
 
 _CHECK_EVERY_S = 0.1
-_RESET = "Call Buffer.reset() in every process, or restart the group."
+RESET = "Call Buffer.reset() in every process, or restart the group."
 
 
 def refuse(name: str, what: str) -> NoReturn:
@@ -73,8 +72,19 @@ def refuse_hosts(what: str) -> NoReturn:
     raise NotImplementedError(f"max_ep: {what}; {where}")
 
 
+class Region(Protocol):
+    """What a communicator asks of the regions that are in use (``channel.py``)."""
+
+    settings: Settings
+    masked: torch.Tensor
+
+    def check(self) -> None: ...
+
+    def who_waits(self) -> RankWait: ...
+
+
 class Communicator:
-    """The group of a rank, and the channels that it has opened."""
+    """The group of a rank, its device, and whether it has failed."""
 
     def __init__(
         self,
@@ -95,8 +105,8 @@ class Communicator:
         self.failure = ""  # what calls raise
         self.has_ended = False  # so that reset() cannot help
         self.next_check = 0.0
-        self.channels: dict[Settings, Channel] = {}
-        self.latest: Channel | None = None  # of low-latency calls, as others know
+        self.regions: list[Region] = []
+        self.latest: Settings | None = None  # of low-latency calls, as others know
         ranks = group and tuple(dist.get_process_group_ranks(group))
         self.group_and_device = (ranks or object(), device)
         self.streams = Streams(device)
@@ -178,7 +188,7 @@ class Communicator:
         try:
             return self.board.exchange(what, note, absent)
         except TimeoutError as error:
-            self.failure = f"{error}.{self.other_calls()} {_RESET}"
+            self.failure = f"{error}.{self.other_calls()} {RESET}"
             raise TimeoutError(self.failure) from None
 
     def say(self, settings: Settings) -> None:
@@ -201,34 +211,10 @@ class Communicator:
         return ""
 
     def allocate(self, n_bytes: int, same: str) -> Any:
-        name = f"{self.board.name}-{self.board.n_exchanges}-{len(self.channels)}"
+        name = f"{self.board.name}-{self.board.n_exchanges}-{len(self.regions)}"
         if not self.is_gpu:
             return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, same)
         return GpuSharedMemory(name, self.rank, self.n_ranks, n_bytes, same, self.index)
-
-    def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
-        """Returns channels; opens those that are new, with all other ranks."""
-        new = [settings for settings in wanted if settings not in self.channels]
-        if new:
-            if self.streams.is_capturing():
-                raise RuntimeError(
-                    "max_ep: the first call with new sizes builds kernels and "
-                    "allocates memory; make it once before the capture"
-                )
-            if self.masks:
-                self.masks.give_up()
-            if new[0].wide_ids:
-                self.say(new[0])
-            self.exchange("the first " + "; ".join(s.words() for s in new))
-            try:
-                build_all(new)
-                for settings in new:
-                    self.channels[settings] = Channel(self, settings, n_regions)
-            except BaseException as error:  # other ranks may have what this one lacks
-                what = str(error) or type(error).__name__
-                self.failure = self.failure or f"{what}. {_RESET}"
-                raise
-        return [self.channels[settings] for settings in wanted]
 
     def check(self) -> None:
         """Waits for the device, and raises if a launch has failed."""
@@ -239,8 +225,7 @@ class Communicator:
     def who_waits(self) -> Waits:
         """Says whom this rank waits for, in the region where it does."""
         self.raise_failure()
-        channels = list(self.channels.values())
-        found = [region.who_waits() for c in channels for region in c.regions]
+        found = [region.who_waits() for region in list(self.regions)]
         found.append(RankWait(self.rank))
         latest = max(found, key=lambda w: (bool(w.missing), w.is_running, w.generation))
         return Waits(self.board.name, [latest])
@@ -248,30 +233,8 @@ class Communicator:
     def check_regions(self) -> None:
         """Raises if a launch has failed; does not wait for launches."""
         self.next_check = time.monotonic() + _CHECK_EVERY_S
-        for channel in self.channels.values():
-            for region in channel.regions:
-                region.check()
-
-    def reset(self, n_exchanges: int, names: set[str]) -> None:
-        """Puts this rank before the first launch, and behind the ``n_exchanges`` that
-        any rank has begun. Channels stay whose settings have one of the ``names``."""
-        self.board.n_exchanges = n_exchanges  # it may have missed some
-        for settings, channel in list(self.channels.items()):
-            if settings.name() in names:
-                channel.clear()
-            else:
-                self.channels.pop(settings).close()
-        self.failure, self.latest = "", None
-
-    def close(self) -> None:
-        if self.has_ended:
-            return
-        self.end("max_ep: this Buffer was destroyed")
-        self.streams.synchronize()
-        for channel in self.channels.values():
-            channel.close()
-        self.channels = {}
-        self.board.close()
+        for region in self.regions:
+            region.check()
 
 
 class Masks:
@@ -286,8 +249,8 @@ class Masks:
     def _of_regions(self) -> list[torch.Tensor]:
         """Returns the masks, after the launches so far."""
         self._comm.streams.current()
-        channels = [c for c in self._comm.channels.values() if c.settings.masks]
-        return [region.masked for channel in channels for region in channel.regions]
+        regions = self._comm.regions
+        return [region.masked for region in regions if region.settings.masks]
 
     def share(self, region: Region) -> None:
         """Takes over, before a dispatch, whom the region used last has masked."""

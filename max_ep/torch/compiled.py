@@ -1,33 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
 """The low-latency calls as custom operators for ``torch.compile``, with fakes.
 
-``Buffer``'s methods call these under ``torch.compile``. An operator takes and returns
-tensors only. So the other fields of a handle are stored under the address of its
-tables, which live until combine.
+An operator takes and returns tensors only. So the other fields of a handle are stored
+under the address of its tables, which live until combine.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ..limits import FP8_BLOCK
 from .communicator import refuse
-from .tables import n_table_words
+from .low_latency import Handle, LowLatency, Wire
+from .streams import EventOverlap
+from .tables import n_table_words, scales_of_rows, split_tables
 
-if TYPE_CHECKING:
-    from .api import Buffer
-    from .low_latency_api import Handle
+_KEYS = itertools.count()
 
-BUFFERS: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
+
+class Compiled:
+    """Low-latency calls under ``torch.compile``: each receives before it returns."""
+
+    def __init__(self, calls: LowLatency) -> None:
+        self.calls = calls
+        self.handles: dict[int, Handle] = {}
+        self._n_ranks = calls.comm.n_ranks
+        # Operators know these calls by a name, and a tensor that they change keeps
+        # them in order.
+        self._key = str(next(_KEYS))
+        with torch.inference_mode(False):
+            self._order = torch.zeros(1, dtype=torch.int32, device=calls.comm.device)
+        _COMPILED[self._key] = self
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        cap: int,
+        n_experts: int,
+        wire: Wire,
+        stats: torch.Tensor | None,
+        return_recv_hook: bool,
+    ) -> tuple[Any, torch.Tensor, tuple[Any, ...], EventOverlap, Any]:
+        """Returns what the call returns; its handle is a tuple, and has the tables."""
+        given = x, topk_idx, cap, n_experts, *wire
+        rows, scales, tables = _dispatch(self._order, self._key, *given)
+        n_local = n_experts // self._n_ranks
+        src_info, ranges, counts = split_tables(tables, n_local, self._n_ranks)
+        if stats is not None:
+            stats.add_(counts)
+        handle = (src_info, ranges, cap, x.shape[1], n_experts, tables)
+        result = (rows, scales_of_rows(scales)) if wire[0] else rows
+        return result, counts, handle, EventOverlap(), _hook(return_recv_hook)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        out: torch.Tensor | None,
+        return_recv_hook: bool,
+    ) -> tuple[torch.Tensor, EventOverlap, Any]:
+        """Returns what the call returns."""
+        given = x, topk_idx, topk_weights, handle[5]
+        y = _combine(self._order, self._key, *given)
+        if out is not None:
+            y = out.copy_(y)
+        return y, EventOverlap(), _hook(return_recv_hook)
+
+    def stored(self, tables: Any) -> Handle:
+        """Returns the handle that a compiled dispatch has stored."""
+        is_ours = isinstance(tables, torch.Tensor)
+        handle = self.handles.get(tables.data_ptr()) if is_ours else None
+        if handle is None:
+            refuse("handle", "is of another Buffer, or reset() has taken its memory")
+        return replace(handle, tables=tables)
+
+
+_COMPILED: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictionary()
 """By their names: numbers might be symbols."""
 
 
+def _hook(is_wanted: bool) -> Callable[[], None] | None:
+    return _nothing if is_wanted else None
+
+
+def _nothing() -> None:
+    """A hook of a call that has received already."""
+
+
 @torch.library.custom_op("max_ep::low_latency_dispatch", mutates_args=("order",))
-def dispatch(
+def _dispatch(
     order: torch.Tensor,
     key: str,
     x: torch.Tensor,
@@ -38,26 +108,21 @@ def dispatch(
     round_scale: bool,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    buffer = BUFFERS[key]
-    result, _, handle, *_ = buffer.low_latency_dispatch(
-        x.contiguous(),
-        topk_idx.contiguous(),
-        cap,
-        n_experts,
-        use_fp8=use_fp8,
-        round_scale=round_scale,
-        use_ue8m0=use_ue8m0,
+    compiled = _COMPILED[key]
+    wire = use_fp8, round_scale, use_ue8m0
+    result, _, handle, *_ = compiled.calls.dispatch(
+        x.contiguous(), topk_idx.contiguous(), cap, n_experts, wire
     )
     tables = handle.tables
     handle.tables = None  # whoever is called owns them
-    buffer._handles[tables.data_ptr()] = handle
+    compiled.handles[tables.data_ptr()] = handle
     rows, scales = result if use_fp8 else (result, None)
     return rows, x.new_empty(0) if scales is None else scales.transpose(1, 2), tables
 
 
-@dispatch.register_fake
+@_dispatch.register_fake
 def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
-    n_ranks, hidden = BUFFERS[key].group_size, x.shape[1]
+    n_ranks, hidden = _COMPILED[key].calls.comm.n_ranks, x.shape[1]
     n_local, capacity = n_experts // n_ranks, n_ranks * cap
     dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
     rows = x.new_empty((n_local, capacity, hidden), dtype=dtype)
@@ -70,17 +135,8 @@ def _(order, key, x, topk_idx, cap, n_experts, use_fp8, round_scale, use_ue8m0):
     return rows, scales, x.new_empty(n_words, dtype=torch.int32)
 
 
-def stored_handle(buffer: Buffer, tables: torch.Tensor) -> Handle:
-    """Returns the handle that a compiled dispatch has stored."""
-    is_ours = isinstance(tables, torch.Tensor)
-    handle = buffer._handles.get(tables.data_ptr()) if is_ours else None
-    if handle is None:
-        refuse("handle", "is of another Buffer, or reset() has taken its memory")
-    return replace(handle, tables=tables)
-
-
 @torch.library.custom_op("max_ep::low_latency_combine", mutates_args=("order",))
-def combine(
+def _combine(
     order: torch.Tensor,
     key: str,
     x: torch.Tensor,
@@ -88,15 +144,11 @@ def combine(
     topk_weights: torch.Tensor,
     tables: torch.Tensor,
 ) -> torch.Tensor:
-    buffer = BUFFERS[key]
+    compiled = _COMPILED[key]
     given = (x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous())
-    return buffer.low_latency_combine(*given, stored_handle(buffer, tables))[0]
+    return compiled.calls.combine(*given, compiled.stored(tables))[0]
 
 
-@combine.register_fake
+@_combine.register_fake
 def _(order, key, x, topk_idx, topk_weights, tables):
     return x.new_empty((topk_idx.shape[0], x.shape[2]))
-
-
-def nothing() -> None:
-    """A hook of a call that has received already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,16 +108,19 @@ def scales_of_row(
     return n_scales
 
 
-def check_layout(
-    comm: Communicator,
-    n_tokens: int,
-    per_rank: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    per_expert: torch.Tensor | None,
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-) -> int:
+class Layout(NamedTuple):
+    """Where tokens go, as ``get_dispatch_layout`` returns it, and what goes along."""
+
+    per_rank: torch.Tensor | None
+    mask: torch.Tensor | None
+    per_expert: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+
+
+def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> int:
     """Refuses a layout that cannot be of these tokens; returns ids of a token."""
+    per_rank, mask, per_expert, topk_idx, topk_weights = layout
     n_ranks = comm.n_ranks
     if per_rank is None or mask is None or per_expert is None:
         refuse(

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch._compile import _disable_dynamo
 
 from ..limits import checked_int
 
@@ -78,6 +75,13 @@ def check_event(event: Any) -> None:
         )
 
 
+def wait_for(event: Any) -> None:
+    """Makes the current stream wait for an event, if one is given."""
+    check_event(event)
+    if event is not None:
+        event.current_stream_wait()
+
+
 @dataclass
 class Config:
     """DeepEP's performance knobs. They are kept, and change nothing here: kernels
@@ -100,6 +104,19 @@ class Config:
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Returns 0: all ranks are on one host."""
         return 0
+
+
+class When(NamedTuple):
+    """What the work of a call waits for, and on which stream it is."""
+
+    after: EventOverlap | None = None
+    """None: all of the current stream."""
+    is_async: bool = False
+    allocates_there: bool = False
+    """Whether results are allocated on the stream of asynchronous work."""
+
+
+_NOTHING = nullcontext()
 
 
 class Streams:
@@ -136,12 +153,16 @@ class Streams:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
+    def allocating(self, when: When) -> AbstractContextManager[None]:
+        """Makes the stream of asynchronous work the current one, to allocate there, if
+        that is asked and the work does not wait for all of the current stream."""
+        is_asked = when.allocates_there and when.is_async and when.after is not None
+        if not (self.is_gpu and is_asked):
+            return _NOTHING
+        return self._allocating()
+
     @contextmanager
-    def allocating(self, on_comm_stream: bool) -> Iterator[None]:
-        """Makes the stream of asynchronous work the current one, to allocate there."""
-        if not (self.is_gpu and on_comm_stream):
-            yield
-            return
+    def _allocating(self) -> Iterator[None]:
         self._caller = torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.stream(self.comm):
@@ -153,12 +174,11 @@ class Streams:
         self,
         work: Callable[[], Any],
         tensors: Sequence[torch.Tensor | None],
-        async_finish: bool,
-        previous_event: EventOverlap | None = None,
+        when: When,
     ) -> EventOverlap:
-        """Does work on the current stream, or on one of its own if asynchronous, after
-        ``previous_event``; None: after all of the current stream."""
-        if not (self.is_gpu and async_finish):
+        """Does work on the current stream, or on one of its own if asynchronous."""
+        previous_event, is_async, _ = when
+        if not (self.is_gpu and is_async):
             if previous_event is not None:
                 previous_event.current_stream_wait()
             work()
@@ -190,27 +210,3 @@ def _is_captured(stream: torch.cuda.Stream) -> bool:
         return False  # the default stream: nor may one ask during a capture
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
-
-
-def allocates(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a call heed ``allocate_on_comm_stream``; compilers leave the call alone."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        # Otherwise the work waits for all of the current stream.
-        names = ("async_finish", "async_with_compute_stream")
-        is_async = any(options.get(name) for name in names)
-        wanted = ("allocate_on_comm_stream", "previous_event")
-        is_there = is_async and all(options.get(name) for name in wanted)
-        with self._comm.streams.allocating(is_there):
-            return method(self, *args, **options)
-
-    not_compiled = _disable_dynamo(call)
-
-    @functools.wraps(method)
-    def call_or_break(self: Any, *args: Any, **options: Any) -> Any:
-        # What compiles has imported this, which takes a second.
-        compiles = "torch._dynamo" in sys.modules
-        return (not_compiled if compiles else call)(self, *args, **options)
-
-    return call_or_break

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .channel import BOTH, Channel, Region
+from .channels import Channels
 from .communicator import Communicator
 from .library import Settings, round_up
 
@@ -115,18 +116,18 @@ class Received:
     local_ids: torch.Tensor | None = None
 
 
-def open_channel(comm: Communicator, *wanted: Settings) -> list[Channel]:
+def open_channels(channels: Channels, *wanted: Settings) -> list[Channel]:
     """Returns channels; opens those that are new, with all other ranks."""
-    channels = []
+    found = []
     for settings in wanted:
         row = settings.hidden + 4 * settings.scales + 2 * settings.combine_hidden
         n_bytes = settings.ranks * settings.tokens * row
         fits = [n for n, most in _REGIONS_UP_TO.items() if n_bytes <= most]
         n_regions = max([1, *fits])
-        if not comm.is_gpu:  # nothing is captured
+        if not channels.comm.is_gpu:  # nothing is captured
             n_regions = max(1, n_regions // 2)
-        channels += comm.open([settings], n_regions)
-    return channels
+        found += channels.open([settings], n_regions)
+    return found
 
 
 def _next_region(channel: Channel, captures: bool) -> Region:

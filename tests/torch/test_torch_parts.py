@@ -20,7 +20,7 @@ from max_ep.extension import mojo_dir
 from max_ep.torch import EventOverlap, dequantize, library
 from max_ep.torch.joining import checked_device
 from max_ep.torch.normal_layout import in_int32
-from max_ep.torch.streams import Streams
+from max_ep.torch.streams import Streams, When
 from tests.children import ROOT
 from tests.errors import raises, refused
 
@@ -223,18 +223,19 @@ def test_asynchronous_work_waits(streams: Streams) -> None:
     def work() -> None:
         ran.append(Stream.current.name)
 
-    streams.run(work, [tensor, None], True, None)
+    streams.run(work, [tensor, None], When(None, True))
     assert Stream.log == ["comm waits for A"]
     Stream.log = []
-    streams.run(work, [tensor], True, event)
+    streams.run(work, [tensor], When(event, True))
     assert Stream.log == ["comm waits for A", "comm waits for the event"]
     Stream.log = []
-    with streams.allocating(True):
-        streams.run(work, [tensor], True, event)
+    there = When(event, True, True)
+    with streams.allocating(there):
+        streams.run(work, [tensor], there)
     assert Stream.log == ["comm waits for the event"]
     assert ran == ["comm"] * 3 and used == ["comm", "A"] * 3
     Stream.log = []
-    streams.run(work, [tensor], False, event)
+    streams.run(work, [tensor], When(event))
     assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
 
 

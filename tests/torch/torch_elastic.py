@@ -236,7 +236,7 @@ def sizes(buffer: ElasticBuffer) -> None:
     tokens. Two buffers at once."""
     other = ElasticBuffer(buffer.group, num_max_tokens_per_rank=CAP)
     Case(buffer, 40).dispatch(num_max_tokens_per_rank=CAP)
-    n_channels = len(buffer._comm.channels)
+    n_channels = len(buffer._channels.opened)
     for seed, most in enumerate((CAP, 12, CAP, 11)):
         for of in (buffer, other):
             case = Case(of, 41 + seed, "one" if most < 12 else "drawn")
@@ -250,7 +250,7 @@ def sizes(buffer: ElasticBuffer) -> None:
             case.check_plain(rows, ids, weights, handle)
             made = case.run_experts(rows, ids, weights, handle)
             case.check_result(of.combine(made, handle)[0])
-    assert len(buffer._comm.channels) == n_channels
+    assert len(buffer._channels.opened) == n_channels
     other.destroy()
 
 

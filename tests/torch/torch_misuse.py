@@ -13,7 +13,7 @@ from max.dtype import DType
 
 from max_ep import EPConfig
 from max_ep.torch import Buffer
-from max_ep.torch.low_latency_api import _CAP
+from max_ep.torch.low_latency import CAP as MOST
 from tests.errors import raises
 from tests.torch.torch_member import (
     CAP,
@@ -284,7 +284,9 @@ def facts(buffer: Buffer) -> None:
     if buffer._comm.is_gpu:
         return
     dispatch(buffer)
-    (channel,) = (c for c in buffer._comm.channels.values() if c.settings.tokens == CAP)
+    (channel,) = (
+        c for c in buffer._channels.opened.values() if c.settings.tokens == CAP
+    )
     region = channel.regions[0]
     sizes = dict(hidden_size=H, top_k=K, n_experts=E, max_tokens_per_rank=CAP)
     sizes |= dict(n_gpus_per_node=1, n_nodes=buffer.group_size)
@@ -326,10 +328,10 @@ def late(buffer: Buffer) -> None:
                 with raises(RuntimeError, "Buffer.reset() in every"):
                     again()
             assert time.monotonic() - begin < TIMEOUT_S + 5
-            buffer._cap = 1 << 14  # as if the missing one had come in the end
+            buffer._channels.cap = 1 << 14  # as if the missing one had come in the end
         buffer.reset()
-        assert buffer._cap == 1 << 14
-        buffer._cap = 0
+        assert buffer._channels.cap == 1 << 14
+        buffer._channels.cap = 0
         check_works(buffer)
         usual()
 
@@ -348,7 +350,7 @@ def caps(buffer: Buffer) -> None:
     x, ids, _ = given_to(buffer)
     for _ in range(2):
         cap = CAP + 1 if buffer.rank == 1 else CAP
-        words = f"{_CAP}={CAP + 1}; {_CAP}={CAP}; pass the same on all ranks; reset()"
+        words = f"{MOST}={CAP + 1}; {MOST}={CAP}; pass the same on all ranks; reset()"
         with raises((RuntimeError, TimeoutError), words):
             buffer.low_latency_dispatch(x, ids, cap, E, use_fp8=False)
             buffer.check()

@@ -85,7 +85,7 @@ def member(rank: int, store: str, timeout_s: float) -> list[float]:
     buffer.clean_low_latency_buffer(CAP, H, E)
     check_mask("clean")
     # It went through the dispatch's channel: none is built for it.
-    assert len(set(map(id, buffer._low_latency_channels.values()))) == 1
+    assert len(set(map(id, buffer._low_latency._found.values()))) == 1
     # Nothing waits any more, in both regions.
     times = [step(hook) for hook in (False, True, False, True)]
     # A rank that is waited for again has not come back.

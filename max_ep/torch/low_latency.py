@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,15 +21,15 @@ from ..limits import (
     MAX_TOP_K,
     checked_int,
 )
-from . import compiled
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
-from .communicator import Communicator, refuse, refuse_arguments
+from .channels import Channels
+from .communicator import Communicator, refuse
 from .library import WIRE_FORMATS, Settings
-from .streams import EventOverlap
+from .streams import EventOverlap, When
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
 _N_REGIONS = 2
-_CAP = "num_max_dispatch_tokens_per_rank"
+CAP = "num_max_dispatch_tokens_per_rank"
 
 
 @dataclass(eq=False)
@@ -56,84 +56,60 @@ class Handle(LazyTuple):
         return src_info, ranges, settings.tokens, settings.hidden, settings.experts
 
 
+Wire = tuple[bool, bool, bool]
+"""Arguments of a dispatch: ``use_fp8``, ``round_scale``, ``use_ue8m0``."""
+
+
+class How(NamedTuple):
+    """Arguments that dispatch and combine have alike."""
+
+    waits_ns: torch.Tensor | None = None
+    async_finish: bool = False
+    return_recv_hook: bool = False
+
+
+_AT_ONCE = How()
+
+
 class LowLatency:
-    """The low-latency part of :class:`max_ep.torch.Buffer`."""
+    """The low-latency calls of a rank; :class:`max_ep.torch.Buffer` describes them."""
 
-    _comm: Communicator
-    _key: str
-    _order: torch.Tensor
-    group_size: int
-    _low_latency_channels: dict[tuple[Any, ...], Channel]
-    _latest: tuple[Any, ...] | None = None
-    """Hidden size, top_k and further sizes of the latest dispatch, if ranks mask."""
+    def __init__(self, channels: Channels) -> None:
+        self.comm = channels.comm
+        self._channels = channels
+        self._found: dict[tuple[Any, ...], Channel] = {}
+        # Hidden size, top_k and further sizes of the latest dispatch, if ranks mask.
+        self._latest: tuple[Any, ...] | None = None
 
-    def low_latency_dispatch(
+    def forget(self) -> None:
+        """Forgets channels, which a reset may close."""
+        self._found.clear()
+
+    def dispatch(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
+        cap: int,
         num_experts: int,
-        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        **of_forks: Any,
+        wire: Wire = (False, False, False),
+        stats: torch.Tensor | None = None,
+        how: How = _AT_ONCE,
     ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
-        """Sends each token to the ranks of its experts.
-
-        Args:
-            x: bfloat16 ``[n_tokens, hidden]``; ``hidden`` is a multiple of 8, of 128
-                with FP8, of 512 with UE8M0.
-            topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``; -1: none.
-            num_max_dispatch_tokens_per_rank: The most tokens of any rank.
-            num_experts: Experts of the group, a multiple of its ranks.
-            cumulative_local_expert_recv_stats: int32 ``[n_local]``; counts are added.
-            dispatch_wait_recv_cost_stats: int64 ``[n_ranks]``; how long each rank was
-                waited for is added, in ns.
-            use_fp8: Whether rows are float8_e4m3fn with a scale for 128 elements.
-            round_scale: Whether scales are powers of two.
-            use_ue8m0: Whether scales are returned as exponents, four in an int32.
-            async_finish: Whether to return before the current stream has the rows.
-            return_recv_hook: Whether only to send; the hook receives.
-            of_forks: What forks of DeepEP take, refused unless it is None or False.
-
-        Returns:
-            Rows ``[n_local, n_ranks * cap, hidden]`` (with FP8 a pair, scales behind
-            them); rows of each expert, int32 ``[n_local]``; the handle; the event; the
-            hook, or None.
-        """
-        if of_forks:
-            refuse_arguments("low_latency_dispatch", of_forks)
-        cap = num_max_dispatch_tokens_per_rank
-        stats = cumulative_local_expert_recv_stats
-        waits_ns = dispatch_wait_recv_cost_stats
-        given = x, topk_idx, cap, num_experts, use_fp8, round_scale, use_ue8m0
-        if torch.compiler.is_compiling():
-            rows, scales, tables = compiled.dispatch(self._order, self._key, *given)
-            n_local, n_ranks = num_experts // self.group_size, self.group_size
-            src_info, ranges, counts = split_tables(tables, n_local, n_ranks)
-            if stats is not None:
-                stats.add_(counts)
-            handle = (src_info, ranges, cap, x.shape[1], num_experts, tables)
-            result = (rows, scales_of_rows(scales)) if use_fp8 else rows
-            hook = compiled.nothing if return_recv_hook else None
-            return result, counts, handle, EventOverlap(), hook
-        how = self._checked_how(waits_ns, async_finish, return_recv_hook)
-        channel = self._low_latency_channel(*given)
+        """Checks a dispatch, and launches it or its sending half."""
+        use_fp8, _, use_ue8m0 = wire
+        self._check_how(how)
+        channel = self._channel(x, topk_idx, cap, num_experts, wire)
         n_local, capacity, _ = channel.rows_shape
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
-            self._comm.check_tensor(name, stats, torch.int32, (n_local,))
+            self.comm.check_tensor(name, stats, torch.int32, (n_local,))
         region = channel.next_region()
-        if self._comm.masks:
-            self._latest = x.shape[1], topk_idx.shape[1], *given[2:]
-            self._comm.masks.share(region)
+        if self.comm.masks:
+            self._latest = x.shape[1], topk_idx.shape[1], cap, num_experts, wire
+            self.comm.masks.share(region)
 
         # Source of each row, ranges, counts: one allocation.
-        n_words, empty = channel.n_table_words, self._comm.empty
+        n_words, empty = channel.n_table_words, self.comm.empty
         tables = empty((n_words,), (1,), torch.int32)
         counts = view(tables, (n_local,), (1,), n_words - n_local)
         src_info = tables.data_ptr()
@@ -159,68 +135,28 @@ class LowLatency:
         tensors = x, topk_idx, tables, rows, scales, stats
         after = None if stats is None else lambda: stats.add_(counts)
         event, hook = self._phase(region, "dispatch", arguments, tensors, how, after)
-        handle = Handle(self._comm, channel, region, region.use, tables, x.shape[0])
+        handle = Handle(self.comm, channel, region, region.use, tables, x.shape[0])
         return result, counts, handle, event, hook
 
-    def low_latency_combine(
+    def combine(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         handle: Handle,
-        use_logfmt: bool = False,
         zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
-        combine_wait_recv_cost_stats: torch.Tensor | None = None,
-        **of_forks: Any,
+        how: How = _AT_ONCE,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
-        """Brings expert rows back, and adds up each token's with its weights.
-
-        Args:
-            x: bfloat16 ``[n_local, n_ranks * cap, hidden]``, where dispatch put rows;
-                not read with ``zero_copy``.
-            topk_idx: Those of the dispatch.
-            topk_weights: float32 ``[n_tokens, top_k]``.
-            handle: Of the dispatch.
-            use_logfmt: Not supported.
-            zero_copy: Whether rows are in ``get_next_low_latency_combine_buffer``.
-            async_finish: As in dispatch.
-            return_recv_hook: As in dispatch.
-            out: bfloat16 ``[n_tokens, hidden]``, for the result; None: a new one.
-            combine_wait_recv_cost_stats: As in dispatch.
-            of_forks: As in dispatch.
-
-        Returns:
-            ``[n_tokens, hidden]`` bfloat16; the event; the hook, or None.
-        """
-        if of_forks:
-            refuse_arguments("low_latency_combine", of_forks)
-        if use_logfmt:
-            raise NotImplementedError(
-                "max_ep: use_logfmt: combine sends bfloat16; pass use_logfmt=False"
-            )
-        if torch.compiler.is_compiling():
-            if zero_copy:
-                raise NotImplementedError("max_ep: zero_copy is not compiled; pass x")
-            y = compiled.combine(
-                self._order, self._key, x, topk_idx, topk_weights, handle[5]
-            )
-            if out is not None:
-                y = out.copy_(y)
-            return y, EventOverlap(), compiled.nothing if return_recv_hook else None
-        if isinstance(handle, tuple) and len(handle) == 6:
-            handle = compiled.stored_handle(self, handle[5])  # of a compiled dispatch
-        self._comm.check_handle(handle, Handle, "low_latency_dispatch")
+        """Checks a combine, and launches it or its sending half."""
+        self.comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.use is not handle.region.use:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
             refuse("handle", f"is too old: {what}")
         if handle.region.hook is not None and handle.region.hook_is_of_dispatch:
             refuse("handle", "has no rows yet: call the hook of its dispatch")
-        waits_ns = combine_wait_recv_cost_stats
-        how = self._checked_how(waits_ns, async_finish, return_recv_hook)
-        channel, n_tokens, comm = handle.channel, handle.n_tokens, self._comm
+        self._check_how(how)
+        channel, n_tokens, comm = handle.channel, handle.n_tokens, self.comm
         if zero_copy:
             if handle.combine_buffer is None:
                 refuse("zero_copy", "needs get_next_low_latency_combine_buffer first")
@@ -244,17 +180,15 @@ class LowLatency:
         tensors = x, topk_weights, handle.tables, out
         return out, *self._phase(handle.region, "combine", arguments, tensors, how)
 
-    def _checked_how(
-        self, waits_ns: torch.Tensor | None, async_finish: bool, return_recv_hook: bool
-    ) -> tuple[torch.Tensor | None, bool, bool]:
+    def _check_how(self, how: How) -> None:
+        waits_ns, async_finish, return_recv_hook = how
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         if waits_ns is not None:
-            name, shape = "wait_recv_cost_stats", (self._comm.n_ranks,)
-            if self._comm.masks:
+            name, shape = "wait_recv_cost_stats", (self.comm.n_ranks,)
+            if self.comm.masks:
                 refuse(name, "cannot be had with enable_shrink")
-            self._comm.check_tensor(name, waits_ns, torch.int64, shape)
-        return waits_ns, async_finish, return_recv_hook
+            self.comm.check_tensor(name, waits_ns, torch.int64, shape)
 
     def _phase(
         self,
@@ -262,7 +196,7 @@ class LowLatency:
         name: str,
         arguments: tuple[int, ...],
         tensors: tuple[torch.Tensor | None, ...],
-        how: tuple[torch.Tensor | None, bool, bool],
+        how: How,
         after: Callable[[], None] | None = None,
     ) -> tuple[EventOverlap, Callable[[], None] | None]:
         """Launches a phase, for the hook or to measure waits in two; returns the event,
@@ -288,7 +222,7 @@ class LowLatency:
             if after is not None:
                 after()
 
-        streams = self._comm.streams
+        streams = self.comm.streams
         if return_recv_hook:
             send()
             stream = streams.current()
@@ -308,36 +242,35 @@ class LowLatency:
             send()
             receive()
 
-        return streams.run(send_and_receive, tensors, async_finish), None
+        return streams.run(send_and_receive, tensors, When(None, async_finish)), None
 
-    def _low_latency_channel(
+    def _channel(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         cap: int,
         n_experts: int,
-        use_fp8: bool,
-        round_scale: bool,
-        use_ue8m0: bool,
+        wire: Wire,
     ) -> Channel:
         """Checks what a dispatch is given, and finds its channel."""
         if not (isinstance(x, torch.Tensor) and isinstance(topk_idx, torch.Tensor)):
             raise TypeError("max_ep: x and topk_idx must be tensors")
-        comm = self._comm
+        comm = self.comm
         if comm.is_gpu and torch._C._cuda_getDevice() != comm.index:
             refuse("the current GPU", f"is not that of this Buffer, {comm.device}")
         key = (
             *(x.shape, x.dtype, x.device, cap, n_experts),
             *(cap.__class__, n_experts.__class__),  # 128.0 is equal to 128
             *(topk_idx.shape, topk_idx.dtype, topk_idx.device),
-            *(use_fp8, round_scale, use_ue8m0),
+            *wire,
         )
         try:
-            channel = self._low_latency_channels.get(key)
+            channel = self._found.get(key)
         except TypeError:  # a list, or other things that are no sizes
             channel = None
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
+        use_fp8, round_scale, use_ue8m0 = wire
         flags = dict(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
         for flag, value in flags.items():
             if not isinstance(value, int):  # text would be true
@@ -352,11 +285,11 @@ class LowLatency:
         comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
-        cap = checked_int(f"max_ep: {_CAP}", cap, 1, MAX_OF_ENTRY)
+        cap = checked_int(f"max_ep: {CAP}", cap, 1, MAX_OF_ENTRY)
         most = MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY
         n_experts = comm.check_experts(n_experts, most)
         if n_tokens > cap:
-            refuse("x", f"has {n_tokens} rows, {_CAP}={cap}; raise that on all ranks")
+            refuse("x", f"has {n_tokens} rows, {CAP}={cap}; raise that on all ranks")
         top_k, most_k = topk_idx.shape[1], min(MAX_TOP_K, n_experts)
         if hidden == 0 or hidden % multiple != 0:
             refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
@@ -376,47 +309,34 @@ class LowLatency:
             wide_ids=True,
             masks=comm.masks is not None,
         )
-        (channel,) = comm.open([settings], _N_REGIONS)
-        self._low_latency_channels[key] = channel
+        (channel,) = self._channels.open([settings], _N_REGIONS)
+        self._found[key] = channel
         return channel
 
-    def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
-        """Returns bfloat16 ``[n_local, n_ranks * cap, hidden]`` to write rows into."""
-        self._comm.check_handle(handle, Handle, "low_latency_dispatch")
+    def combine_buffer(self, handle: Handle) -> torch.Tensor:
+        """Returns where rows of a combine with ``zero_copy`` are written."""
+        self.comm.check_handle(handle, Handle, "low_latency_dispatch")
         if handle.combine_buffer is None:
-            shape, device = handle.channel.rows_shape, self._comm.device
+            shape, device = handle.channel.rows_shape, self.comm.device
             with torch.inference_mode(False):  # written in any mode
                 buffer = torch.empty(shape, dtype=torch.bfloat16, device=device)
             handle.combine_buffer = buffer
         return handle.combine_buffer
 
-    def clean_low_latency_buffer(
-        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
-    ) -> None:
-        """Does nothing: the two modes share no memory, so none has to be cleaned.
-
-        With ``enable_shrink`` all ranks meet here, and those that do not come are
-        masked: a dispatch without tokens.
-        """
+    def meet(self) -> None:
+        """If ranks mask, all meet in a dispatch without tokens."""
         if self._latest is not None:
-            hidden, top_k, cap, n_experts, *wire = self._latest
-            device = self._comm.device
+            hidden, top_k, *sizes = self._latest
+            device = self.comm.device
             x = torch.empty((0, hidden), dtype=torch.bfloat16, device=device)
             ids = torch.empty((0, top_k), dtype=torch.int64, device=device)
-            self.low_latency_dispatch(x, ids, cap, n_experts, None, None, *wire)
+            self.dispatch(x, ids, *sizes)
 
     @staticmethod
-    def get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank: int,
-        hidden: int,
-        num_ranks: int,
-        num_experts: int,
-    ) -> int:
+    def size_hint(cap: int, hidden: int, n_ranks: int, n_experts: int) -> int:
         """Returns about what both regions take, with 8 experts a token."""
-        tokens = checked_int(
-            f"max_ep: {_CAP}", num_max_dispatch_tokens_per_rank, 1, MAX_OF_ENTRY
-        )
+        tokens = checked_int(f"max_ep: {CAP}", cap, 1, MAX_OF_ENTRY)
         row = 2 * checked_int("max_ep: hidden", hidden, 1, MAX_COUNT // 4) + 16
-        n_ranks = checked_int("max_ep: num_ranks", num_ranks, 1, MAX_RANKS)
-        checked_int("max_ep: num_experts", num_experts, 1, MAX_OF_ENTRY)
+        n_ranks = checked_int("max_ep: num_ranks", n_ranks, 1, MAX_RANKS)
+        checked_int("max_ep: num_experts", n_experts, 1, MAX_OF_ENTRY)
         return _N_REGIONS * tokens * (n_ranks * (row + 64) + 8 * row)

@@ -18,9 +18,11 @@ import torch
 
 from ..limits import checked_int
 from .channel import BOTH, Channel
-from .communicator import Communicator, refuse, refuse_hosts
+from .channels import Channels
+from .communicator import refuse
 from .library import round_up, rows_out, weights_back, words_of_row, words_out
 from .normal_layout import (
+    Layout,
     NormalHandle,
     agree,
     bytes_of_row,
@@ -29,7 +31,7 @@ from .normal_layout import (
     in_int32,
     scales_of_row,
 )
-from .streams import Config, EventOverlap, allocates, check_event
+from .streams import EventOverlap, When, check_event
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _DEFAULT_TOKENS = 4096
@@ -38,41 +40,20 @@ _GPU_BYTES = 1 << 30
 
 
 class Normal:
-    """The normal part of :class:`max_ep.torch.Buffer`.
+    """The normal calls of a rank; :class:`max_ep.torch.Buffer` describes them."""
 
-    Of all three calls: ``previous_event`` is what the work waits for; with
-    ``async_finish`` it is done on a stream of its own, and the current one waits when
-    the event is asked to; ``allocate_on_comm_stream``, with the other two: results are
-    allocated on that stream. ``config`` is ignored.
-    """
+    def __init__(self, channels: Channels, num_nvl_bytes: int) -> None:
+        self.comm = channels.comm
+        self._channels = channels
+        self._n_bytes = num_nvl_bytes
 
-    _comm: Communicator
-    _cap = 0
-    num_nvl_bytes: int
-
-    @allocates
-    def get_dispatch_layout(
-        self,
-        topk_idx: torch.Tensor,
-        num_experts: int,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, when: When
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Counts where tokens go.
-
-        Args:
-            topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``.
-            num_experts: Experts of the group, a multiple of its ranks.
-
-        Returns:
-            Tokens for each rank int32 ``[n_ranks]``, None, tokens for each expert int32
-            ``[num_experts]``, whether a token goes to a rank bool ``[n_tokens,
-            n_ranks]``, the event.
-        """
-        comm = self._comm
+        """Counts where tokens go."""
+        comm = self.comm
         comm.raise_failure()
-        check_event(previous_event)
+        check_event(when.after)
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (None, None))
         num_experts = comm.check_experts(num_experts)
         check_ids(comm, topk_idx, num_experts)
@@ -94,59 +75,27 @@ class Normal:
             per_expert.copy_(counts[1:])
 
         tensors = (topk_idx, per_rank, per_expert, in_rank)
-        event = comm.streams.run(work, tensors, async_finish, previous_event)
+        event = comm.streams.run(work, tensors, when)
         return per_rank, None, per_expert, in_rank, event
 
-    @allocates
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        handle: NormalHandle | None = None,
-        num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: torch.Tensor | None = None,
-        is_token_in_rank: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        handle: NormalHandle | None,
+        layout: Layout,
+        align: int,
+        worst: int,
+        when: When,
     ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:
-        """Sends each token once to each rank that holds an expert of it.
-
-        Args:
-            x: ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of
-                float8_e4m3fn and scales ``[n_tokens, n]``, float32, usually one for
-                128 elements, or int32 with several in a word.
-            handle: Of an earlier dispatch, to repeat its layout with other tokens, or
-                ``tuple(handle)``; also of another ``Buffer`` of these ranks.
-            num_tokens_per_rank: From ``get_dispatch_layout``, as the next ones.
-            is_token_in_rank: bool ``[n_tokens, n_ranks]``.
-            num_tokens_per_expert: int32 ``[n_experts]``.
-            topk_idx: int64 ``[n_tokens, top_k]``, to be sent with the tokens.
-            topk_weights: float32 ``[n_tokens, top_k]``; sent with ``topk_idx``.
-            expert_alignment: The counts returned are rounded up to multiples of it.
-            num_worst_tokens: Rows to return; the host then waits for nothing, and the
-                counts are empty. At least ``n_ranks`` times the most tokens of a rank.
-
-        Returns:
-            Rows ``[n_rows, hidden]`` (or the pair), by source rank and token; their
-            expert ids, local or -1, int64 ``[n_rows, top_k]``; their weights, 0 where
-            the id is -1; a list of rows for each local expert; the handle; the event.
-            With ``handle`` all but the first and the last are None.
-        """
-        comm = self._comm
-        align = checked_int("max_ep: expert_alignment", expert_alignment)
-        worst = checked_int("max_ep: num_worst_tokens", num_worst_tokens, 0)
+        """Checks a dispatch, agrees with all ranks on sizes, and launches it."""
+        comm, previous_event = self.comm, when.after
+        align = checked_int("max_ep: expert_alignment", align)
+        worst = checked_int("max_ep: num_worst_tokens", worst, 0)
         check_event(previous_event)
+        topk_idx, topk_weights = layout.topk_idx, layout.topk_weights
         if isinstance(x, tuple) and len(x) != 2:
             refuse("x", f"is a tuple of {len(x)}; pass rows, or (rows, scales)")
         x, scales = x if isinstance(x, tuple) else (x, None)
-        if num_tokens_per_rdma_rank is not None:
-            refuse_hosts("num_tokens_per_rdma_rank: ranks of several hosts")
         row_bytes = bytes_of_row(comm, x, None)
         n_scales = scales_of_row(comm, scales, x)
         n_tokens, hidden = x.shape
@@ -154,21 +103,20 @@ class Normal:
         if is_new:
             if previous_event is not None and not worst:
                 previous_event.current_stream_wait()
-            there = is_token_in_rank, num_tokens_per_expert
-            layout = num_tokens_per_rank, *there, topk_idx, topk_weights
-            top_k = check_layout(comm, n_tokens, *layout)
+            there = layout.mask, layout.per_expert
+            top_k = check_layout(comm, n_tokens, layout)
             rows = f"rows of {row_bytes} bytes, {n_scales} scales, top_k={top_k}"
             most, n_rows, counts = agree(comm, rows, *there, worst)
-            self._cap = self._capacity(most, row_bytes)
+            cap = self._channels.cap = self._capacity(most, row_bytes)
             handle = NormalHandle(
                 comm,
                 n_rows=n_rows,
-                n_made=comm.n_ranks * self._cap if worst else n_rows,
+                n_made=comm.n_ranks * cap if worst else n_rows,
                 n_sent=n_tokens,
-                cap=self._cap,
+                cap=cap,
                 n_scales=n_scales,
                 top_k=top_k,
-                mask=is_token_in_rank,
+                mask=layout.mask,
             )
         handle = self._checked(handle)
         if not is_new and (topk_idx is not None or topk_weights is not None):
@@ -185,7 +133,7 @@ class Normal:
         if has_extras:
             combine = _COMBINES.get(x.dtype, "bfloat16")
             wanted.append(words_out(n_words, combine, hidden, **group))
-        rows, *back = comm.open(wanted, 1)
+        rows, *back = self._channels.open(wanted, 1)
         recv_scales, received = None, ()
         if scales is not None:
             recv_scales = scales.new_empty((handle.n_rows, n_scales))
@@ -213,7 +161,7 @@ class Normal:
                 recv_scales.copy_(of_scales.view(scales.dtype))
             if received:
                 ids, weights = received
-                n_local = num_tokens_per_expert.numel() // comm.n_ranks
+                n_local = layout.per_expert.numel() // comm.n_ranks
                 torch.sub(of_ids, comm.rank * n_local, out=ids)
                 is_elsewhere = (ids < 0) | (ids >= n_local)
                 ids.masked_fill_(is_elsewhere, -1)
@@ -222,7 +170,7 @@ class Normal:
 
         tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
         tensors += received + handle.tensors()
-        event = comm.streams.run(work, tensors, async_finish, previous_event)
+        event = comm.streams.run(work, tensors, when)
         result: Any = recv_x[: handle.n_rows]
         if scales is not None:
             result = (result, recv_scales)
@@ -231,32 +179,17 @@ class Normal:
         counts = [round_up(n, align) for n in counts]
         return result, *(received or (None, None)), counts, handle, event
 
-    @allocates
     def combine(
         self,
         x: torch.Tensor,
         handle: NormalHandle,
-        topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        topk_weights: torch.Tensor | None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+        when: When,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Adds up, for each token, the rows that its ranks return.
-
-        Args:
-            x: bfloat16 (or float32) ``[n_rows, hidden]``, where dispatch put rows.
-            handle: As in dispatch.
-            topk_weights: float32 ``[n_rows, top_k]``, to be added up as well.
-            bias: One or two tensors of the result's shape, added to it.
-
-        Returns:
-            Sums ``[n_tokens, hidden]``, of the weights ``[n_tokens, top_k]`` or None,
-            the event.
-        """
-        comm = self._comm
-        check_event(previous_event)
+        """Checks a combine, and launches it."""
+        comm = self.comm
+        check_event(when.after)
         handle = self._checked(handle)
         bytes_of_row(comm, x, handle.n_rows)
         if x.dtype not in _COMBINES:
@@ -277,7 +210,7 @@ class Normal:
             top_k = topk_weights.shape[1]
             weights = topk_weights.new_empty((handle.n_sent, top_k))
             wanted.append(weights_back(top_k, **group))
-        channel, *of_weights = comm.open(wanted, 1)
+        channel, *of_weights = self._channels.open(wanted, 1)
 
         def work() -> None:
             self._combine_through(channel, handle, x, y)
@@ -291,14 +224,14 @@ class Normal:
                 y.copy_(sum(biases, start=y.float()))
 
         tensors = (x, y, topk_weights, weights, *biases, *handle.tensors())
-        event = comm.streams.run(work, tensors, async_finish, previous_event)
+        event = comm.streams.run(work, tensors, when)
         return y, weights, event
 
     # ------------------------------------------------------------------- inside
 
     def _checked(self, handle: Any) -> NormalHandle:
         """Refuses what is no handle of these ranks; takes a tuple of its items, too."""
-        comm = self._comm
+        comm = self.comm
         if isinstance(handle, (tuple, list)):
             handle = NormalHandle.of_items(comm, handle)
         comm.check_handle(handle, NormalHandle, "dispatch", of_group=True)
@@ -308,15 +241,15 @@ class Normal:
         """Returns how many tokens of a rank channels hold, the same on all ranks; never
         less than before, so that calls of smaller rows find the kernels of the first.
         """
-        usual = _GPU_BYTES if self._comm.is_gpu else _CPU_BYTES
-        budget = (self._comm.is_gpu and self.num_nvl_bytes) or usual
-        fits = max(1, budget // (2 * self._comm.n_ranks * row_bytes))
-        start = self._cap or min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
+        usual = _GPU_BYTES if self.comm.is_gpu else _CPU_BYTES
+        budget = (self.comm.is_gpu and self._n_bytes) or usual
+        fits = max(1, budget // (2 * self.comm.n_ranks * row_bytes))
+        start = self._channels.cap or min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
         return max(start, 1 << max(0, n_tokens - 1).bit_length())
 
     def _group(self, cap: int) -> dict[str, Any]:
         """Describes a group in which each rank is an expert."""
-        n, target = self._comm.n_ranks, self._comm.target
+        n, target = self.comm.n_ranks, self.comm.target
         return dict(target=target, ranks=n, experts=n, top_k=n, tokens=cap)
 
     def _dispatch_through(
@@ -332,7 +265,7 @@ class Normal:
             handle.has_ids = True
         counts = handle.ranges.new_empty(1)
         for channel, sent, received in moves:
-            channel.latest = (handle, self._comm.streams.is_capturing())
+            channel.latest = (handle, self.comm.streams.is_capturing())
             channel.was_captured |= channel.latest[1]
             channel.regions[0].dispatch(
                 BOTH,
@@ -350,7 +283,7 @@ class Normal:
         self, channel: Channel, handle: NormalHandle, x: torch.Tensor, y: torch.Tensor
     ) -> None:
         """Combines through a channel that may have dispatched something else since."""
-        captures = self._comm.streams.is_capturing()
+        captures = self.comm.streams.is_capturing()
         # Replays of a graph dispatch, too.
         is_latest = channel.latest[0] is handle and channel.latest[1] == captures
         if not is_latest or (channel.was_captured and not captures):
