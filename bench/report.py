@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes tables and plots of docs/performance.json: docs/performance.md has what users
-ask first, docs/measurements.md every row.
+ask first, docs/serving.md ratios of servers, docs/measurements.md every row.
 
     python -m bench.report              # writes the tables and the plots
     python -m bench.report --add FILE   # first takes the runs of FILE into the JSON
@@ -23,6 +23,7 @@ from . import summary
 DATA = ROOT / "docs/performance.json"
 PAGE = ROOT / "docs/measurements.md"
 SUMMARY = ROOT / "docs/performance.md"
+SERVING = ROOT / "docs/serving.md"
 
 PEERS = {
     "sums": "max_ep by_rank, sums",
@@ -207,13 +208,13 @@ def serving_tables(rows: list[dict]) -> list[str]:
         return SERVING_PEERS[row["peer"]] + ", FP8 checkpoint" * ("dtype" in row)
 
     def spread(row: dict, name: str) -> str:
-        if name not in row:  # transformers is no server
+        if name not in row:  # transformers is no server, a CPU replays no graph
             return ""
         low, median, high = row[name]
         return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
     columns = ["server", "prompt, tokens", "cold, ms (quartiles)", "cached, ms"]
-    columns += ["execution by the log, ms", "commit"]
+    columns += ["the model alone, ms", "commit"]
     cells = [
         [name_of(row), str(row["prompt"])]
         + [spread(row, f"{name}_ms") for name in ("cold", "cached", "execution")]
@@ -222,14 +223,14 @@ def serving_tables(rows: list[dict]) -> list[str]:
         if "prompt" in row
     ]
     of_prompts = table(columns, cells) if cells else []
-    columns = ["server", "clients", "a step, ms (quartiles)", "first token, ms"]
-    columns += ["between tokens, ms", "tokens/s", "commit"]
+    columns = ["server", "clients", "a step, ms (quartiles)", "GPU time of a step, ms"]
+    columns += ["first token, ms", "between tokens, ms", "tokens/s", "commit"]
     cells = []
     for row in rows:
         if "clients" not in row:
             continue
         cells.append([name_of(row), str(row["clients"])])
-        cells[-1].append(spread(row, "step_ms"))
+        cells[-1] += [spread(row, "step_ms"), number(row.get("graph_ms"))]
         for name, n_digits in (("first_ms", 1), ("between_ms", 2)):
             cells[-1].append(f"{row[name]:.{n_digits}f}")
         cells[-1] += [f"{row['tokens_per_s']:.0f}", row["run"]]
@@ -246,7 +247,17 @@ def _serving_sections(data: dict) -> list[str]:
     for (gpu, n, n_layers), rows in groups.items():
         lines += [f"### {machine(gpu, n)}, {n_layers} layers", ""]
         lines += serving_tables(rows)
+        for name in dict.fromkeys(row["run"] for row in rows):
+            lines += _cores_of(name, data["runs"][name])
     return lines
+
+
+def _cores_of(name: str, run: dict) -> list[str]:
+    """Says on which cores the servers of a run were, in turn."""
+    if "host" not in run:
+        return []
+    text = f"{name}: {run['host']}; {run['cores']} cores for each server"
+    return [f"{text}, which they swapped, and as many for the clients.", ""]
 
 
 def cpu_table(rows: list[dict]) -> list[str]:
@@ -379,7 +390,8 @@ def main() -> None:
     DATA.write_text(dump(data))
     PAGE.write_text(page(PAGE.read_text(), made_of(data)))
     SUMMARY.write_text(page(SUMMARY.read_text(), summary.tables(data)))
-    for path in (DATA, PAGE, SUMMARY, *plots(data)):
+    SERVING.write_text(page(SERVING.read_text(), {"ratios": summary.ratios(data)}))
+    for path in (DATA, PAGE, SUMMARY, SERVING, *plots(data)):
         print(f"wrote {path.relative_to(ROOT)}")
 
 

@@ -12,13 +12,19 @@ and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48); 
 ``--dtype float8`` its matrices are in blockwise FP8.
 
 All servers start at once; in each round one after another is timed, each round another
-first. Prompts are random tokens and never repeat, but where the prefix cache is
-measured. A *prefill* is a long prompt of which one token is asked: *cold* the first
-time, *cached* the second. To *decode*, each client asks, waits for the whole answer,
+first. Servers and clients have cores of their own, and from round to round servers swap
+them (``bench/cores.py``). All times are those of clients, which are other processes; a
+server's log is not read, and says nothing of single batches, which costs time. Prompts
+are random tokens and never repeat, but where the prefix cache is measured.
+
+A *prefill* is a long prompt of which one token is asked: *cold* the first time,
+*cached* the second. To *decode*, each client asks, waits for the whole answer,
 streamed, and asks again; throughput is that of the time in which all have their second
-answer or a later one. A step is what the server's log says of each decoding of one
-token for more than seven of eight clients. Greedy tokens of all servers are compared
-with those of transformers, and only then are rows written.
+answer or a later one. A *step* is the time between a client's tokens while all clients
+receive tokens: from the latest first token to the earliest last one; each answer of all
+gives one. At the end each captured graph is replayed back to back, without a host
+between: its *GPU time* (``bench/graph_times.py``). Greedy tokens of all servers are
+compared with those of transformers, and only then are rows written.
 """
 
 from __future__ import annotations
@@ -27,39 +33,41 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
+import os
 import random
-import re
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import count
+from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from graphs.serve.server import POOL_VARIABLE, Server
-from max_ep.cli.serve import CAPTURED_DECODE, CUSTOM_ARCHITECTURES, device_flags
+from max_ep.cli.serve import CAPTURED_DECODE, device_flags
+
+from .cores import Shares, host, move
+from .graph_times import LOOK_EVERY_S, VARIABLE
 
 PEERS = ("max_ep", "max_expert_parallel", "max_tensor_parallel")
 _PLAIN = "transformers"
+_OURS = ("--custom-architectures", "bench.served_max_ep")
 _ON_HOPPER = ("--custom-architectures", "bench.max_on_hopper")
-_PROMPT, _ANSWER, _REQUESTS = 128, 64, 4
+_PROMPT, _ANSWER, _REQUESTS = 128, 128, 4
 """Tokens of a request that decodes, and how many each client sends."""
+_LEAST_STEPS = 16
+"""Fewest tokens of a client while all clients receive some."""
 _PREFILLS = 4
 _N_PROCESSES = 4
 _VOCABULARY = range(10, 500)
-_EVERY_BATCH = {"MAX_SERVE_SCHEDULER_STATS_LOG_INTERVAL_S": "0"}
-"""Lets a server log each batch."""
-_BATCH = r"(?:Completed|Executed) {} batch with (\d+) reqs .*?Execution: ([\d.]+)(\w+)"
-_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 _seeds = count()
 
 
 def peer_flags(peer: str, n_gpus: int) -> list[str]:
     """Returns the flags of ``max serve`` for a peer."""
-    how = CUSTOM_ARCHITECTURES if peer == "max_ep" else _ON_HOPPER
+    how = _OURS if peer == "max_ep" else _ON_HOPPER
     flags = [*device_flags(n_gpus, 4), *how]
     if peer == "max_tensor_parallel":
         devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
@@ -104,30 +112,19 @@ def _clients(port: int, model: str, n: tuple[int, int], of_each: list) -> list:
 
 def run_clients(
     pool: ProcessPoolExecutor, server: Server, n: tuple[int, int], seeds: list
-) -> tuple[list, str]:
-    """Returns the times of each client's requests, and what the server logged."""
-    n_before = server.log.stat().st_size
+) -> list:
+    """Returns the times of each client's requests."""
     parts = [part for i in range(_N_PROCESSES) if (part := seeds[i::_N_PROCESSES])]
     jobs = [pool.submit(_clients, server.port, server.model, n, p) for p in parts]
-    clients = [times for job in jobs for times in job.result()]
-    time.sleep(0.2)  # for the log
-    return clients, server.log.read_bytes()[n_before:].decode(errors="replace")
-
-
-def batches_of(log: str, kind: str, n_least: int) -> list[float]:
-    """Finds the time of each batch of at least so many requests; milliseconds."""
-    found = re.findall(_BATCH.format(kind), log)
-    return [float(t) * _MS[suffix] for n, t, suffix in found if int(n) >= n_least]
+    return [times for job in jobs for times in job.result()]
 
 
 def prefill(pool: ProcessPoolExecutor, server: Server, n_prompt: int) -> dict:
     """Times prompts of which one token is asked, each a second time; milliseconds."""
     twice = [seed for seed in [next(_seeds) for _ in range(_PREFILLS)] for _ in "12"]
-    ((*requests,),), log = run_clients(pool, server, (n_prompt, 1), [twice])
+    ((*requests,),) = run_clients(pool, server, (n_prompt, 1), [twice])
     waits = [1e3 * (came - asked) for asked, came in requests]
-    # A prompt is served twice; the batch that encodes all of it takes longer.
-    longest = sorted(batches_of(log, "CE", 1))[_PREFILLS:]
-    return {"cold_ms": waits[::2], "cached_ms": waits[1::2], "execution_ms": longest}
+    return {"cold_ms": waits[::2], "cached_ms": waits[1::2]}
 
 
 def prefill_in_transformers(model: Path, n_prompt: int, device: str) -> dict:
@@ -151,7 +148,7 @@ def prefill_in_transformers(model: Path, n_prompt: int, device: str) -> dict:
 def decode(pool: ProcessPoolExecutor, server: Server, n_clients: int) -> dict:
     """Times clients that ask at once. Rates are tokens a second, times milliseconds."""
     seeds = [[next(_seeds) for _ in range(1 + _REQUESTS)] for _ in range(n_clients)]
-    clients, log = run_clients(pool, server, (_PROMPT, _ANSWER), seeds)
+    clients = run_clients(pool, server, (_PROMPT, _ANSWER), seeds)
     counted = [times for requests in clients for times in requests[1:]]
     begin = max(requests[1][1] for requests in clients)
     end = min(requests[-1][-1] for requests in clients)
@@ -162,8 +159,41 @@ def decode(pool: ProcessPoolExecutor, server: Server, n_clients: int) -> dict:
         "first_ms": [1e3 * (times[1] - times[0]) for times in counted],
         "between_ms": [1e3 * (t[-1] - t[1]) / (_ANSWER - 1) for t in counted],
         "tokens_per_s": [came / (end - begin)],
-        "step_ms": batches_of(log, "TG", n_clients * 7 // 8 + 1),
+        "step_ms": [
+            step for answers in zip(*clients) if (step := step_of(answers)) is not None
+        ],
     }
+
+
+def step_of(answers: Sequence[list[float]]) -> float | None:
+    """Finds the milliseconds of a step in answers that all clients receive at once;
+    None if that is too short. Times of each: when it was asked, when tokens came."""
+    begin = max(times[1] for times in answers)
+    end = min(times[-1] for times in answers)
+    steps = []
+    for times in answers:
+        within = [at for at in times[1:] if begin <= at <= end]
+        if len(within) < _LEAST_STEPS:
+            return None
+        steps.append(1e3 * (within[-1] - within[0]) / (len(within) - 1))
+    return statistics.median(steps)
+
+
+def time_graphs(
+    pool: ProcessPoolExecutor, server: Server, n_clients: int, path: Path
+) -> dict:
+    """Lets a server time the captured graph of so many clients; milliseconds."""
+    path.write_text("")
+    try:
+        time.sleep(2 * LOOK_EVERY_S)
+        seeds = [[next(_seeds)] for _ in range(n_clients)]
+        run_clients(pool, server, (_PROMPT, _ANSWER), seeds)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    finally:
+        path.unlink()
+        time.sleep(2 * LOOK_EVERY_S)
+    most = max((row["requests"] for row in rows), default=0)
+    return {"graph_ms": [row["ms"] for row in rows if row["requests"] == most]}
 
 
 def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
@@ -171,10 +201,10 @@ def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
     row: dict[str, Any] = {"peer": peer, size: n}
     for name in dict.fromkeys(name for found in rounds for name in found):
         values = [value for found in rounds for value in found.get(name, [])]
+        if not values:
+            continue
         if name in ("step_ms", "cold_ms", "cached_ms", "execution_ms"):
-            if len(values) < 2:  # of what the log has
-                print(f"{peer}: its log has no {name} of {n} {size}", flush=True)
-                values = [math.nan] * 2
+            values *= 1 + (len(values) == 1)
             row[name] = [round(q, 4) for q in statistics.quantiles(values, n=4)]
         else:
             row[name] = round(statistics.median(values), 3)
@@ -193,7 +223,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=choices)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt", type=int, default=4096, help="tokens to prefill")
-    parser.add_argument("--rounds", type=int, default=3)
+    more = "the default has each server twice on each share of the cores"
+    parser.add_argument("--rounds", type=int, default=0, help=more)
     parser.add_argument("--size", default="large")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float8"])
     parser.add_argument("--model", type=Path, help="a checkpoint that is there")
@@ -208,7 +239,8 @@ def main() -> None:
     # What requests need is little; the pools of all servers fit the GPU.
     limits += "--max-batch-input-tokens 4096 --device-memory-utilization 0.85".split()
     peers = [peer for peer in args.peers if peer != _PLAIN]
-    env = {POOL_VARIABLE: str(93 // max(1, len(peers))), **_EVERY_BATCH}
+    env = {POOL_VARIABLE: str(93 // max(1, len(peers)))}
+    shares = Shares(os.sched_getaffinity(0), len(peers))
     found: dict[tuple[str, str, int], list[dict]] = {}
 
     def add(peer: str, size: str, n: int, values: dict) -> None:
@@ -222,15 +254,23 @@ def main() -> None:
             if args.mefs:
                 flags += ["--precompiled-mefs", str(args.mefs / peer)]
             log = args.logs / f"serving_{peer}.log"
-            servers[peer] = stack.enter_context(Server(model, flags, log, env))
+            timed = {VARIABLE: str(args.logs / f"graphs_{peer}")}
+            servers[peer] = stack.enter_context(Server(model, flags, log, env | timed))
         for peer, server in servers.items():
             print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
         greedy = _tests().ask_greedily
         answers = {peer: greedy(s, model, 8, 16) for peer, s in servers.items()}
-        processes = ProcessPoolExecutor(_N_PROCESSES, get_context("spawn"))
+        processes = ProcessPoolExecutor(
+            _N_PROCESSES,
+            get_context("spawn"),
+            initializer=os.sched_setaffinity,
+            initargs=(0, shares.clients),
+        )
         pool = stack.enter_context(processes)
         list(pool.map(time.sleep, [1] * _N_PROCESSES))  # starts all of them
-        for i in range(args.rounds):
+        for i in range(args.rounds or 2 * len(peers)):
+            for j, peer in enumerate(peers):
+                move(servers[peer].session, shares.of_server(j, i))
             for j in range(len(peers)):
                 peer = peers[(i + j) % len(peers)]
                 add(
@@ -241,6 +281,9 @@ def main() -> None:
                 )
                 for n in args.clients:
                     add(peer, "clients", n, decode(pool, servers[peer], n))
+        for peer, n in product(peers if args.gpus else (), args.clients):
+            path = args.logs / f"graphs_{peer}"
+            add(peer, "clients", n, time_graphs(pool, servers[peer], n, path))
     if _PLAIN in args.peers:
         device = "cuda" if args.gpus else "cpu"
         times = prefill_in_transformers(model, args.prompt, device)
@@ -257,6 +300,7 @@ def main() -> None:
     if args.out:
         config = json.loads((model / "config.json").read_text())
         more = {**runs.gpus(args.gpus), "layers": config["num_hidden_layers"]}
+        more |= {"host": host(), "servers": len(peers), "cores": shares.of_each}
         run = runs.about("python -m bench.serving", **more)
         runs.save(args.out, "serving", commit, run, rows)
 

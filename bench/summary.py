@@ -25,6 +25,9 @@ _MAIN = ("h7168_e256_k8", "uniform", "bfloat16")
 _MIN_SIZES = 3
 """Fewer sizes of a series are in the measurements alone."""
 _OTHERS = {s.peer: s.name for s in SYSTEMS if s.peer not in OURS}
+_PARALLELISM = {"max_tensor_parallel": "tensor", "max_expert_parallel": "expert"}
+_SIZES = (1, 16, 64, 0)
+"""Clients; 0 is a prefill."""
 
 Row = dict
 Machine = tuple[int, str]
@@ -98,7 +101,7 @@ def _steps(data: dict) -> dict[tuple, dict[int, float]]:
     """Finds the newest median step of each machine, run, layers and server."""
     found: dict[tuple, dict[int, float]] = {}
     for row in data["serving"]:
-        if "clients" in row and "dtype" not in row:
+        if "step_ms" in row and "dtype" not in row:
             run = data["runs"][row["run"]]
             key = run["n_gpus"], run["gpu"], run["layers"], row["run"], row["peer"]
             found.setdefault(key, {})[row["clients"]] = row["step_ms"][1]
@@ -119,6 +122,37 @@ def _serving(data: dict) -> list[str]:
                 first = ["", ""]
     columns = ["machine", "layers", "server", *(f"{n} clients" for n in clients)]
     return table([c.replace("1 clients", "1 client") for c in columns], lines, 3)
+
+
+def ratios(data: dict) -> list[str]:
+    """Lays out times of max_ep over those of MAX, of one run each: steps, and the
+    prefill of a prompt that is not cached."""
+    times: dict[tuple, dict[tuple[str, int], float]] = {}
+    for row in data["serving"]:
+        run = data["runs"][row["run"]]
+        of_run = times.setdefault(
+            (run["n_gpus"], run["gpu"], run["layers"], row["run"]), {}
+        )
+        # Runs of 2026-11-26 and before have the time that a server's log says.
+        name = "execution_ms" if "execution_ms" in row else "cold_ms"
+        name = "step_ms" if "clients" in row else name
+        if name in row and "dtype" not in row:
+            of_run[row["peer"], row.get("clients", 0)] = row[name][1]
+    lines = []
+    for (n, gpu, layers, _), of_run in sorted(times.items()):
+        for peer, parallelism in _PARALLELISM.items():
+            if {("max_ep", 1), (peer, 1)} <= of_run.keys():
+                head = [f"{n} × {gpu.split()[1]}", str(layers)]
+                cells = []
+                for size in _SIZES:
+                    ours, theirs = (
+                        of_run.get(("max_ep", size)),
+                        of_run.get((peer, size)),
+                    )
+                    cells.append(f"{ours / theirs:.2f}" if ours and theirs else "")
+                lines.append([*head, "none" if n == 1 else parallelism, *cells])
+    columns = ["GPUs", "layers", "MAX's parallelism", "1 client", "16", "64", "prefill"]
+    return table(columns, lines, 3)
 
 
 def _slower(data: dict) -> list[str]:

@@ -60,6 +60,11 @@ class Server:
         self._url = f"http://127.0.0.1:{self.port}/v1"
         self._client = OpenAI(base_url=self._url, api_key="none", max_retries=0)
 
+    @property
+    def session(self) -> int:
+        """The id of the session that all of its processes are in."""
+        return self._process.pid
+
     def __enter__(self) -> Server:
         return self
 

@@ -183,6 +183,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "router_jitter_noise": free(0.0, float),  # of training
             "sliding_window": only(None),
         },
+        compared=PLACES[:1],
     ),
     "Qwen2MoeForCausalLM": Architecture(
         PLACES,
@@ -291,6 +292,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rms_norm_eps": _RMS_1E5,
             "router_scaling_factor": real(2.826),
         },
+        compared=PLACES[:1],
     ),
     "LagunaForCausalLM": Architecture(
         PLACES[1:],  # of windows on the CPU MAX's compiler takes too much memory
@@ -344,6 +346,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "vision_end_token_id": free(),
             "vision_start_token_id": free(),
         },
+        compared=PLACES[:1],
     ),
 }
 """By the name in ``architectures`` of ``config.json``."""

@@ -25,6 +25,8 @@ def test_the_pages_are_made_of_the_data():
     """`python -m bench.report` was run after the last change."""
     summed = report.SUMMARY.read_text()
     assert summed == report.page(summed, summary.tables(DATA))
+    served = report.SERVING.read_text()
+    assert served == report.page(served, {"ratios": summary.ratios(DATA)})
     text = report.PAGE.read_text()
     assert text == report.page(text, report.made_of(DATA))
     assert report.DATA.read_text() == runs.dump(DATA)

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving benchmark without a server: its clients, the log it reads, its rows."""
+"""The serving benchmark without a server: its clients, their cores, its rows."""
 
 import asyncio
+import inspect
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from bench import report, serving
+from bench import cores, graph_times, report, serving, summary
 from graphs.serve.checkpoint import make_checkpoint
 from max_ep.bench import runs
 from tests.serve.serving import NOISES, Reference, Tally
@@ -37,30 +41,128 @@ def test_new_rows_replace_those_of_the_same_machine():
     assert runs.merge(data, {"runs": {}}) == data
 
 
-def test_steps_are_read_from_the_server_s_log():
-    """As MAX 26.7 writes them, with a queue of batches and without."""
-    line = (
-        "05:18:52.475 INFO: Enqueued {0} batch with {1} reqs | Pending: 0 reqs | "
-        "Batch creation: 258.75us | Completed {2} batch with {3} reqs | Terminated: 0 "
-        "reqs | Prompt Tput: 700.1 tok/s | Execution: {4} | All Preemptions: 0 reqs\n"
-    )
-    log = line.format("TG", 64, "TG", 64, "2.86ms")
-    log += line.format("TG", 64, "TG", 57, "980.50us")
-    log += line.format("TG", 64, "TG", 56, "2.00ms")  # too few
-    log += line.format("TG", 64, "CE", 64, "30.00ms")  # not a decoding
-    log += "05:18:53.000 INFO: Enqueued TG batch with 64 reqs | Pending: 0 reqs\n"
-    log += "05:18:54.000 INFO: Executed TG batch with 64 reqs | Execution: 1.20s |\n"
-    assert serving.batches_of(log, "TG", 57) == [2.86, 0.9805, 1200.0]
-    assert serving.batches_of(log, "TG", 1) == [2.86, 0.9805, 2.0, 1200.0]
-    assert serving.batches_of(log, "CE", 1) == [30.0]
+def test_what_a_log_said_does_not_stand_beside_what_clients_saw():
+    row = {"run": "a", "peer": "max", "clients": 1, "step_ms": [1.0, 1.0, 1.0]}
+    old = {"gpu": "NVIDIA H100", "layers": 16, "n_gpus": 1}
+    data = {"runs": {"a": old}, "serving": [row]}
+    new = {"runs": {"b": old | {"n_gpus": 2, "host": "a CPU"}}}
+    new["serving"] = [row | {"run": "b"}]
+    assert [r["run"] for r in runs.merge(data, {"runs": {}})["serving"]] == ["a"]
+    assert [r["run"] for r in runs.merge(data, new)["serving"]] == ["b"]
+    again = {"runs": {"c": old | {"host": "a CPU"}}, "serving": [row | {"run": "c"}]}
+    both = runs.merge(runs.merge(data, new), again)
+    assert [r["run"] for r in both["serving"]] == ["b", "c"]
+
+
+def test_a_step_is_of_the_time_in_which_all_clients_receive_tokens():
+    """Fails if waiting for another's prefill counts as a step, or what comes when
+    others are done."""
+    early = [0.0, 0.1, *(1 + 0.002 * i for i in range(50)), 5.0, 9.0]
+    late = [0.0, *(1 + 0.002 * i for i in range(52))]
+    assert serving.step_of([early, late]) == pytest.approx(2)
+    assert serving.step_of([late]) == pytest.approx(2)
+    assert serving.step_of([early, [0.0, *(8 + i for i in range(52))]]) is None
+
+
+def test_servers_swap_their_cores():
+    """Each has each share equally often, and clients keep theirs."""
+    shares = cores.Shares(set(range(3, 11)), 3)
+    assert (shares.of_each, shares.clients) == (2, {3, 4})
+    for i in range(6):
+        of_round = [shares.of_server(server, i) for server in range(3)]
+        assert set.union(*of_round, shares.clients) == set(range(3, 11))
+    for server in range(3):
+        had = [min(shares.of_server(server, i)) for i in range(6)]
+        assert sorted(had) == [5, 5, 7, 7, 9, 9]
+    few = cores.Shares({1, 2}, 2)
+    assert few.clients == few.of_server(1, 5) == {1, 2} and few.of_each == 2
+
+
+def test_all_threads_of_a_server_move():
+    """Its child processes' threads, too, and nobody else's."""
+    mine = os.sched_getaffinity(0)
+    child = "import os, time; os.fork(); print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", child]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        process.stdout.read(2)
+        assert cores.move(process.pid, {min(mine)}) == 2
+        assert os.sched_getaffinity(process.pid) == {min(mine)}
+        assert os.sched_getaffinity(0) == mine
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Batch:
+    batch_size: int
+
+
+class _Runner:
+    """Replays as MAX's runner of captured graphs."""
+
+    def __init__(self) -> None:
+        self.replayed: list[tuple] = []
+        self._records, self._signal_buffers = {"two": "key"}, ["signals"]
+        self.synchronized = 0
+        device = SimpleNamespace(id=0, is_host=False, synchronize=self._synchronize)
+        self._signal_buffers = [SimpleNamespace(device=device)]
+        self.graph_entries = {"key": ((), "outputs")}
+        self._engine_model = self
+
+    def _synchronize(self) -> None:
+        self.synchronized += 1
+
+    def replay(self, *given: Any) -> None:
+        self.replayed.append(given)
+
+    def of_max(self, *, batch_characteristics: Any) -> str:
+        self.replay(batch_characteristics)
+        return "outputs"
+
+
+def test_graphs_are_timed_only_while_their_file_is_there(tmp_path, monkeypatch):
+    """A step has its own outputs in any case."""
+    monkeypatch.setattr(graph_times, "LOOK_EVERY_S", 0)
+    path, runner = tmp_path / "times", _Runner()
+    of_max = SimpleNamespace(_pack_model_graph_key=lambda key: f"packed {key}")
+    replay = graph_times.timing(_Runner.of_max, path, of_max)
+    batch = Batch(2)
+    runner._records = {batch: "key"}
+    assert replay(runner, batch_characteristics=batch) == "outputs"
+    assert len(runner.replayed) == 1
+    path.write_text("")
+    for _ in range(9):
+        assert replay(runner, batch_characteristics=batch) == "outputs"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["requests"] for row in rows} == {2} and len(rows) == 3
+    assert len(runner.replayed) == 10 + 3 * 20
+    assert runner.replayed[-1] == (batch,)
+    assert runner.replayed[-10] == ("packed key", *runner._signal_buffers)
+    assert runner.synchronized == 6
+    path.unlink()
+    assert replay(runner, batch_characteristics=batch) == "outputs"
+    assert not path.exists()
+
+
+def test_what_is_timed_of_max_is_there():
+    """Fails if a version of MAX replays graphs in another way."""
+    from max.pipelines.lib import graph_capture
+
+    runner = graph_capture.ServeGraphCaptureRunner
+    source = inspect.getsource(runner)
+    for name in ("graph_entries[", "_records.get(", "_signal_buffers", "_engine_model"):
+        assert f"self.{name}" in source, name
+    assert callable(graph_capture._pack_model_graph_key)
+    assert "batch_characteristics" in inspect.signature(runner.replay).parameters
 
 
 class _Peer:
     """Answers as ``max serve`` does, and one token too few if a prompt comes again."""
 
-    def __init__(self, log: Path) -> None:
-        self.log, self.model, self.asked = log, "m", []
-        self.log.write_text("")
+    def __init__(self) -> None:
+        self.model, self.asked = "m", []
 
     async def answer(self, reader: Any, writer: Any) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -79,8 +181,8 @@ class _Peer:
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[_Peer]:
-    loop, peer = asyncio.new_event_loop(), _Peer(tmp_path / "peer.log")
+def peer() -> Iterator[_Peer]:
+    loop, peer = asyncio.new_event_loop(), _Peer()
     served = asyncio.start_server(peer.answer, "127.0.0.1", 0)
     peer.port = loop.run_until_complete(served).sockets[0].getsockname()[1]
     thread = threading.Thread(target=loop.run_forever)
@@ -97,12 +199,13 @@ def test_clients_repeat_no_prompt_and_count_tokens(peer):
         assert {len(prompt) for prompt in peer.asked} == {128}
         assert len(peer.asked) == 5 * (1 + 4)
         assert len(found["first_ms"]) == len(found["between_ms"]) == 5 * 4
-        assert found["tokens_per_s"][0] > 0 and found["step_ms"] == []
+        assert found["tokens_per_s"][0] > 0
+        assert all(ms > 0.5 for ms in found["step_ms"])
         with pytest.raises(RuntimeError, match="0 of 1 tokens came"):
             serving.prefill(pool, peer, 64)  # asks twice
 
 
-def test_rows_are_medians_and_quartiles(capsys):
+def test_rows_are_medians_and_quartiles():
     rounds = [
         {"step_ms": [1.0, 2.0], "first_ms": [3.0]},
         {"step_ms": [3.0], "first_ms": [5]},
@@ -113,9 +216,37 @@ def test_rows_are_medians_and_quartiles(capsys):
         "step_ms": [1.0, 2.0, 3.0],
         "first_ms": 4.0,
     }
-    row = serving.row_of("max", "clients", 4, [{"step_ms": [1.0]}])
-    assert np.isnan(row["step_ms"]).all()
-    assert "its log has no step_ms of 4 clients" in capsys.readouterr().out
+    row = serving.row_of("max", "clients", 4, [{"step_ms": [1.0]}, {"step_ms": []}])
+    assert row["step_ms"] == [1.0, 1.0, 1.0]
+    assert "step_ms" not in serving.row_of("max", "clients", 4, [{"step_ms": []}])
+
+
+def test_ratios_are_of_one_run_and_one_size():
+    """Also fails if prompts that are cached count."""
+    run = {"gpu": "NVIDIA H100", "layers": 16, "n_gpus": 2}
+    of_peer = {"max_ep": 1.0, "max_tensor_parallel": 2.0, "max_expert_parallel": 4.0}
+    rows = [
+        {"run": "a", "peer": peer, "clients": n, "step_ms": [0, ms * ms * n, 9]}
+        for peer, ms in of_peer.items()
+        for n in (1, 64)
+    ]
+    rows += [
+        {
+            "run": "a",
+            "peer": peer,
+            "prompt": 9,
+            "cold_ms": [0, ms, 0],
+            "cached_ms": 3 * [7],
+        }
+        for peer, ms in of_peer.items()
+    ]
+    rows.append(rows[0] | {"run": "b"})
+    rows.append(rows[3] | {"dtype": "float8", "step_ms": [1, 1, 1]})
+    data = {"runs": {"a": run, "b": run}, "serving": rows}
+    assert summary.ratios(data)[2:-1] == [
+        "| 2 × H100 | 16 | tensor | 0.25 |  | 0.25 | 0.50 |",
+        "| 2 × H100 | 16 | expert | 0.06 |  | 0.06 | 0.25 |",
+    ]
 
 
 def test_transformers_is_a_peer_without_a_server(tmp_path):

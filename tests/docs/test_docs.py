@@ -282,37 +282,6 @@ def test_ratios_of_four_gpus_are_those_of_the_benchmark():
     assert said.format(*saved) in readme
 
 
-def test_ratios_in_the_serving_page_are_those_of_one_run():
-    data, places = runs.load(report.DATA), {}
-    for row in data["serving"]:
-        run = data["runs"][row["run"]]
-        machine = f"{run['n_gpus']} × {run['gpu'].split()[1]}", str(run["layers"])
-        place = places.setdefault((*machine, row["run"]), {})
-        size = row.get("clients", "prefill")
-        name = "step_ms" if "clients" in row else "execution_ms"
-        if "dtype" not in row:
-            place[row["peer"], size] = row[name][1]
-    peers = dict.fromkeys(("none", "tensor"), "max_tensor_parallel")
-    peers["expert"] = "max_expert_parallel"
-    rows = cells_of(DOCS / "serving.md")
-    table = [row for row in rows if len(row) == 7 and row[2] in peers]
-    assert len(table) >= 7
-    for gpus, layers, parallelism, *shown in table:
-        peer = peers[parallelism]
-        (of_run,) = (
-            found
-            for (*machine, _), found in places.items()
-            if machine == [gpus, layers] and {("max_ep", 1), (peer, 1)} <= {*found}
-        )
-        ratios = [
-            f"{of_run['max_ep', n] / of_run[peer, n]:.2f}"
-            if (peer, n) in of_run
-            else ""
-            for n in (1, 16, 64, "prefill")
-        ]
-        assert shown[:4] == ratios, (gpus, parallelism)
-
-
 def test_memory_in_the_readme_is_what_a_rank_takes():
     from max.nn.comm.ep.ep_config import NUM_GROUPS, estimate_ep_memory_usage
 
