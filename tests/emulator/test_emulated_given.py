@@ -7,9 +7,10 @@ import pytest
 
 from tests.emulator.emulated_world import World, bf16, of_bf16
 
-N_SCALES, N_EXPERTS, TOP_K, ALIGN = 3, 6, 4, 4
+N_SCALES, ALIGN = 3, 4
 """As `emulated.mojo` has them."""
-N_LOCAL = N_EXPERTS // 3
+TOP_K = {"plain": 3, "plain_many": 17, "expanded": 4}
+"""The router's choices; as many experts are on each rank."""
 
 
 def aligned(n: int) -> int:
@@ -21,22 +22,23 @@ class Given:
 
     def __init__(self, world: World, counts: list[int], seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.world, self.is_plain = world, world.name == "plain"
+        self.world, self.is_plain = world, world.name != "expanded"
+        self.top_k = self.n_local = top_k = TOP_K[world.name]
         self.tokens, self.scales, self.ids, self.weights = [], [], [], []
         for n in counts:
             hidden = world.sizes.hidden
             self.tokens.append(rng.integers(-30, 30, (n, hidden)).astype(float))
             scales = rng.integers(-(2**31), 2**31, (n, N_SCALES))
             self.scales.append(scales.astype(np.int32))
-            drawn = [rng.permutation(N_EXPERTS)[:TOP_K] for _ in range(n)]
-            ids = np.array(drawn, np.int64).reshape(n, TOP_K)
-            ids[rng.random(ids.shape) < 0.4] = -1
+            drawn = [rng.permutation(3 * top_k)[:top_k] for _ in range(n)]
+            ids = np.array(drawn, np.int64).reshape(n, top_k)
+            ids[rng.random(ids.shape) < 1 - 2.4 / top_k] = -1
             self.ids.append(ids)
             self.weights.append(rng.random(ids.shape).astype(np.float32))
 
     def places(self, rank: int) -> tuple[dict[int, tuple[int, int, int]], list[int]]:
         """Returns source, token and choice of each row, and the first table."""
-        local = range(rank * N_LOCAL, (rank + 1) * N_LOCAL)
+        local = range(rank * self.n_local, (rank + 1) * self.n_local)
         rows: dict[int, tuple[int, int, int]] = {}
         if self.is_plain:
             ends = []
@@ -77,13 +79,13 @@ class Given:
             sizes = dict(
                 rows=n_rows * row_bytes,
                 scales=4 * n_rows * N_SCALES,
-                ids=4 * n_rows * TOP_K,
-                local_ids=8 * n_rows * TOP_K,
-                weights=4 * n_rows * TOP_K,
-                ends=4 * s.n_ranks,
-                counts=4 * N_LOCAL * (1 + s.n_ranks),
+                ids=4 * n_rows * self.top_k,
+                local_ids=8 * n_rows * self.top_k,
+                weights=4 * n_rows * self.top_k,
+                ends=4 * max(s.n_ranks, self.n_local),
+                counts=4 * self.n_local * (1 + s.n_ranks),
                 src_info=8 * n_rows,
-                kept=max(8, 8 * n * TOP_K),
+                kept=max(8, 8 * n * self.top_k),
                 made=n_rows * row_bytes,
             )
             out = {name: memory.allocate(n) for name, n in sizes.items()}
@@ -100,7 +102,7 @@ class Given:
                 *steps,
                 out["ids"],
                 out["local_ids"],
-                rank * N_LOCAL,
+                rank * self.n_local,
                 out["weights"],
                 n_rows,
                 out["ends"],
@@ -123,10 +125,10 @@ class Given:
             scales = memory.array(out["scales"], np.int32, *shape)
             scales = scales.T if self.in_columns else scales
             assert memory.array(out["ends"], np.int32, len(ends)).tolist() == ends
-            n = n_rows * (TOP_K if self.is_plain else 1)
+            n = n_rows * (self.top_k if self.is_plain else 1)
             weights = memory.array(out["weights"], np.float32, n).reshape(n_rows, -1)
-            ids = memory.array(out["ids"], np.int32, n_rows, TOP_K)
-            local_ids = memory.array(out["local_ids"], np.int64, n_rows, TOP_K)
+            ids = memory.array(out["ids"], np.int32, n_rows, self.top_k)
+            local_ids = memory.array(out["local_ids"], np.int64, n_rows, self.top_k)
             if self.is_plain:
                 assert (ids[len(rows) :] == -1).all()
                 assert (local_ids[len(rows) :] == -1).all()
@@ -151,8 +153,8 @@ class Given:
                 if self.is_plain:
                     want = self.ids[src][token]
                     assert ids[row].tolist() == want.tolist()
-                    is_here = want // N_LOCAL == rank
-                    local = np.where(is_here, want % N_LOCAL, -1)
+                    is_here = want // self.n_local == rank
+                    local = np.where(is_here, want % self.n_local, -1)
                     assert local_ids[row].tolist() == local.tolist()
 
     def combine(self, n_biases: int) -> None:
@@ -181,22 +183,25 @@ class Given:
             ids = self.ids[rank]
             n_rows = (ids >= 0).sum(1)
             if self.is_plain:
-                ranks = [((ids >= 0) & (ids // N_LOCAL == r)).any(1) for r in range(3)]
+                ranks = [
+                    ((ids >= 0) & (ids // self.n_local == r)).any(1) for r in range(3)
+                ]
                 n_rows = np.sum(ranks, 0)
             want = self.tokens[rank] * n_rows[:, None] + self.biases[rank]
             got = of_bf16(self.world.memory, result, len(ids), self.world.sizes.hidden)
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["plain", "expanded"])
+@pytest.mark.parametrize("name", TOP_K)
 def test_given_rows(name: str) -> None:
-    """Few choices, whose ids lanes hold, and many, whose ids blocks share."""
+    """Few choices, whose ids lanes hold, more, whose ids blocks share, and so many that
+    blocks index them in turn."""
     world = World(name)
-    for i, counts in enumerate([[5, 2, 0], [70, 1, 9], [0, 3, 1]]):
+    for i, counts in enumerate([[5, 2, 0], [70, 1, 9], [0, 3, 1], [2, 66, 40]]):
         given = Given(world, counts, i)
         with world.without_waiting():
             given.dispatch(in_columns=i % 2 == 1)
         given.check_rows()
         with world.without_waiting():
-            given.combine(n_biases=i)
+            given.combine(n_biases=i % 3)
         given.check_results()

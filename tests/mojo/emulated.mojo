@@ -137,19 +137,23 @@ def emit_format[Format: TokenFormat](name: String) raises:
 comptime ROW_BYTES = 1040
 """Bytes of a row as it is given; its last step is not whole."""
 comptime N_SCALES = 3
-comptime N_EXPERTS = 6
-comptime ROUTER_TOP_K = 4
 
 
 def given(
-    msg_bytes: Int, hidden_size: Int, combine_msg: Int, *, is_plain: Bool
+    msg_bytes: Int,
+    hidden_size: Int,
+    combine_msg: Int,
+    router_top_k: Int,
+    *,
+    is_plain: Bool,
 ) -> Group:
-    """Describes a group as PyTorch has it: plain rows, or expanded and aligned."""
+    """Describes a group as PyTorch has it: plain rows, or expanded and aligned. There are
+    as many experts on a rank as choices in a token."""
     return Group(
-        n_experts=3 if is_plain else N_EXPERTS,
+        n_experts=3 if is_plain else 3 * router_top_k,
         n_ranks=3,
         max_tokens_per_rank=70,
-        top_k=3 if is_plain else ROUTER_TOP_K,
+        top_k=3 if is_plain else router_top_k,
         hidden_size=hidden_size,
         dispatch_msg_bytes=msg_bytes,
         combine_msg_bytes=combine_msg,
@@ -158,27 +162,32 @@ def given(
         shares_gpu=False,
         wide_ids=True,
         num_threads=320,
-        router_top_k=ROUTER_TOP_K if is_plain else 0,
-        router_experts=N_EXPERTS,
+        router_top_k=router_top_k if is_plain else 0,
+        router_experts=3 * router_top_k,
         row_alignment=1 if is_plain else 4,
     )
 
 
-def emit_given[is_plain: Bool](name: String) raises:
+def emit_given[is_plain: Bool, router_top_k: Int](name: String) raises:
     comptime Format = GivenTokenFormat[
         ROW_BYTES,
         N_SCALES,
-        3 if is_plain else ROUTER_TOP_K,
-        ROUTER_TOP_K if is_plain else 0,
-        N_EXPERTS // 3,
+        3 if is_plain else router_top_k,
+        router_top_k if is_plain else 0,
+        router_top_k,
     ]
     comptime hidden = ROW_BYTES // 2
     comptime back = combine_msg_bytes[B16](hidden)
-    comptime of = given(Format.msg_bytes, Format.hidden_size, 0, is_plain=is_plain)
+    comptime of = given(
+        Format.msg_bytes, Format.hidden_size, 0, router_top_k, is_plain=is_plain
+    )
     emit_form[DispatchByRank[of, Format, DType.uint8], False]("dispatch", name)
-    comptime sums = given(0, hidden, back, is_plain=is_plain)
+    comptime sums = given(0, hidden, back, router_top_k, is_plain=is_plain)
     emit_form[CombineSums[sums, B16, B16], False]("combine", name)
-    describe(given(Format.msg_bytes, hidden, back, is_plain=is_plain), name)
+    comptime all_ = given(
+        Format.msg_bytes, hidden, back, router_top_k, is_plain=is_plain
+    )
+    describe(all_, name)
 
 
 def describe(group: Group, name: String):
@@ -222,7 +231,9 @@ def main() raises:
     emit_group[MANY, splits=True]("many")
     # With so many tokens and more than two ranks all blocks share the work.
     emit_group[small(max_tokens=258, hidden_size=264)]("work")
-    emit_given[True]("plain")
-    emit_given[False]("expanded")
+    emit_given[True, 3]("plain")
+    # So many choices of the router that neither lanes nor shared memory hold all ids.
+    emit_given[True, 17]("plain_many")
+    emit_given[False, 4]("expanded")
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")

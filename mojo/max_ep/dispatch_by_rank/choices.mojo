@@ -2,19 +2,22 @@
 """The choices of this rank's tokens: where their ids and weights are read from.
 
 Up to `N_LANE_CHOICES` ids are in the registers of each index warp, up to
-`N_SHARED_CHOICES` in the shared memory of each block. More stay in global memory.
+`N_SHARED_CHOICES` in the shared memory of each block. More stay in global memory. Where
+choices are ranks that must be found, the bits of a token's ranks stand in place of ids
+(`token_ranks.mojo`).
 """
 from max.gpu import block_dim, block_idx, grid_dim, lane_id, thread_idx, WARP_SIZE
 from std.math import ceildiv
 from std.memory import bitcast
 
 from ..device.shared import shared, SharedInts
-from ..device.warp import sum_of_lanes
-from ..protocol.arguments import load_id
+from ..device.warp import divmod_32, has_bit, sum_of_lanes
+from ..protocol.arguments import load_id, load_router_id
 from ..protocol.counters import NO_EXPERT
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import Group, MESSAGE_ALIGN
 from .roles import N_INDEX_WARPS
+from .token_ranks import n_held, rank_of_id, RouterLane
 
 comptime N_LANE_CHOICES = 256
 """Choices up to which the lanes of a warp hold all ids."""
@@ -29,15 +32,15 @@ comptime _MOST_COUNTED = 4
 
 
 def n_shared_ids[group: Group]() -> Int:
-    comptime n_choices = group.n_choices()
-    comptime if n_choices <= N_SHARED_CHOICES:
-        return n_choices
+    comptime n_most = n_held[group](group.max_tokens_per_rank)
+    comptime if n_most <= N_SHARED_CHOICES:
+        return n_most
     return max(N_SHARED_CHOICES, (N_INDEX_WARPS + 1) * WARP_SIZE + group.n_experts)
 
 
 def n_counted[group: Group]() -> Int:
     """Returns how many experts a block counts while it copies ids (`share`)."""
-    if group.n_choices() <= N_LANE_CHOICES:
+    if n_held[group](group.max_tokens_per_rank) <= N_LANE_CHOICES:
         return 0
     return min(ceildiv(group.n_experts, _FULL_GRID), _MOST_COUNTED)
 
@@ -73,7 +76,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
     var weights: ImmPointer[Float32]
     """`[n_choices]`; read if combine returns sums."""
     var n_choices: Int
+    var n_tokens: Int
     var shared_ids: SharedInts
+    """Where ranks are found, the bits of each token's."""
     var shared_weights: SharedInts
     """The weights' bits."""
     var counted: SharedInts
@@ -93,6 +98,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
         self.ids = topk_ids
         self.weights = router_weights
         self.n_choices = n_tokens * Self.group.top_k
+        self.n_tokens = n_tokens
         self.shared_ids = shared[Int32, n_shared_ids[Self.group](), MESSAGE_ALIGN]()
         self.shared_weights = shared[Int32, n_weights if Self._loads_weights else 1]()
         self.counted = shared[Int32, max(n_counted[Self.group]() * WARP_SIZE, 1)]()
@@ -100,11 +106,13 @@ struct Choices[group: Group](TrivialRegisterPassable):
     @always_inline
     def are_in_lanes(self) -> Bool:
         """Returns whether the registers of each index warp hold all ids."""
-        return self.n_choices <= N_LANE_CHOICES
+        return n_held[Self.group](self.n_tokens) <= N_LANE_CHOICES
 
     @always_inline
     def are_shared(self) -> Bool:
-        return not self.are_in_lanes() and self.n_choices <= N_SHARED_CHOICES
+        return not self.are_in_lanes() and (
+            n_held[Self.group](self.n_tokens) <= N_SHARED_CHOICES
+        )
 
     @always_inline
     def load_id(self, choice: Int) -> Int32:
@@ -114,12 +122,31 @@ struct Choices[group: Group](TrivialRegisterPassable):
     def id_of_lane(self, token_idx: Int, lane: Int) -> Int32:
         comptime if Self.group.sends_to_all():
             return NO_EXPERT
+        comptime if Self.group.finds_ranks():
+            return self._rank_of_lane(token_idx, lane)
         if lane >= Self.group.top_k:
             return NO_EXPERT
         var choice = Self.group.choice(token_idx, lane)
         if self.are_shared():
             return self.shared_ids[unsafe_offset=choice]
         return self.load_id(choice)
+
+    @always_inline
+    def _rank_of_lane(self, token_idx: Int, lane: Int) -> Int32:
+        """Returns a rank of a token, or `NO_EXPERT`; several lanes may return the same.
+        """
+        if self.are_shared():
+            var ranks = UInt32(self.shared_ids[unsafe_offset=token_idx])
+            return Int32(lane) if has_bit(ranks, lane) else NO_EXPERT
+        return self.load_rank(token_idx, lane)
+
+    @always_inline
+    def load_rank(self, token_idx: Int, k: Int) -> Int32:
+        """Loads the rank of what the router chose, or returns `NO_EXPERT`."""
+        if k >= Self.group.router_top_k:
+            return NO_EXPERT
+        var place = token_idx * Self.group.router_top_k + k
+        return rank_of_id[Self.group](load_router_id[Self.group](self.ids, place))
 
     @always_inline
     def load_weight(self, choice: Int) -> Float32:
@@ -137,6 +164,10 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def shared(self, choice: Int) -> Choice:
+        comptime if Self.group.finds_ranks():
+            var token_idx, rank = divmod_32(choice, Self.group.n_ranks)
+            var ranks = UInt32(self.shared_ids[unsafe_offset=token_idx])
+            return Choice(Int32(rank) if has_bit(ranks, rank) else NO_EXPERT, 1)
         var id = self.shared_ids[unsafe_offset=choice]
         comptime if Self._loads_weights:
             var bits = self.shared_weights[unsafe_offset=choice]
@@ -158,6 +189,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
         On the way the block counts the choices of its own experts.
         """
         if not self.are_shared():
+            return
+        comptime if Self.group.finds_ranks():
+            self._share_ranks()
             return
         comptime num_threads = Self.group.num_threads
         comptime n_own = n_counted[Self.group]()
@@ -190,3 +224,37 @@ struct Choices[group: Group](TrivialRegisterPassable):
             if lane_id() == 0:
                 var place = n * WARP_SIZE + me // WARP_SIZE
                 self.counted[unsafe_offset=place] = Int32(count)
+
+    @always_inline
+    def _share_ranks(self):
+        """Finds the ranks of all tokens, and copies their bits to shared memory."""
+        comptime Lane = RouterLane[Self.group.router_top_k]
+        comptime n_warps = Self.group.num_threads // WARP_SIZE
+        comptime n_own = n_counted[Self.group]()
+        comptime tokens_at_once = n_warps * Lane.tokens_at_once
+        comptime most = min(
+            N_SHARED_CHOICES // Lane.n_lanes, Self.group.max_tokens_per_rank
+        )
+        comptime n_loads = ceildiv(most, tokens_at_once)
+        var warp_idx = Int(thread_idx.x) // WARP_SIZE
+        var first = warp_idx * Lane.tokens_at_once
+        var n_of_own = Array[UInt32, n_own](fill=0)
+        # All loads at once.
+        var ids = Array[Int32, n_loads](fill=NO_EXPERT)
+        comptime for i in range(n_loads):
+            var mine = Lane.of(first + i * tokens_at_once, Int(lane_id()))
+            ids[i] = mine.load[Self.group](self.ids, self.n_tokens)
+        comptime for i in range(n_loads):
+            if first + i * tokens_at_once < self.n_tokens:
+                var mine = Lane.of(first + i * tokens_at_once, Int(lane_id()))
+                var ranks = mine.ranks[Self.group](ids[i])
+                if mine.k == 0 and mine.token < self.n_tokens:
+                    self.shared_ids[unsafe_offset=mine.token] = Int32(ranks)
+                    comptime for n in range(n_own):
+                        var rank = nth_expert_of_block(n)
+                        if rank < Self.group.n_ranks and has_bit(ranks, rank):
+                            n_of_own[n] += 1
+        comptime for n in range(n_own):
+            var count = sum_of_lanes(n_of_own[n])
+            if lane_id() == 0:
+                self.counted[unsafe_offset=n * WARP_SIZE + warp_idx] = Int32(count)

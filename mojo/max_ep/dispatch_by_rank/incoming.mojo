@@ -18,7 +18,7 @@ from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL, TokenForma
 
 
 @always_inline
-def _load_words[are_two: Bool](words: BytePointer) -> LaneBytes:
+def load_words[are_two: Bool](words: BytePointer) -> LaneBytes:
     comptime if are_two:
         return load_relaxed_sys_16(words)
     var word = load_relaxed_sys(flag_at(words, 0))
@@ -29,7 +29,15 @@ def _load_words[are_two: Bool](words: BytePointer) -> LaneBytes:
 def await_words[
     are_two: Bool
 ](words: BytePointer, src_rank: Int, block: Block[...]) -> LaneBytes:
-    var bytes = _load_words[are_two](words)
+    return await_loaded[are_two](load_words[are_two](words), words, src_rank, block)
+
+
+@always_inline
+def await_loaded[
+    are_two: Bool
+](loaded: LaneBytes, words: BytePointer, src_rank: Int, block: Block[...]) -> LaneBytes:
+    """Waits for words that have been loaded once."""
+    var bytes = loaded
     var n_polls = 0
     while True:
         if bytes[1] == block.receiving():
@@ -37,7 +45,7 @@ def await_words[
         if block.give_up_if_late(n_polls, src_rank):
             block.fail(Failure.NO_MESSAGE, src_rank, -1, flag_word(bytes[1], 0))
             return bytes
-        bytes = _load_words[are_two](words)
+        bytes = load_words[are_two](words)
 
 
 @fieldwise_init

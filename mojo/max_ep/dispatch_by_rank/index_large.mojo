@@ -25,6 +25,7 @@ from ..protocol.layout import Group, MESSAGE_ALIGN
 from .choices import Choices, n_shared_ids
 from .publish import publish_count, publish_entry
 from .roles import GAVE_UP, N_INDEX_WARPS
+from .token_ranks import RouterLane
 
 comptime _N_THREADS = N_INDEX_WARPS * WARP_SIZE
 
@@ -33,9 +34,12 @@ comptime _IDS_AT_ONCE = 16
 
 
 @always_inline
-def run_of_block(n_choices: Int, block: Int, n_blocks: Int) -> Tuple[Int, Int]:
-    """Returns begin and end; the last block has no run, unless it is the only one."""
-    var length = ceildiv(n_choices, max(n_blocks - 1, 1))
+def run_of_block[
+    multiple: Int = 1
+](n_choices: Int, block: Int, n_blocks: Int) -> Tuple[Int, Int]:
+    """Returns begin and end; the last block has no run, unless it is the only one. Runs
+    have a multiple of some choices."""
+    var length = ceildiv(n_choices, max(n_blocks - 1, 1) * multiple) * multiple
     var begin = min(block * length, n_choices)
     return (begin, min(begin + length, n_choices))
 
@@ -58,17 +62,25 @@ def index_by_blocks[
     if load_acquire_block(block.word(GAVE_UP)) != 0:
         return
     var is_last = block_idx.x == grid_dim.x - 1
-    var begin, end = run_of_block(choices.n_choices, Int(block_idx.x), Int(grid_dim.x))
+    # Where ranks are found, a run has whole tokens.
+    comptime multiple = group.top_k if group.finds_ranks() else 1
+    var begin, end = run_of_block[multiple](
+        choices.n_choices, Int(block_idx.x), Int(grid_dim.x)
+    )
     # Loaded while the earlier ones are counted.
     var choice = choices.load(begin + me, end)
     if begin < end or is_last:
-        for first in range(me, begin, _N_THREADS * _IDS_AT_ONCE):
-            var ids = Array[Int32, _IDS_AT_ONCE](fill=NO_EXPERT)
-            comptime for i in range(_IDS_AT_ONCE):
-                if first + i * _N_THREADS < begin:
-                    ids[i] = choices.load_id(first + i * _N_THREADS)
-            comptime for i in range(_IDS_AT_ONCE):
-                _count_id[group](n_before, ids[i], block.lane)
+        comptime if group.finds_ranks():
+            var n_tokens = Int(UInt32(begin) // UInt32(group.n_ranks))
+            _count_ranks(choices, n_before, n_tokens, indexer, block.lane)
+        else:
+            for first in range(me, begin, _N_THREADS * _IDS_AT_ONCE):
+                var ids = Array[Int32, _IDS_AT_ONCE](fill=NO_EXPERT)
+                comptime for i in range(_IDS_AT_ONCE):
+                    if first + i * _N_THREADS < begin:
+                        ids[i] = choices.load_id(first + i * _N_THREADS)
+                comptime for i in range(_IDS_AT_ONCE):
+                    _count_id[group](n_before, ids[i], block.lane)
     for first in range(begin, end, _N_THREADS):
         var number = first + me
         var is_expert = choice.is_expert[group]()
@@ -117,6 +129,33 @@ def _count_id[group: Group](n_of: SharedWord, id: Int32, lane: Int):
         n_of.unsafe_offset(Int(id) if is_expert else group.n_experts + lane),
         UInt32(1) if is_expert else UInt32(0),
     )
+
+
+@always_inline
+def _count_ranks[
+    group: Group
+](choices: Choices[group], n_of: SharedWord, end: Int, indexer: Int, lane: Int):
+    """Counts for each rank the tokens before `end` that go there, with all index
+    warps."""
+    comptime Lane = RouterLane[group.router_top_k]
+    comptime of_warps = N_INDEX_WARPS * Lane.tokens_at_once
+    # A lane of a token counts every `n_lanes`-th rank.
+    comptime n_counts = ceildiv(group.n_ranks, Lane.n_lanes)
+    var counts = Array[UInt32, n_counts](fill=0)
+    for begin in range(indexer * Lane.tokens_at_once, end, of_warps * _IDS_AT_ONCE):
+        var ids = Array[Int32, _IDS_AT_ONCE](fill=NO_EXPERT)
+        comptime for i in range(_IDS_AT_ONCE):
+            var mine = Lane.of(begin + i * of_warps, lane)
+            ids[i] = mine.load[group](choices.ids, end)
+        comptime for i in range(_IDS_AT_ONCE):
+            var mine = Lane.of(begin + i * of_warps, lane)
+            var ranks = mine.ranks[group](ids[i]) >> UInt32(mine.k)
+            comptime for j in range(n_counts):
+                counts[j] += (ranks >> UInt32(j * Lane.n_lanes)) & 1
+    comptime for j in range(n_counts):
+        if counts[j] != 0:
+            var rank = Lane.of(0, lane).k + j * Lane.n_lanes
+            _ = fetch_add_block(n_of.unsafe_offset(rank), counts[j])
 
 
 @always_inline

@@ -12,12 +12,13 @@ from max.gpu import block_idx, grid_dim, lane_id, WARP_SIZE
 
 from ..device.block import Block
 from ..device.shared import SharedInts
-from ..device.warp import sum_of_lanes
+from ..device.warp import any_lane, divmod_32, has_bit, sum_of_lanes
 from ..protocol.counters import NO_EXPERT
 from ..protocol.layout import Group, MESSAGE_ALIGN
 from .choices import Choice, Choices, n_counted, N_LANE_CHOICES, nth_expert_of_block
 from .publish import publish_count, publish_entry
 from .roles import N_INDEX_WARPS
+from .token_ranks import RouterLane
 
 comptime _N_LANE_IDS = N_LANE_CHOICES // WARP_SIZE
 """Ids of a lane, if lanes hold them."""
@@ -54,7 +55,8 @@ struct LaneIndex[group: Group]:
 
     var choices: Choices[Self.group]
     var ids: Array[Int32, _N_LANE_IDS]
-    """Lane `l` has the ids of the choices `l`, `WARP_SIZE + l`, and so on."""
+    """Lane `l` has the ids of the choices `l`, `WARP_SIZE + l`, and so on. Where ranks
+    are found, the first lane of each token has the bits of its ranks."""
     var next: Item
 
     @always_inline
@@ -66,6 +68,10 @@ struct LaneIndex[group: Group]:
     @always_inline
     def prefetch(mut self, indexer: Int):
         """Loads all ids and counts the first item, with an index warp."""
+        comptime if Self.group.finds_ranks():
+            self._prefetch_ranks()
+            self._count(Int(block_idx.x) + indexer * Int(grid_dim.x))
+            return
         comptime for i in range(_N_LANE_IDS):
             var number = i * WARP_SIZE + Int(lane_id())
             if number < self.choices.n_choices:
@@ -73,7 +79,49 @@ struct LaneIndex[group: Group]:
         self._count(Int(block_idx.x) + indexer * Int(grid_dim.x))
 
     @always_inline
+    def _prefetch_ranks(mut self):
+        var n_tokens = self.choices.n_tokens
+        comptime for i in range(_N_LANE_IDS):
+            self.ids[i] = self._router_lane(i).load[Self.group](
+                self.choices.ids, n_tokens
+            )
+        comptime for i in range(_N_LANE_IDS):
+            var mine = self._router_lane(i)
+            if mine.first < n_tokens:
+                var ranks = mine.ranks[Self.group](self.ids[i])
+                self.ids[i] = Int32(ranks) if mine.k == 0 else 0
+
+    @always_inline
+    def _router_lane(self, i: Int) -> RouterLane[Self.group.router_top_k]:
+        comptime Lane = RouterLane[Self.group.router_top_k]
+        return Lane.of(i * Lane.tokens_at_once, Int(lane_id()))
+
+    @always_inline
+    def _count_ranks(mut self, number: Int):
+        """Counts the tokens that go to the rank of an item."""
+        var choice_idx = number - Self.group.n_experts
+        var rank = number
+        var end = self.choices.n_tokens
+        if choice_idx >= 0:
+            end, rank = divmod_32(choice_idx, Self.group.n_ranks)
+        var n_equal: UInt32 = 0
+        var is_chosen = False
+        comptime for i in range(_N_LANE_IDS):
+            var token_idx = self._router_lane(i).token
+            if has_bit(UInt32(self.ids[i]), rank):
+                if token_idx < end:
+                    n_equal += 1
+                is_chosen = is_chosen or token_idx == end
+        var id = Int32(rank)
+        if choice_idx >= 0 and not any_lane(is_chosen):
+            id = NO_EXPERT
+        self.next = Item(number, Choice(id, 1), Int(sum_of_lanes(n_equal)))
+
+    @always_inline
     def _count(mut self, number: Int):
+        comptime if Self.group.finds_ranks():
+            self._count_ranks(number)
+            return
         var choice_idx = number - Self.group.n_experts
         var choice = Choice(Int32(number), 0)
         var end = self.choices.n_choices
@@ -120,21 +168,35 @@ def index_one_by_one[
         if number >= group.n_experts:
             end = number - group.n_experts
             choice = choices.shared(end)
-        var n_equal = _count_equal(choices.shared_ids, choice.id, end, block.lane)
+        comptime are_bits = group.finds_ranks()
+        comptime if are_bits:
+            end = Int(UInt32(end) // UInt32(group.n_ranks))
+        var n_equal = _count_equal[are_bits](
+            choices.shared_ids, choice.id, end, block.lane
+        )
         Item(number, choice, n_equal).publish(block)
 
 
 @always_inline
-def _count_equal(ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
-    """Counts the ids that are equal to one, with one warp."""
+def _count_equal[
+    are_bits: Bool
+](ids: SharedInts, id: Int32, end: Int, lane: Int) -> Int:
+    """Counts the ids that are equal to one, or that have its bit, with one warp."""
+
+    @always_inline
+    def is_equal(found: Int32) {imm} -> Bool:
+        comptime if are_bits:
+            return id >= 0 and has_bit(UInt32(found), Int(id))
+        return found == id
+
     var n_equal: UInt32 = 0
     var whole = end // _IDS_AT_ONCE * _IDS_AT_ONCE
     for first in range(lane * _IDS_AT_ONCE, whole, WARP_SIZE * _IDS_AT_ONCE):
         var some = ids.unsafe_load[width=_IDS_AT_ONCE, alignment=MESSAGE_ALIGN](first)
         comptime for i in range(_IDS_AT_ONCE):
-            if some[i] == id:
+            if is_equal(some[i]):
                 n_equal += 1
     # Fewer than a vector has.
-    if whole + lane < end and ids[unsafe_offset=whole + lane] == id:
+    if whole + lane < end and is_equal(ids[unsafe_offset=whole + lane]):
         n_equal += 1
     return Int(sum_of_lanes(n_equal))

@@ -2,7 +2,8 @@
 """Dispatch by rank, for GPU ranks.
 
 Each token goes once to each rank that has an expert of it; in an all-gather, to each
-rank. An entry for each choice goes to every rank. Rows and tables are those of dispatch
+rank. An entry for each choice goes to every rank, or where choices are ranks that must
+be found, to that rank and this one. Rows and tables are those of dispatch
 by expert, bit for bit. How a token announces itself depends on how many its source
 sends: docs/protocol.md.
 
@@ -62,7 +63,7 @@ from ..protocol.token_format import TokenFormat
 from .choices import Choices, N_SHARED_CHOICES
 from .index_large import index_by_blocks
 from .index_small import index_one_by_one, LaneIndex
-from .publish import publish_n_tokens, send_metadata
+from .publish import MetadataLane, publish_n_tokens
 from .receive import TokenReceiver
 from .roles import (
     DONE_WARP,
@@ -76,6 +77,7 @@ from .roles import (
 from .row_offsets import SharedRowOffsets
 from .send import TokenSender
 from .token_counts import SharedTokenCounts
+from .token_ranks import n_held
 
 
 @fieldwise_init
@@ -118,6 +120,9 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             ),
         )
         var lane_index = LaneIndex[Self.group](choices)
+        var metadata = MetadataLane[Self.group, max(1, Self.Format.router_top_k)](
+            choices
+        )
         await_launch_before()
         var word = header_word(self.buffers.counters)
         var mask = mask_word(self.buffers.counters)
@@ -127,6 +132,9 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             var indexer = Int(warp_id()) - (Self.n_warps - N_INDEX_WARPS)
             if indexer >= 0 and choices.are_in_lanes():
                 lane_index.prefetch(indexer)
+            comptime if Self.Format.router_top_k > 0:
+                if indexer >= 0:
+                    metadata.prefetch(indexer)
         var buffers = SharedBuffers.of(self.buffers, word)
         comptime if sends:
             choices.share()
@@ -154,6 +162,10 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             publish_earlier_reads(DONE_WARP, block)
             if indexer >= 0:
                 self._index(choices, lane_index, block, indexer)
+                comptime if Self.Format.router_top_k > 0:
+                    metadata.send(block, indexer)
+                comptime if Self.group.is_given():
+                    self._keep_ids(block, indexer)
             if block.warp_idx != NUMBERS_WARP:
                 sender.send(block)
             elif block_idx.x == 0:
@@ -185,18 +197,17 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             if can_write:
                 index_one_by_one(choices, block, indexer)
         else:
-            comptime if Self.group.n_choices() > N_SHARED_CHOICES:
+            comptime most = n_held[Self.group](Self.group.max_tokens_per_rank)
+            comptime if most > N_SHARED_CHOICES:
                 index_by_blocks(choices, block, indexer, can_write)
-        comptime if Self.Format.router_top_k > 0:
-            send_metadata[Self.Format.router_top_k](
-                choices, self.given.n_tokens, block, indexer
-            )
-        comptime if Self.group.is_given():
-            self.given.keep_ids(
-                self.given.n_tokens * n_choices_of[Self.Format](),
-                (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE + block.lane,
-                N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE,
-            )
+
+    @always_inline
+    def _keep_ids(self, block: Block[Self.group], indexer: Int):
+        self.given.keep_ids(
+            self.given.n_tokens * n_choices_of[Self.Format](),
+            (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE + block.lane,
+            N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE,
+        )
 
     @always_inline
     def _receive[

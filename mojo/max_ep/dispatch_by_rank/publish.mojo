@@ -3,12 +3,12 @@
 
 Each word holds its generation, so they need no order between their stores.
 """
-from max.gpu import block_idx, grid_dim, WARP_SIZE
+from max.gpu import block_idx, grid_dim, lane_id, WARP_SIZE
 from std.memory import bitcast
 
 from ..device.block import Block
 from ..device.done_words import await_readers
-from ..device.warp import bytes_at, divmod_32
+from ..device.warp import bytes_at, divmod_32, has_bit
 from ..protocol.arguments import load_router_id
 from ..protocol.counters import NO_EXPERT, sent_choice
 from ..protocol.entries import entry_word, NO_ENTRY_EXPERT, NO_POSITION, value_word
@@ -18,6 +18,7 @@ from ..protocol.layout import Group
 from ..protocol.token_format import LaneBytes
 from .choices import Choice, Choices
 from .roles import N_INDEX_WARPS
+from .token_ranks import RouterLane
 
 
 @always_inline
@@ -62,8 +63,9 @@ def publish_entry[
     lane: Int,
     n_lanes: Int,
 ):
-    """Publishes a choice's entry to every rank, even if the choice has no expert.
-    `n_lanes` lanes share the ranks."""
+    """Publishes a choice's entry to every rank, even if the choice has no expert. Where
+    ranks are found, to the choice's rank and this one. `n_lanes` lanes share the ranks.
+    """
     var generation = block.sending()
     var is_expert = choice.is_expert[group]()
     var has_place = is_expert and position < group.max_tokens_per_rank
@@ -82,9 +84,14 @@ def publish_entry[
         position if has_place else NO_POSITION,
     )
     var offset = UInt64(group.entry_offset(block.my_rank, number))
-    for i in range(lane, group.n_ranks, n_lanes):
+    comptime n_readers = 2 if group.finds_ranks() else group.n_ranks
+    for i in range(lane, n_readers, n_lanes):
         # Not all sources begin with the same rank.
         var rank = group.rank_of_relative(block.my_rank, 1 + i)
+        comptime if group.finds_ranks():
+            rank = number % group.n_ranks if i == 0 else block.my_rank
+            if i == 1 and number % group.n_ranks == rank:
+                continue
         var to = bytes_at(block.recv_bufs[unsafe_offset=rank] + offset)
         # I1: only this rank writes entries of its choices.
         comptime if group.has_sums:
@@ -104,30 +111,74 @@ def publish_entry[
             )
 
 
-@always_inline
-def send_metadata[
-    group: Group, //, router_top_k: Int
-](choices: Choices[group], n_tokens: Int, block: Block[group], indexer: Int):
-    """Sends routing metadata to every rank, with one of the index warps."""
-    # I3, for routing metadata.
-    if not await_readers(block):
-        return
-    var generation = block.sending()
-    for place in range(
-        (Int(block_idx.x) + indexer * Int(grid_dim.x)) * WARP_SIZE + block.lane,
-        n_tokens * router_top_k,
-        N_INDEX_WARPS * Int(grid_dim.x) * WARP_SIZE,
-    ):
-        var token_idx, k = divmod_32(place, router_top_k)
+@fieldwise_init
+struct MetadataLane[group: Group, router_top_k: Int](TrivialRegisterPassable):
+    """How a lane of an index warp sends routing metadata, of which the first depends on
+    arguments alone."""
+
+    comptime Lane = RouterLane[Self.router_top_k]
+
+    var choices: Choices[Self.group]
+    var id: Int32
+    var weight: Float32
+
+    @always_inline
+    def __init__(out self, choices: Choices[Self.group]):
+        self.choices = choices
+        self.id = NO_EXPERT
+        self.weight = 0
+
+    @always_inline
+    def prefetch(mut self, indexer: Int):
+        self._load(self._first(indexer, Int(lane_id())))
+
+    @always_inline
+    def _first(self, indexer: Int, lane: Int) -> Self.Lane:
+        var warp_idx = Int(block_idx.x) + indexer * Int(grid_dim.x)
+        return Self.Lane.of(warp_idx * Self.Lane.tokens_at_once, lane)
+
+    @always_inline
+    def _load(mut self, mine: Self.Lane):
+        if mine.is_id(self.choices.n_tokens):
+            self.id = load_router_id[Self.group](self.choices.ids, mine.place())
+            self.weight = self.choices.weights[unsafe_offset=mine.place()]
+
+    @always_inline
+    def send(mut self, block: Block[Self.group], indexer: Int):
+        """Sends metadata to each rank that gets its token, with one of the index warps.
+        """
+        # I3, for routing metadata.
+        if not await_readers(block):
+            return
+        var mine = self._first(indexer, block.lane)
+        while mine.first < self.choices.n_tokens:
+            self._send(mine, block)
+            comptime of_warps = N_INDEX_WARPS * Self.Lane.tokens_at_once
+            mine = Self.Lane.of(mine.first + of_warps * Int(grid_dim.x), block.lane)
+            self.id = NO_EXPERT
+            self._load(mine)
+
+    @always_inline
+    def _send(self, mine: Self.Lane, block: Block[Self.group]):
+        var ranks = UInt32.MAX
+        comptime if Self.group.finds_ranks():
+            ranks = mine.ranks[Self.group](self.id)
+        if not mine.is_id(self.choices.n_tokens):
+            return
+        var generation = block.sending()
         var words = two_words(
-            value_word(generation, load_router_id[group](choices.ids, place)),
-            value_word(generation, choices.weights[unsafe_offset=place]),
+            value_word(generation, self.id), value_word(generation, self.weight)
         )
         var offset = UInt64(
-            group.metadata_offset(block.my_rank, token_idx, k, router_top_k)
+            Self.group.metadata_offset(
+                block.my_rank, mine.token, mine.k, Self.router_top_k
+            )
         )
-        for i in range(group.n_ranks):
-            var rank = group.rank_of_relative(block.my_rank, 1 + i)
+        for i in range(Self.group.n_ranks):
+            var rank = Self.group.rank_of_relative(block.my_rank, 1 + i)
+            comptime if Self.group.finds_ranks():
+                if not has_bit(ranks, rank):
+                    continue
             # I1: only this rank writes the metadata of its tokens.
             store_relaxed_sys_16(
                 bytes_at(block.recv_bufs[unsafe_offset=rank] + offset), words

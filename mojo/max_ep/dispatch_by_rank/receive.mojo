@@ -22,8 +22,8 @@ from ..protocol.entries import (
 )
 from ..protocol.flags import flag_at, generation_of
 from ..protocol.layout import Group, N_CHUNKS
-from ..protocol.token_format import BytePointer, TokenFormat
-from .incoming import await_words, Steps, Token
+from ..protocol.token_format import BytePointer, LaneBytes, TokenFormat
+from .incoming import await_loaded, await_words, load_words, Steps, Token
 from .roles import NEXT_RECEIVE, token_receive_schedule
 from .row_offsets import SharedRowOffsets
 from .token_counts import SharedTokenCounts
@@ -175,8 +175,18 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         # Loaded before its entries arrive, since it is most likely for this rank.
         if token.is_loaded_early:
             steps.load(token, chunk.begin, chunk.end, lane)
+        # Used after the token has come.
+        var metadata = LaneBytes(0)
+        comptime if Self.Format.router_top_k > 0:
+            if chunk.idx == 0 and lane < Self.Format.router_top_k:
+                metadata = load_words[True](self._metadata_of_lane(token))
         var to = _Destination.NONE
-        if lane < Self.group.top_k:
+        var has_entry = lane < Self.group.top_k
+        comptime if Self.group.finds_ranks():
+            # Others do not come here.
+            var my_rank = self.block.my_rank
+            has_entry = has_entry and (lane == my_rank or token.src_rank == my_rank)
+        if has_entry:
             to = self._read_entry(token)
         if any_lane(to.is_late):
             return False
@@ -221,7 +231,9 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
                     )
                 if to.has_row:
                     to.row = self.shared.first_row_of_pair(to.pair) + to.position
-                if chunk.idx == 0 and not self._record(token, to, with_row, is_shared):
+                if chunk.idx == 0 and not self._record(
+                    token, to, with_row, is_shared, metadata
+                ):
                     return False
             var rest = with_row
             comptime if Self.group.masks or Self.group.drops_rows:
@@ -269,7 +281,12 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
 
     @always_inline
     def _record(
-        self, token: Token, to: _Destination, with_row: UInt32, is_shared: Bool
+        self,
+        token: Token,
+        to: _Destination,
+        with_row: UInt32,
+        is_shared: Bool,
+        metadata: LaneBytes,
     ) -> Bool:
         """Records where the rows of a token come from, with one warp."""
         comptime drops_own = Self.group.drops_rows and not Self.group.has_sums
@@ -293,7 +310,7 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
             # Choices are ranks: only that of this rank has a row here.
             var k = count_trailing_zeros(with_row)
             if with_row != 0 and not self._place_metadata(
-                token, Int(warp.shuffle_idx(to.row, k))
+                token, Int(warp.shuffle_idx(to.row, k)), metadata
             ):
                 return False
         comptime if Self.group.fused_shared_expert:
@@ -302,21 +319,28 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         return True
 
     @always_inline
-    def _place_metadata(self, token: Token, row: Int) -> Bool:
-        comptime router_top_k = Self.Format.router_top_k
-        var is_late = False
-        for k in range(self.block.lane, router_top_k, WARP_SIZE):
-            var offset = Self.group.metadata_offset(
-                token.src_rank, token.idx, k, router_top_k
+    def _metadata_of_lane(self, token: Token) -> BytePointer:
+        return self.recv_buf.unsafe_offset(
+            Self.group.metadata_offset(
+                token.src_rank, token.idx, self.block.lane, Self.Format.router_top_k
             )
-            var at = self.recv_buf.unsafe_offset(offset)
-            var found = await_words[True](at, token.src_rank, self.block)
-            is_late = is_late or found[1] != self.block.receiving()
+        )
+
+    @always_inline
+    def _place_metadata(self, token: Token, row: Int, loaded: LaneBytes) -> Bool:
+        comptime router_top_k = Self.Format.router_top_k
+        comptime assert router_top_k <= WARP_SIZE, "a lane has one choice of the router"
+        var is_late = False
+        if self.block.lane < router_top_k:
+            var found = await_loaded[True](
+                loaded, self._metadata_of_lane(token), token.src_rank, self.block
+            )
+            is_late = found[1] != self.block.receiving()
             var words = bitcast[DType.uint64, 2](found)
             Self.Format.place_metadata(
                 self.dispatched.rows,
                 row,
-                k,
+                self.block.lane,
                 value_of_word[DType.int32](words[0]),
                 value_of_word[DType.float32](words[1]),
             )

@@ -62,6 +62,8 @@ struct Targets(TrivialRegisterPassable):
             comptime assert n <= WARP_SIZE, "a lane stands for a rank"
             if lane < n:
                 dst_rank = Int32(UInt32(my_rank + 1 + lane) % UInt32(n))
+        elif group.finds_ranks():
+            dst_rank = id
         else:
             if lane < group.top_k and id >= 0 and id < Int32(group.n_experts):
                 dst_rank = id // Int32(group.n_local_experts())
@@ -234,7 +236,9 @@ struct TokenSender[
         if self.has_chunk:
             var lane = Int(lane_id())
             self.inline.load(self.chunk.whole, self.chunk.begin, self.chunk.end, lane)
-            comptime if not Self.group.sends_to_all():
+            comptime if Self.group.finds_ranks():
+                self.id = self.choices.load_rank(self.chunk.whole, lane)
+            elif not Self.group.sends_to_all():
                 if lane < Self.group.top_k:
                     self.id = self.choices.load_id(
                         Self.group.choice(self.chunk.whole, lane)

@@ -265,7 +265,11 @@ struct Group(TrivialRegisterPassable):
 
     def chooses_ranks(self) -> Bool:
         """Returns whether choices are ranks, and tokens have routing metadata."""
-        return self.sends_to_all() or self.addressing == Addressing.TO_RANKS
+        return self.sends_to_all() or self.finds_ranks()
+
+    def finds_ranks(self) -> Bool:
+        """Returns whether a token's ranks are found in its router's choices."""
+        return self.addressing == Addressing.TO_RANKS
 
     def n_local_experts(self) -> Int:
         """Counts the experts that each rank has places for.
