@@ -205,3 +205,33 @@ def test_given_rows(name: str) -> None:
         with world.without_waiting():
             given.combine(n_biases=i % 3)
         given.check_results()
+
+
+def test_all_gather() -> None:
+    """Every rank gets every token, with what its router chose."""
+    world, top_k = World("gather"), 4
+    memory, s, rng = world.memory, world.sizes, np.random.default_rng(0)
+    for counts in ([5, 2, 0], [0, 20, 9]):
+        n_rows = sum(counts) + 2
+        tokens = [rng.integers(-30, 30, (n, s.hidden)) * 1.0 for n in counts]
+        ids = [rng.integers(-1, 9, (n, top_k)).astype(np.int32) for n in counts]
+        probs = [rng.random((n, top_k)).astype(np.float32) for n in counts]
+        out, params = {}, {}
+        for rank, n in enumerate(counts):
+            given = bf16(tokens[rank]), ids[rank].tobytes(), probs[rank].tobytes()
+            sizes = 2 * n_rows * s.hidden, *2 * [4 * n_rows * top_k], 4
+            out[rank] = [memory.allocate(n_bytes) for n_bytes in sizes]
+            tables = [memory.allocate(n_bytes) for n_bytes in (8, 4, 8 * n_rows)]
+            buffers = world.buffers(rank, s.dispatch_recv, s.dispatch_counts)
+            params[rank] = [*map(memory.put, given), n, 0, *out[rank], n_rows]
+            params[rank] += [*tables, *buffers]
+        world.run("dispatch", params)
+        for rows, found_ids, found_probs, n_gathered in out.values():
+            got = of_bf16(memory, rows, n_rows, s.hidden)[:-2]
+            np.testing.assert_array_equal(got, np.concatenate(tokens))
+            got = memory.array(found_ids, np.int32, n_rows, top_k)
+            np.testing.assert_array_equal(got[:-2], np.concatenate(ids))
+            assert (got[-2:] == -1).all()
+            got = memory.array(found_probs, np.float32, n_rows, top_k)[:-2]
+            np.testing.assert_array_equal(got, np.concatenate(probs))
+            assert memory.load(n_gathered, 4) == sum(counts)

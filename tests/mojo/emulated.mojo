@@ -16,7 +16,7 @@ from max_ep.formats.block_scaled import BlockScaledTokenFormat
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.given import GivenTokenFormat
 from max_ep.formats.nvfp4 import NVFP4
-from max_ep.formats.plain import BF16TokenFormat
+from max_ep.formats.plain import BF16TokenFormat, PlainTokenFormat
 from max_ep.formats.scale_layouts import RowByRow
 from max_ep.protocol.layout import Group
 from max_ep.protocol.message_sizes import combine_msg_bytes
@@ -190,6 +190,25 @@ def emit_given[is_plain: Bool, router_top_k: Int](name: String) raises:
     describe(all_, name)
 
 
+def emit_gather(name: String) raises:
+    """Compiles the dispatch of an all-gather with four choices of the router."""
+    comptime Format = PlainTokenFormat[B16, 264, 3, 4]
+    comptime group = Group(
+        n_experts=3,
+        n_ranks=3,
+        max_tokens_per_rank=20,
+        top_k=3,
+        hidden_size=Format.hidden_size,
+        dispatch_msg_bytes=Format.msg_bytes,
+        addressing=Addressing.TO_ALL,
+        has_sums=True,
+        shares_gpu=False,
+        num_threads=320,
+    )
+    emit_form[DispatchByRank[group, Format, B16], False]("dispatch", name)
+    describe(group, name)
+
+
 def describe(group: Group, name: String):
     print(
         name,
@@ -235,5 +254,6 @@ def main() raises:
     # So many choices of the router that neither lanes nor shared memory hold all ids.
     emit_given[True, 17]("plain_many")
     emit_given[False, 4]("expanded")
+    emit_gather("gather")
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")
