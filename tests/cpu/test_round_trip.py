@@ -2,6 +2,7 @@
 """Dispatch and combine on CPU ranks, bit for bit against the oracle."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from max.graph import DeviceRef, Module
 
 from max_ep import EPCommInitializer
+from max_ep.waits import at_address, n_words, place
 from tests.children import ALL_CASES
 from tests.harness import (
     Groups,
@@ -139,6 +141,34 @@ def test_bounds_are_kept_and_reached(run_small, name):
             assert got.stats.dtype == np.uint32 and got.stats.shape == (2,), where
             assert rows_of.max() <= got.stats[0], where
             assert np.count_nonzero(rows_of) <= got.stats[1], where
+
+
+ANNOUNCED = {"number of tokens", "entry", "row", "partial sum"}
+"""Words that a CPU rank reads without waiting: it has awaited a count that says so."""
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_peers_write_the_words_of_the_list(added, run_small, name):
+    """Fails if CPU ranks publish a word that the list has not, or has for GPUs only; if
+    it has one that nobody publishes; and if it says that nobody awaits one."""
+    run_small("uniform", "random")
+    comm = added["small"].comms[name]
+    sizes, local = comm.config.sizes(), comm._ranks.local
+    assert {kind.name for kind in sizes.cpu if not kind.phase} <= ANNOUNCED
+    lengths = sizes.dispatch_counts_bytes, sizes.combine_counts_bytes
+    ranks = range(sizes.n_ranks)  # one, where an all-reduce adds their results up
+    for i, region in enumerate(local.regions):
+        # A rank also publishes to peers that do not wait for it.
+        awaited, listed = set(), set()
+        for kind, peer in itertools.product(sizes.cpu, ranks):
+            at = place(kind, peer, np.arange(kind.n)).tolist()
+            awaited |= {*at[: n_words(sizes, kind, i % len(ranks), peer)]}
+            listed |= {*at}
+        for begin, n_bytes in zip(local.offsets[:, -1].tolist(), lengths):
+            words = np.frombuffer(at_address(region)(begin, n_bytes), np.uint64)
+            written = {*(begin + 8 * np.flatnonzero(words)).tolist()}
+            assert awaited.intersection(range(begin, begin + n_bytes)) <= written
+            assert written <= listed
 
 
 def moved(rows: np.ndarray) -> np.ndarray:
