@@ -19,8 +19,9 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 ALLOW ?= machine
 RENAME ?=
 
-# Engines whose classes `test-engines` runs.
-ENGINES ?= torchtitan==0.3.0 sglang==0.5.23
+# Engines whose classes `test-engines` runs; `test-all` runs the first ones.
+SMALL_ENGINES := torchtitan==0.3.0 megatron-core==0.16.1 nemo-automodel==0.7.0
+ENGINES ?= $(SMALL_ENGINES) sglang==0.5.23 vllm==0.33.0
 
 .PHONY: demo serve test test-all test-gpu test-engines same-code fuzz faults sanitize bench lint docs \
 	format clean
@@ -37,16 +38,24 @@ test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: export MAX_EP_ALL_CASES = 1
-test-all: test
+test-all: export MAX_EP_ENGINES = build/engines
+test-all: build/.small-engines test
 
 test-gpu: .venv/.installed-dev
 	$(BIN)/python -m pytest -m gpu
 
-# The engines' own classes; their packages without what they depend on.
+# Wheels of engines, without what they depend on, and of these the Python files.
+UNPACK = $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d build/wheels $(1) \
+	&& $(BIN)/python -m tests.torch.engines.unpack build/wheels build/engines
+
 test-engines: export MAX_EP_ENGINES = build/engines
 test-engines: .venv/.installed-dev
-	$(PIP) --no-deps --no-compile --upgrade --target build/engines $(ENGINES)
+	$(call UNPACK,$(ENGINES))
 	$(BIN)/python -m pytest tests/torch/test_engines.py
+
+build/.small-engines: .venv/.installed-dev
+	$(call UNPACK,$(SMALL_ENGINES))
+	touch $@
 
 same-code: .venv/.installed-dev
 	$(BIN)/python tests/codegen/same_code.py $(BASE) --allow "$(ALLOW)" \
