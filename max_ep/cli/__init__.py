@@ -59,7 +59,7 @@ def _close_stdout() -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
-        prog="max-ep", description="Expert parallelism for MAX graphs."
+        prog="max-ep", description="Expert parallelism for Mixture-of-Experts models."
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -87,8 +87,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         dest="dispatch_dtype",
         metavar="FORMAT",
         default="bfloat16",
-        help="format to the experts, by its name in max_ep/formats.py, such as "
-        "bfloat16, fp8 or mxfp8 (default: %(default)s)",
+        help="format to the experts, such as bfloat16, fp8 or mxfp8: the names of "
+        "docs/formats.md (default: %(default)s)",
     )
     plain = ("bfloat16", "float32")
     for option, dest, choices, text in (
@@ -136,12 +136,14 @@ def _run(arguments: Sequence[str] | None) -> int:
         ("--gpus", dict(type=int, help="default: 1, 2, 4 or 8; 0: CPU ranks")),
         ("--systems", dict(nargs="+", metavar="NAME", help="default: what is there")),
         ("--tokens", dict(nargs="+", metavar="N", type=int, help="tokens of a rank")),
-        ("--shape", dict(default="h7168_e256_k8", help="hidden, experts, top-k")),
+        ("--shape", dict(help="hidden, experts, top-k, such as h7168_e256_k8")),
         ("--routing", dict(default="uniform", choices=("uniform", "zipf"))),
-        ("--layers", dict(metavar="N", type=int, default=8, help="layers of a graph")),
+        ("--layers", dict(metavar="N", type=int, help="layers of a graph")),
         ("--time-limit", dict(metavar="S", type=float, default=600, help="seconds")),
         ("--out", dict(default="max_ep_bench.json", help="a file; a plot beside it")),
     ):
+        if "default" in more:
+            more["help"] = f"{more.get('help', '')} (default: %(default)s)".strip()
         bench.add_argument(option, **more)
     about = "show waits for each peer, and rows of each expert"
     stats = command("stats", about)

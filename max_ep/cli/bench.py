@@ -35,8 +35,10 @@ _CORES_OF_COMPILER = 3
 _SAMPLES, _REPLAYS = 30, 8
 _GROUPS = (1, 2, 4, 8)
 """Numbers of GPUs that are timed."""
-_ON_CPU = dict(shape="h2048_e64_k8", tokens=[1, 8], ranks=2, layers=2)
-_CPU_PEERS = ("sums", "rows")
+_ON_GPUS = dict(shape="h7168_e256_k8", tokens=TOKENS, layers=8)
+_ON_CPU = dict(shape="h2048_e64_k8", tokens=(1, 8), layers=2)
+"""What is measured if the options do not say it."""
+_CPU_RANKS, _CPU_PEERS = 2, ("sums", "rows")
 
 
 @dataclass
@@ -119,6 +121,10 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ValueError(
             f"--gpus {asked}: this machine has {n_gpus} NVIDIA GPUs; give one of {fits}"
         )
+    is_cpu = asked == 0
+    for name, default in (_ON_CPU if is_cpu else _ON_GPUS).items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
     shape_of(options.shape)
     if not Path(options.out).parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no folder for it")
@@ -126,7 +132,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ValueError(f"--layers {options.layers}: give an even number")
     if options.time_limit <= 0:
         raise ValueError(f"--time-limit {options.time_limit:g}: give seconds above 0")
-    for n in options.tokens or ():
+    for n in options.tokens:
         if n < 1:
             raise ValueError(f"--tokens {n}: give 1 or more")
         max_tokens_for(n, "")
@@ -134,26 +140,27 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ValueError(
             f"--systems {' '.join(sorted(unknown))}: there are {', '.join(BY_PEER)}"
         )
-    is_cpu = asked == 0
-    n_ranks = asked or _ON_CPU["ranks"]
-    systems = [
-        system
+    n_ranks = asked or _CPU_RANKS
+    systems = {
+        system.peer: system
         for system in SYSTEMS
         if system.ranks[0] <= n_ranks <= system.ranks[1]
-        and (not options.systems or system.peer in options.systems)
         and (not is_cpu or system.peer in _CPU_PEERS)
-    ]
-    if not systems:
-        raise ValueError(f"--systems: none of these runs with {n_ranks} ranks")
-    tokens = options.tokens or (_ON_CPU["tokens"] if is_cpu else list(TOKENS))
+    }
+    wanted = options.systems or list(systems)
+    if unfit := set(wanted) - set(systems):
+        raise ValueError(
+            f"--systems {' '.join(sorted(unfit))}: not with --gpus {asked}; there are "
+            f"{', '.join(systems)}"
+        )
     plan = Plan(
-        [system for system in systems if system.version()],
+        [s for peer, s in systems.items() if peer in wanted and s.version()],
         n_ranks,
         "cpu" if is_cpu else "gpu",
-        _ON_CPU["shape"] if is_cpu else options.shape,
-        sorted(set(tokens)),
+        options.shape,
+        sorted(set(options.tokens)),
         options.routing,
-        _ON_CPU["layers"] if is_cpu else options.layers,
+        options.layers,
         arch,
     )
     plan.about = _about(plan)

@@ -201,11 +201,16 @@ def test_each_process_and_each_system_is_known(plan, monkeypatch):
             "--gpus 8: this machine has 5 NVIDIA GPUs; give one",
         ),
         ("--systems sums foo", "--systems foo: there are sums, rows, "),
-        ("--gpus 1 --systems max", "--systems: none of these runs with 1 ranks"),
+        ("--gpus 1 --systems sums max", "--systems max: not with --gpus 1; there are"),
+        (
+            "--gpus 0 --systems nccl",
+            "--systems nccl: not with --gpus 0; there are sums",
+        ),
         ("--shape foo", "shape 'foo': needs hHIDDEN_eEXPERTS_kTOP_K, such as"),
         ("--tokens 0", "--tokens 0: give 1 or more"),
         ("--tokens 9000", "9000 tokens a rank: at most 8192"),
         ("--layers 3", "--layers 3: give an even number"),
+        ("--gpus 0 --layers 0", "--layers 0: give an even number"),
         ("--time-limit 0", "--time-limit 0: give seconds above 0"),
         ("--out no/such/folder.json", "--out no/such/folder.json: there is no folder"),
     ],
@@ -215,6 +220,20 @@ def test_wrong_words(words, says, monkeypatch, capsys):
     assert cli.main(["bench", *words.split()]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"max-ep bench: {says}") and error.count("\n") == 1
+
+
+def test_cpu_ranks_measure_what_is_asked(tmp_path, monkeypatch):
+    """They had sizes of their own, whatever the command said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "_gpus", lambda: (0, ""))
+    plans: list[bench.Plan] = []
+    monkeypatch.setattr(bench, "_head", lambda plan: plans.append(plan) or iter(()))
+    monkeypatch.setattr(bench._Results, "measure", lambda *_: None)
+    for words in ("", "--shape h1024_e8_k2 --layers 4 --tokens 8 2"):
+        assert cli.main(["bench", *words.split()]) == 0
+    own, asked = ((p.shape, p.n_layers, p.tokens) for p in plans)
+    assert own == ("h2048_e64_k8", 2, [1, 8])
+    assert asked == ("h1024_e8_k2", 4, [2, 8])
 
 
 def test_a_plot(plan, tmp_path: Path):
