@@ -381,7 +381,7 @@ def plots(data: dict) -> list[Path]:
 
 def main() -> None:
     """Writes the tables and the plots."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--add", nargs="+", type=Path, default=[])
     options = parser.parse_args()
     data = load(DATA)

@@ -56,11 +56,14 @@ class ConfigFields:
     """Changes nothing: combine reads the experts' rows where they are
     (docs/decisions/0029-no-pass-is-left-to-combine.md)."""
     moe_dim: int = 0
+    """Changes nothing."""
     fused_moe_ready: bool = False
+    """Must be False: MAX sets it itself, on Blackwell GPUs."""
     use_allreduce: bool = False
     """Every rank has all tokens. Dispatch sends nothing; combine returns what the
     rank's own experts add to each token. The caller adds up the ranks' results."""
     max_batch_size: int = 0
+    """Changes nothing."""
     eplb_enabled: bool = False
     """Balanced experts: the graph takes ``eplb_log2phy`` and ``eplb_logcnt`` too. The
     four fields that follow are for that only."""
