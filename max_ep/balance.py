@@ -10,6 +10,8 @@ for weights on a rank, as in MAX. Choice ``k`` of token ``n`` goes to replica
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -143,6 +145,14 @@ class Placement:
 def unbalanced(n_layers: int, n_experts: int, n_ranks: int) -> Placement:
     """Returns the placement without replicas: each expert where its id says."""
     return Placement(np.tile(np.arange(n_experts), (n_layers, 1)), n_ranks)
+
+
+def default_replicas(n_experts: int, n_ranks: int, max_replicas: int = 0) -> int:
+    """Returns how many replicas experts get if nobody says it: an eighth more, and as
+    many as all ranks can hold equally."""
+    n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
+    most = min(max_replicas or n_ranks, n_ranks)
+    return max(0, min(n_replicas, n_experts * (most - 1)))
 
 
 def plan(
@@ -481,3 +491,24 @@ def _bytes_of(tensors: Sequence[Any], local: int) -> Iterator[np.ndarray]:
         if not tensor.flags.c_contiguous:
             raise ValueError("weights must be contiguous")
         yield tensor[local].reshape(-1).view(np.uint8)
+
+
+def _main(given: str, planned: str) -> None:
+    """Plans in a process of its own, for a server: counts of physical experts and the
+    placement that they are of, ``.npz``; writes a placement."""
+    os.nice(19)
+    with np.load(given) as file:
+        old = Placement(file["phy2log"], int(file["n_ranks"]))
+        found = plan(
+            old.logical_counts(file["counts"]),
+            old.n_ranks,
+            old.phy2log.shape[1] - old.n_logical,
+            top_k=int(file["top_k"]),
+            max_replicas=int(file["max_replicas"]),
+            old=old,
+        )
+    found.save(planned)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

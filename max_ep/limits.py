@@ -64,6 +64,10 @@ GROUP_VARIABLE = "MAX_EP_GROUP"
 NODE_VARIABLE = "MAX_EP_NODE_ID"
 """Environment variable that gives ``node_id`` (set by :func:`max_ep.launch`)."""
 
+BALANCE_VARIABLE = "MAX_EP_BALANCE"
+"""Environment variable of served models, for seconds between two looks at what experts
+receive; unset or empty: experts stay where they are."""
+
 TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
 """Environment variable for ``timeout_s``; unset or empty: 30. Of programs that make no
 ``EPConfig``: those of PyTorch, and served models."""

@@ -9,9 +9,11 @@ what a model needs. All refuse in one sentence, a ``ValueError``.
 
 from .architectures import (
     ARCHITECTURES,
+    BIASES,
     PLACES,
     check_place,
     what_was_not_compared,
+    why_not_balanced,
 )
 from .fields import check_config, config_in
 from .files import Tensor, read_tensors
@@ -20,6 +22,7 @@ from .tensors import Stored, check_tensors, kept_in_fp8, loaded_bytes, shape_of
 
 __all__ = [
     "ARCHITECTURES",
+    "BIASES",
     "PLACES",
     "Rope",
     "Stored",
@@ -33,4 +36,5 @@ __all__ = [
     "loaded_bytes",
     "read_tensors",
     "shape_of",
+    "why_not_balanced",
 ]

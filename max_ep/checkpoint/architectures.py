@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from . import describe
 from .common import COMMON, IDS, MXFP4, QUANTIZATION
-from .decoder import Decoder
+from .decoder import Decoder, LatentAttention
 from .rule import Rule, each, flag, free, number, only, optional, real, whole
 
 Config = Mapping[str, Any]
@@ -93,7 +93,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_qk_norm": only(True),
             "use_sliding_window": only(False),
         },
-        compared=PLACES[:1],
+        compared=PLACES,
     ),
     "MiniMaxM2ForCausalLM": Architecture(
         PLACES,
@@ -128,7 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_qk_norm": only(True),
             "use_routing_bias": only(True),
         },
-        compared=PLACES[:1],
+        compared=PLACES[:2],
     ),
     "DeepseekV3ForCausalLM": Architecture(
         PLACES[2:],
@@ -183,7 +183,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "router_jitter_noise": free(0.0, float),  # of training
             "sliding_window": only(None),
         },
-        compared=PLACES[:1],
+        compared=PLACES,
     ),
     "Qwen2MoeForCausalLM": Architecture(
         PLACES,
@@ -292,7 +292,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rms_norm_eps": _RMS_1E5,
             "router_scaling_factor": real(2.826),
         },
-        compared=PLACES[:1],
+        compared=PLACES[:2],
     ),
     "LagunaForCausalLM": Architecture(
         PLACES[1:],  # of windows on the CPU MAX's compiler takes too much memory
@@ -360,6 +360,23 @@ def check_place(architecture: str, n_gpus: int) -> None:
             f"{architecture} is not served on {place}, but on {' and '.join(places)}; "
             "`max serve` without max_ep may serve it there"
         )
+
+
+BIASES = "biases of experts have no replicas"
+
+
+def why_not_balanced(config: Config, n_ranks: int) -> str:
+    """Returns why experts of a checked ``config.json`` cannot move while they are
+    served, or ""."""
+    architecture = config["architectures"][0]
+    layers = ARCHITECTURES[architecture].decoder(config).layers
+    if n_ranks == 1:
+        return "one rank has all experts, so nothing is to be balanced"
+    if any(isinstance(layer.attention, LatentAttention) for layer in layers):
+        return f"MAX's own model serves {architecture}, and its experts cannot move"
+    if any(layer.moe is not None and layer.moe.is_clamped for layer in layers):
+        return BIASES
+    return ""
 
 
 def what_was_not_compared(architecture: str, n_gpus: int) -> str:

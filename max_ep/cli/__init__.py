@@ -184,6 +184,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     about = "ranks on the CPU (default: the most, up to 4, that divide the experts)"
     serve.add_argument("--ranks", type=int, help=about)
     serve.add_argument("--dry-run", action="store_true", help="only print the command")
+    about = "move experts while they are served, so that ranks get as many rows"
+    serve.add_argument("--balance", action="store_true", help=about)
     who = command("who", "show which rank waits for which, in a hang")
     about = "a process of the group or the one that started it, or the group's name "
     about += "(default: all groups)"

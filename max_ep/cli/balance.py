@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from ..balance import Placement, plan, unbalanced
+from ..balance import Placement, default_replicas, plan, unbalanced
 from ..stats import BAR, Statistics, new_figure
 from .plan import in_options
 from .stats import draw
@@ -39,10 +39,7 @@ def run_balance(options: argparse.Namespace) -> None:
         before = unbalanced(n_layers, n_experts, n_ranks)
         n_replicas = options.replicas
         if n_replicas is None:
-            # An eighth, and as many as all ranks can hold equally.
-            n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
-            most = min(options.max_replicas or n_ranks, n_ranks)
-            n_replicas = max(0, min(n_replicas, n_experts * (most - 1)))
+            n_replicas = default_replicas(n_experts, n_ranks, options.max_replicas)
     try:
         after = plan(
             counts,

@@ -28,9 +28,10 @@ from ..checkpoint import (
     read_tensors,
     shape_of,
     what_was_not_compared,
+    why_not_balanced,
 )
 from ..checkpoint.files import INDEX
-from ..limits import TOKEN_ALIGN_BYTES
+from ..limits import BALANCE_VARIABLE, TOKEN_ALIGN_BYTES
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
@@ -39,6 +40,9 @@ CAPTURED_DECODE = "--device-graph-capture"
 """The flag that makes MAX decode through captured graphs."""
 
 _CPU_RANKS = 4
+
+_BALANCE_S = "60"
+"""Its value with ``--balance``."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ def run_serve(options: Any) -> None:
         chosen.append(CAPTURED_DECODE)
     chosen += _weight_paths(options.flags, tensors)
     command = ["max", "serve", "--model-path", options.model, *chosen, *options.flags]
-    print(f"command    {shlex.join(command)}", flush=True)
+    environment = _environment(options.balance, config, n_ranks)
+    set_before = "".join(f"{name}={text} " for name, text in environment.items())
+    print(f"command    {set_before}{shlex.join(command)}", flush=True)
     if options.dry_run:
         return
     beside = Path(sys.executable).with_name("max")
@@ -88,7 +94,19 @@ def run_serve(options: Any) -> None:
         raise ValueError("there is no `max`; uv pip install 'max[serve]==26.7.*'")
     print("MAX compiles the model, the first time for minutes, then loads it.")
     sys.stdout.flush()
+    os.environ.update(environment)
     os.execv(program, command)
+
+
+def _environment(
+    is_balanced: bool, config: dict[str, Any], n_ranks: int
+) -> dict[str, str]:
+    """Returns the variables that ``--balance`` sets."""
+    if not is_balanced:
+        return {}
+    if why := why_not_balanced(config, n_ranks):
+        raise ValueError(f"--balance: {why}; leave it out")
+    return {BALANCE_VARIABLE: os.environ.get(BALANCE_VARIABLE) or _BALANCE_S}
 
 
 def device_flags(n_gpus: int, n_ranks: int) -> list[str]:

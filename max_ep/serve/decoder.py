@@ -36,9 +36,10 @@ from .. import EPBatchManager
 from ..checkpoint import Rope
 from ..checkpoint.decoder import Decoder, Layer
 from .attention import HeadsAttention
-from .moe import DecoderMoe, Router, run_moe
+from .held import EXPERTS, HeldExperts
+from .moe import DecoderMoe, HeldMoe, Router, run_moe
 from .rope import CheckpointRope
-from .settings import gathers, place_experts
+from .settings import balance_s, gathers, place_experts
 
 
 class _Block(Module):
@@ -70,7 +71,8 @@ class _Block(Module):
             dense = described.dense_layers
             self._number = layer_idx - sum(i < layer_idx for i in dense)
             moe = of.moe
-            self.mlp = DecoderMoe(
+            kind = DecoderMoe if model.held is None else HeldMoe
+            self.mlp = kind(
                 devices=devices[:1],
                 hidden_dim=hidden,
                 num_experts=group.n_experts,
@@ -122,7 +124,12 @@ class _Block(Module):
         if self._is_moe:
             (model,) = self._of
             results = run_moe(
-                shards, middle, model.manager, self._number, not model.dispatches
+                shards,
+                middle,
+                model.manager,
+                self._number,
+                not model.dispatches,
+                model.held,
             )
         else:
             results = [mlp(x) for mlp, x in zip(shards, middle)]
@@ -144,6 +151,9 @@ class OurDecoder(Module):
         self.config, self.described = config, described
         self.manager = EPBatchManager(config.ep_config)
         self.dispatches = not gathers(config.ep_config, shape)
+        self.held: HeldExperts | None = None
+        if balance_s():
+            self.held = HeldExperts(config.ep_config, shape, config.dtype)
         self.devices, dtype = config.devices, config.dtype
         sizes = described.vocab_size, described.hidden_size
         n = len(self.devices)
@@ -179,13 +189,19 @@ class OurDecoder(Module):
     def graph_specs(self, weights: dict[str, Any], name: str) -> dict[str, GraphSpec]:
         """Loads weights under our names, and returns what MAX compiles."""
         self.load_state_dict(
-            place_experts(weights, self.config.ep_config),
+            self.own_weights(weights),
             override_quantization_encoding=True,
             weight_alignment=1,
             strict=not self.described.is_tied,
         )
         spec = GraphSpec(self, name, self._input_types(), weights=self.state_dict())
         return {GraphRole.DECODER: spec}
+
+    def own_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Returns the weights that are no inputs, under the names of the graph."""
+        if self.held is None:
+            return place_experts(weights, self.config.ep_config)
+        return {name: w for name, w in weights.items() if EXPERTS not in name}
 
     def _input_types(self) -> list[Any]:
         """Returns the graph's inputs, as MAX's batches of Qwen3 have them."""
@@ -204,7 +220,8 @@ class OurDecoder(Module):
                 *Signals(devices=self.devices).input_types(),
             ]
         types += tree.leaves(self.config.kv_params.get_symbolic_inputs())
-        return types + list(self.manager.input_types() if self.dispatches else [])
+        types += self.manager.input_types() if self.dispatches else []
+        return types + (self.held.input_types() if self.held else [])
 
     def __call__(self, *inputs: Value[Any]) -> tuple[TensorValue, ...]:
         """Takes the graph's inputs, and returns logits."""
@@ -245,7 +262,10 @@ class OurDecoder(Module):
         flat = [next(values) for _ in range(n)]
         caches = kv_params.unflatten_kv_inputs(iter(flat))
         if self.dispatches:
-            self.manager.fetch_buffers(list(values))
+            n_of_group = len(self.manager.input_types())
+            self.manager.fetch_buffers([next(values) for _ in range(n_of_group)])
+        if self.held:
+            self.held.fetch(values)
         return tree.leaves(caches, leaf=KVCacheInputsPerDevice)
 
     def _through_layers(
@@ -264,6 +284,8 @@ class OurDecoder(Module):
                 tables.append((rope, freqs))
             layer_idx = ops.constant(i, DType.uint32, device=DeviceRef.CPU())
             xs = block(layer_idx, xs, caches, freqs, row_offsets)
+        if self.held:
+            self.held.store_counts()
         return xs
 
 

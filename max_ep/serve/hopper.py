@@ -163,8 +163,10 @@ class PlacedMoE(MoE):
             kwargs["num_experts"] = group.n_experts
             kwargs["num_logical_experts"] = group.num_logical_experts
         if group is not None and group.is_quantized:
-            if not group.fused_shared_expert:
-                kwargs["shared_experts_dtype"] = kwargs["dtype"]
+            # A shared expert that goes through dispatch is one of the others.
+            is_one = group.fused_shared_expert
+            of_shared = group.dispatch_dtype if is_one else kwargs["dtype"]
+            kwargs["shared_experts_dtype"] = of_shared
             kwargs["dtype"] = group.dispatch_dtype
             kwargs["quant_config"] = group.dispatch_quant_config
         super().__init__(*args, **kwargs)

@@ -23,10 +23,11 @@ from .. import EPCommInitializer, EPConfig, experts, extension_path
 from ..checkpoint.tensors import described
 from ..config.protocol import cost_of_by_expert
 from ..moe_shape import MoeShape
+from .balancer import Balancer
 from .decoder import OurDecoder, check_returns
 from .hopper import is_hopper
 from .replaced import OF_A_MODEL, replaced
-from .settings import gathers, n_gpus, place_experts, serving_config
+from .settings import balance_s, gathers, n_gpus, place_experts, serving_config
 from .source import config_of, config_of_model, fill
 from .weights import decoder_weights
 
@@ -55,6 +56,14 @@ class CheckedConfig:
 class ServingInitializer(EPCommInitializer):
     """Allocates a group's memory, and says in the log what it is."""
 
+    balancer: Balancer | None = None
+    """Whose inputs come behind those of the group."""
+
+    def model_inputs(self) -> list[Buffer]:
+        """Returns the values of the graph's last inputs."""
+        own = super().model_inputs()
+        return own if self.balancer is None else own + self.balancer.inputs()
+
     def ep_init(self, session: InferenceSession) -> None:
         """Allocates it in a session of its own: ``--precompiled-mefs`` has no graph
         for that."""
@@ -80,6 +89,7 @@ class ExpertParallelModel:
     """Names of ``replaced.py`` that are replaced for this model alone."""
 
     ep_comm_initializer: EPCommInitializer | None = None
+    _balancer: Balancer | None = None
     _checked_s = 0.0
 
     def load_model(self, session: InferenceSession) -> Model:
@@ -113,11 +123,14 @@ class ExpertParallelModel:
         return [] if len(self.devices) == 1 else super().signal_buffers
 
     def prepare_initial_token_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a step's inputs, and checks the group about once a second.
+        """Makes a step's inputs, lets experts move, and checks the group about once a
+        second.
 
         Every step begins here, also one that replays a captured graph.
         """
         now = time.monotonic()
+        if self._balancer is not None:
+            self._balancer.between_steps()
         if self.ep_comm_initializer and now - self._checked_s > _CHECK_EVERY_S:
             self._checked_s = now
             self.ep_comm_initializer.check()
@@ -188,4 +201,8 @@ class OurModel(ExpertParallelModel, stock.Qwen3Model):
         model = described(config_of(self.pipeline_config))
         shape = MoeShape.of(self.huggingface_config)
         decoder = OurDecoder(model_config, model, shape)
+        if decoder.held is not None and self.ep_comm_initializer is not None:
+            self._balancer = self.ep_comm_initializer.balancer = Balancer(
+                self.ep_comm_initializer, decoder.held, self.state_dict, balance_s()
+            )
         return decoder.graph_specs(self.state_dict, "max_ep_decoder")

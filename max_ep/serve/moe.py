@@ -7,13 +7,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from max.dtype import DType
-from max.graph import DeviceRef, ShardingStrategy, TensorValue, Weight, ops
+from max.graph import (
+    DeviceRef,
+    ShardingStrategy,
+    StaticDim,
+    TensorValue,
+    Weight,
+    ops,
+)
+from max.nn.layer import LayerList
 from max.nn.moe import MoE, MoEGate
 
 from .. import EPBatchManager, EPConfig, softmax_top_k
 from ..checkpoint.decoder import Moe
 from ..experts import grouped_matmul, grouped_swiglu, routed_swiglu
 from ..graph.moe import through_experts
+from .held import HeldExperts
 from .hopper import experts_anywhere, fp8_experts
 
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -194,15 +203,25 @@ class DecoderMoe(MoE):
         return results + ops.gather(TensorValue(self.down_proj_bias), of_row, axis=0)
 
 
+class HeldMoe(DecoderMoe):
+    """A layer whose experts' weights are inputs of the graph."""
+
+    def _init_experts(self) -> None:
+        self._all_experts, self.experts = [], LayerList([])
+        self.num_local_experts = 0  # MAX gives a shard none
+
+
 def expert_of_rows(
     rows: TensorValue, row_offsets: TensorValue, expert_ids: TensorValue
 ) -> TensorValue:
     """Returns the expert of each row, int32 ``[n_rows]``."""
     n_rows, device = rows.shape[0], rows.device
-    end = ops.shape_to_tensor(rows.shape)[0].to(device)
-    zero, one = (ops.constant(i, end.dtype, device) for i in (0, 1))
-    each = ops.range(zero, end, one, out_dim=n_rows, device=device, dtype=end.dtype)
-    begins = row_offsets[1:-1].cast(end.dtype)
+    end: Any = ops.shape_to_tensor(rows.shape)[0]
+    if isinstance(n_rows, StaticDim):  # as dispatch gives them
+        end = int(n_rows)
+    how = dict(out_dim=n_rows, device=device, dtype=DType.int64)
+    each = ops.range(0, end, 1, **how)
+    begins = row_offsets[1:-1].cast(DType.int64)
     is_behind = ops.unsqueeze(each, 1) >= ops.unsqueeze(begins, 0)
     places = ops.squeeze(ops.sum(is_behind.cast(DType.int32), axis=1), 1)
     return ops.gather(expert_ids, places, axis=0)
@@ -214,12 +233,14 @@ def run_moe(
     manager: EPBatchManager,
     layer: int,
     gathers: bool,
+    held: HeldExperts | None = None,
 ) -> list[TensorValue]:
     """Runs a layer on each device's tokens, ``[n_tokens, hidden_size]``.
 
     Of the layers with experts it is number ``layer``. On the CPU all ranks share the
     device, and each has a slice of the tokens. With ``gathers`` experts gather their
-    tokens, in place of dispatch and combine.
+    tokens, in place of dispatch and combine. ``held`` are the experts' weights, if they
+    may move.
     """
     config = manager.config
     routed = [shard.gate(x) for shard, x in zip(shards, xs)]
@@ -233,6 +254,8 @@ def run_moe(
             of_ranks = list(zip(*sliced))
 
         def experts(rank: int, dispatched: tuple[TensorValue, ...]) -> TensorValue:
+            if held is not None:
+                return held.run(layer, rank, dispatched)
             return shards[min(rank, len(shards) - 1)].experts_of(
                 config, rank, dispatched
             )

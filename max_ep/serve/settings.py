@@ -19,13 +19,20 @@ from max.nn.comm.ep.ep_config import calculate_ep_max_tokens_per_rank
 from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from .. import EPConfig, blockwise_fp8_quant_config
-from ..balance import Placement
-from ..checkpoint import check_place
+from ..balance import Placement, default_replicas, plan
+from ..checkpoint import BIASES, check_place, why_not_balanced
+from ..checkpoint.tensors import described
 from ..experts import gather_takes, gpu_takes
-from ..limits import FP8_BLOCK, PROTOCOLS, timeout_s_of_environment
+from ..limits import (
+    BALANCE_VARIABLE,
+    FP8_BLOCK,
+    PROTOCOLS,
+    timeout_s_of_environment,
+)
 from ..moe_shape import MoeShape
+from .held import HeldExperts
 from .hopper import is_hopper
-from .source import is_downloaded, stored_in
+from .source import config_of, is_downloaded, stored_in
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
 """Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
@@ -107,11 +114,10 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         timeout_s=timeout_s_of_environment(),
     )
     config = _placed(config)
+    if balance_s():
+        config = _balanced(config, config_of(pipeline_config))
     if config.eplb_enabled and not shape.is_swiglu:
-        raise ValueError(
-            f"{PLACEMENT_VARIABLE} is set, and biases of experts have no replicas; "
-            "unset it"
-        )
+        raise ValueError(f"{PLACEMENT_VARIABLE} is set, and {BIASES}; unset it")
     return replace(config, combine_mode="sums") if config.is_by_rank else config
 
 
@@ -127,7 +133,7 @@ def _placed(config: EPConfig) -> EPConfig:
             f"{PLACEMENT_VARIABLE}={path} cannot be read: {error}. Name a file of "
             "`max-ep balance --out`"
         ) from error
-    n_layers, n_physical = placement.phy2log.shape
+    n_physical = placement.phy2log.shape[1]
     have = placement.n_ranks, placement.n_logical
     if n_physical % config.n_ranks != 0 or have != (config.n_ranks, config.n_experts):
         raise ValueError(
@@ -136,6 +142,11 @@ def _placed(config: EPConfig) -> EPConfig:
             f"{config.n_ranks}. It must be of the same, and all ranks have as many "
             "replicas: plan again (max-ep balance)"
         )
+    return _with_placement(config, placement)
+
+
+def _with_placement(config: EPConfig, placement: Placement) -> EPConfig:
+    n_layers, n_physical = placement.phy2log.shape
     return replace(
         config,
         n_experts=n_physical,
@@ -145,6 +156,36 @@ def _placed(config: EPConfig) -> EPConfig:
         eplb_enabled=True,
         eplb_phy2log_plan=placement.phy2log,
     )
+
+
+def balance_s() -> float:
+    """Returns the seconds that the environment says; 0: experts stay."""
+    text = os.environ.get(BALANCE_VARIABLE) or "0"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(
+            f"{BALANCE_VARIABLE}={text!r} must be seconds between two looks at what "
+            "experts receive; unset it, and experts stay where they are"
+        )
+    return seconds
+
+
+def _balanced(config: EPConfig, checked: dict[str, Any]) -> EPConfig:
+    """Gives experts replicas that may move: those of the placement that the environment
+    names, or as many as ``max-ep balance`` gives, spread evenly."""
+    if why := why_not_balanced(checked, config.n_ranks):
+        raise ValueError(f"{BALANCE_VARIABLE} is set, but {why}; unset it")
+    if not config.eplb_enabled:
+        n, n_ranks = config.n_experts, config.n_ranks
+        n_more = default_replicas(n, n_ranks)
+        placed = plan(np.zeros((1, n)), n_ranks, n_more, top_k=config.top_k)
+        n_layers = sum(layer.moe is not None for layer in described(checked).layers)
+        placement = Placement(np.tile(placed.phy2log, (n_layers, 1)), n_ranks)
+        config = _with_placement(config, placement)
+    return replace(config, max_replicas=config.n_ranks)
 
 
 def place_experts(state_dict: dict[str, Any], config: EPConfig) -> dict[str, Any]:
@@ -250,7 +291,10 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         shape = MoeShape.of(huggingface_config)
         config = serving_config(pipeline_config, shape, self._config.dtype)
         _check_fits(config, shape, pipeline_config)
-        return sum(rank_bytes(config, shape)) * config.n_gpus_per_node
+        held = 0
+        if balance_s():
+            held = HeldExperts(config, shape, self._config.dtype).more_bytes
+        return (sum(rank_bytes(config, shape)) + held) * config.n_gpus_per_node
 
 
 def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None:

@@ -26,13 +26,18 @@ from max_ep.checkpoint import check_config, config_in
 from max_ep.checkpoint.tensors import described
 from max_ep.experts import PACKAGE
 from max_ep.moe_shape import MoeShape
+from max_ep.serve.balancer import Balancer
 from max_ep.serve.decoder import OurDecoder
 from max_ep.serve.replaced import replaced
-from max_ep.serve.settings import serving_config
+from max_ep.serve.settings import balance_s, serving_config
 from max_ep.serve.weights import decoder_weights
 
 PAGE = 128
 """Tokens of a page, and the most of a request: it has one page."""
+
+SLICE_BYTES = 5000
+"""What may move before a step: less than an expert of the tiny checkpoints, and no
+multiple of its matrices."""
 
 
 class _Named(Module):
@@ -56,6 +61,7 @@ class Decoders:
         self._decoders: dict[str, OurDecoder] = {}
         self._groups: dict[str, EPCommInitializer] = {}
         self._caches: dict[str, Buffer] = {}
+        self.balancers: dict[str, Balancer | None] = {}
         for folder in folders:
             name, pipeline = folder.name, _pipeline_of(folder, n_ranks)
             config = check_config(config_in(folder))
@@ -63,7 +69,7 @@ class Decoders:
             named = _Named(name, decoder)
             read = decoder_weights(pipeline)
             named.load_state_dict(
-                {f"{name}.{weight}": value for weight, value in read.items()},
+                {f"{name}.{w}": v for w, v in decoder.own_weights(read).items()},
                 override_quantization_encoding=True,
                 weight_alignment=1,
                 strict=not decoder.described.is_tied,
@@ -75,6 +81,11 @@ class Decoders:
             self._decoders[name] = decoder
             self._groups[name] = EPCommInitializer(decoder.config.ep_config)
             self._groups[name].ep_init(session)
+            self.balancers[name] = None
+            if decoder.held is not None:
+                self.balancers[name] = Balancer(
+                    self._groups[name], decoder.held, read, balance_s(), SLICE_BYTES
+                )
         packages = [extension_path(), extension_path(PACKAGE)]
         compiled = session.compile(module, custom_extensions=packages)
         self._models = session.init_all(compiled, weights_registry=weights)
@@ -112,6 +123,8 @@ class Decoders:
             np.array([1], np.int64),
         ]
         of_group = self._groups[name].model_inputs()
+        if balancer := self.balancers[name]:
+            of_group += balancer.inputs()
         logits, *_ = self._models[name].execute(
             *map(Buffer.from_numpy, inputs),
             self._caches[name],

@@ -27,8 +27,8 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
 _FIRST_TOLERANCE = 0.06
 
 NOISES = (2.0**-8,) * 16 + (2.0**-7,) * 16
-"""For models in which a rounding decides between experts, so that logits differ by far
-more: of draws in which the float32 model may choose a token that is less likely
+"""For a rounding that decides between experts, so that logits differ by far more: of
+draws in which the float32 model may choose a token that is less likely
 (docs/performance-notes.md). One and two times what rounding to bfloat16 does."""
 _DRAWS = 16
 """With each noise at once: in all more than a prompt has answers under load, for what
