@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
     dtype: DType
     sizes: tuple[int, int]
-    """Of an expert."""
+    """Rows and columns of an expert's matrices."""
     matrices: tuple[str, ...]
     """The weights of an expert that follow each other in a place."""
 
@@ -84,7 +84,7 @@ class HeldExperts:
 
     @property
     def count_shape(self) -> list[int]:
-        """Of a rank's counts: the first row of each expert, summed up over steps."""
+        """The shape of a rank's counts: first rows of experts, summed up over steps."""
         return [self.n_layers, self.config.n_local_experts + 1]
 
     def input_types(self) -> list[TensorType | BufferType]:

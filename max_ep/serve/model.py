@@ -57,7 +57,7 @@ class ServingInitializer(EPCommInitializer):
     """Allocates a group's memory, and says in the log what it is."""
 
     balancer: Balancer | None = None
-    """Whose inputs come behind those of the group."""
+    """Its inputs come behind those of the group."""
 
     def model_inputs(self) -> list[Buffer]:
         """Returns the values of the graph's last inputs."""

@@ -175,7 +175,7 @@ def served(request, tmp_path_factory):
             has_logprobs=dtype == "float32" and size in SIZES,
             tolerance=TOLERANCES[dtype],
             reference=Reference(reference, dtype == "bfloat16", noises=noises),
-            # Of so many tokens one may be what only a model with noise chooses: where
+            # One of so many tokens may be what only a model with noise chooses: where
             # a rounding decides between experts.
             per_noise=20 if flips_often else 500,
         )
