@@ -88,6 +88,10 @@ def dispatch(
 
     Returns:
         One result a rank.
+
+    Raises:
+        TypeError: If ids are not integers, or tokens to be quantized not float32.
+        ValueError: If shapes do not fit, or an id is outside `[-1, n_experts)`.
     """
     n_ranks, n_tokens = len(tokens), [len(t) for t in tokens]
     n_local = n_local_experts(n_experts, n_ranks)
@@ -249,6 +253,9 @@ def degraded(
         topk_weights: float32 `[n_tokens, top_k]`.
         n_experts: Experts of the group.
         masked: Whether each rank is masked, `[n_ranks]`.
+
+    Returns:
+        Flags, bool `[n_tokens]`, and shares, float32 `[n_tokens]`; 1 without a flag.
     """
     is_expert = (topk_ids >= 0) & (topk_ids < n_experts)
     owners = np.where(is_expert, topk_ids, 0) // n_local_experts(n_experts, len(masked))

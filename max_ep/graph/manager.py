@@ -27,7 +27,8 @@ class EPBatchManager(GraphBuffers):
     The interface of ``max.nn.comm.ep.EPBatchManager``: declare
     :meth:`input_types` as the graph's last inputs, hand their values to
     :meth:`fetch_buffers`, then dispatch and combine. All EP ops of a graph on
-    CPU run in the order in which they are built.
+    CPU run in the order in which they are built. A wrong dtype raises a
+    ``TypeError``; a wrong shape, device or order of calls a ``ValueError``.
     """
 
     def _start(self) -> None:

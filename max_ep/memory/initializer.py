@@ -273,6 +273,9 @@ class EPCommInitializer:
 
         Peers learn it from :meth:`reconcile`, or by their own time-out. A rank does not
         mask itself. No run may go on.
+
+        Raises:
+            ValueError: If one is not in ``[0, n_ranks)``, or ranks do not mask.
         """
         self._open("mask").mask(*ranks)
 
@@ -281,6 +284,10 @@ class EPCommInitializer:
 
         As :meth:`reset`, but ranks that are masked stay so. With several processes
         :meth:`reconcile` takes ranks in.
+
+        Raises:
+            RuntimeError: If the ranks are in several processes.
+            ValueError: As of :meth:`mask`.
         """
         self._open("readmit").readmit(rank)
 
@@ -315,6 +322,9 @@ class EPCommInitializer:
                 max_replicas]``, one buffer (or NumPy array) a local rank, the same on
                 all ranks.
             logcnt: How many those are, ``[num_moe_layers, num_logical_experts]``.
+
+        Raises:
+            ValueError: If tables are missing, or have other dtypes, shapes or contents.
         """
         config = self.config
         if not config.eplb_enabled:

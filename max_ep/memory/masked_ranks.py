@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from max.driver import CPU, Buffer
 
-from ..limits import NUM_GROUPS
+from ..limits import NUM_GROUPS, is_integer
 from ..processes.membership import MEMBER, Decision, Membership, RankExpelled, notes_of
 from ..waits import Words, at_address, named, place
 from .local_ranks import LocalRanks
@@ -75,10 +75,14 @@ class MaskedRanks:
         pointers = (self.local.offsets[:, :, None] + addresses) * (addresses != 0)
         self._pointers[:, :, list(ranks)] = pointers
 
-    def _mask_words(self) -> slice:
-        """Returns where the masks are in the counters."""
+    def _mask_words(self, *ranks: int) -> slice:
+        """Returns where the masks are in the counters; refuses ranks that are none."""
         if self.config.on_timeout != "mask":
             raise ValueError("masks of ranks need EPConfig.on_timeout='mask'")
+        for rank in ranks:
+            if not is_integer(rank) or not 0 <= rank < self.config.n_ranks:
+                range_ = f"[0, {self.config.n_ranks})"
+                raise ValueError(f"rank {rank!r} must be an integer in {range_}")
         first = self.config.sizes().masked_word
         return slice(first, first + self.config.n_ranks)
 
@@ -100,9 +104,7 @@ class MaskedRanks:
 
     def mask(self, *ranks: int) -> None:
         """Masks ranks for the ranks of this process."""
-        words = self._mask_words()
-        if not set(ranks) <= set(range(self.config.n_ranks)):
-            raise ValueError(f"ranks={ranks} must be in [0, {self.config.n_ranks})")
+        words = self._mask_words(*ranks)
         if not self.config.masks:
             return
         self.local.synchronize()
@@ -122,6 +124,7 @@ class MaskedRanks:
                 "new process calls ep_init(), or an expelled one rejoin(), and all "
                 "others reconcile()"
             )
+        self._mask_words(rank)
         # The masks of this rank do not count: nobody has answered it.
         others = np.delete(self._masks(), rank, axis=0).any(axis=0)
         self.local.reset()

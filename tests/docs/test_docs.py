@@ -94,6 +94,17 @@ def test_public_names_are_on_the_api_page():
     assert own | set(ast.literal_eval(torch_names[1])) <= shown
 
 
+def test_names_of_the_guide_are_on_the_api_page():
+    """What a page calls by its module, or all of the module."""
+    shown = set(re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), re.M))
+    last = {name.rpartition(".")[2] for name in shown}
+    for page in GUIDE:
+        if not page.stem.startswith(("adding", "upstream", "CONTRIB")):  # developers'
+            for name in re.findall(r"`(max_ep(?:\.\w+)+)", page.read_text()):
+                home, _, own = name.rpartition(".")
+                assert own in last or {name, home} & shown, (name_of(page), name)
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from max.engine import InferenceSession
 
 from graphs import late_rank
 from max_ep import EPCommInitializer, launch
+from max_ep.memory.masked_ranks import MaskedRanks
 from max_ep.memory.setup_graph import SETUP_GRAPH
 from max_ep.processes.meeting import Owner
 from max_ep.processes.membership import (
@@ -191,6 +193,17 @@ def test_ranks_of_one_process(group, session, name):
         assert comm.active_ranks() == [1, 2]
         comm.readmit(0)
         assert comm.active_ranks() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rank", [-1, N_RANKS, 1.0, "0"])
+def test_ranks_that_are_none_are_refused(rank):
+    """-1 was the last one for `readmit`, which then stayed masked."""
+    sizes = dict(n_nodes=1, n_gpus_per_node=N_RANKS, on_timeout="mask")
+    config = config_of(MASKING[SUMS], 0, **sizes)
+    ranks = MaskedRanks(SimpleNamespace(config=config), None)
+    for call in (ranks.mask, ranks.readmit):
+        with raises(ValueError, f"rank {rank!r} must be an integer in; {N_RANKS}"):
+            call(rank)
 
 
 def draw(seed: int, number: int) -> tuple[str, list[Fault]]:
