@@ -14,6 +14,7 @@ from tests.children import ROOT, printed
 import max_ep
 from bench import report
 from max_ep.bench import runs
+from max_ep.bench.systems import DELIVERS
 from max_ep import limits
 from max_ep.config import EPConfig
 from max_ep.formats import BY_NAME, TokenFormat
@@ -107,6 +108,13 @@ def test_names_of_the_guide_are_on_the_api_page():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_what_systems_deliver_is_said():
+    """Beside the tables that have a column of it."""
+    for page in (ROOT / "README.md", DOCS / "performance.md"):
+        _, _, said = page.read_text().partition("*Delivers*")
+        assert all(f"`{kind}`: " in said[:400] for kind in DELIVERS), name_of(page)
 
 
 def test_who_in_the_readme_is_the_guides():
