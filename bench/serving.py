@@ -4,12 +4,12 @@
     python -m bench.serving --gpus 2 --size full --out FILE
     python -m bench.report --add FILE
 
-Peers: ``max_ep``; ``max_expert_parallel`` and ``max_tensor_parallel``, MAX's own; on
-one GPU MAX has only the latter. Both of MAX's have our matmuls on Hopper, without
+Peers: ``max_ep``; ``max_ep_fp8``, which serves the same model in blockwise FP8;
+``max_expert_parallel`` and ``max_tensor_parallel``, MAX's own; on one GPU MAX has only
+the latter. Both of MAX's have our matmuls on Hopper, without
 which they do not compile (``bench/max_on_hopper.py``). ``transformers`` is no server:
 its model with grouped matmuls encodes the long prompts. The model has random weights
-and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48); with
-``--dtype float8`` its matrices are in blockwise FP8.
+and eight layers of Qwen3-30B-A3B (``--size deep``: sixteen, ``full``: all 48).
 
 All servers start at once; in each round one after another is timed, each round another
 first. Servers and clients have cores of their own, and from round to round servers swap
@@ -35,6 +35,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -51,7 +52,8 @@ from max_ep.cli.serve import CAPTURED_DECODE, device_flags
 from .cores import Shares, host, move
 from .graph_times import LOOK_EVERY_S, VARIABLE
 
-PEERS = ("max_ep", "max_expert_parallel", "max_tensor_parallel")
+_FP8 = "max_ep_fp8"
+PEERS = ("max_ep", _FP8, "max_expert_parallel", "max_tensor_parallel")
 _PLAIN = "transformers"
 _OURS = ("--custom-architectures", "bench.served_max_ep")
 _ON_HOPPER = ("--custom-architectures", "bench.max_on_hopper")
@@ -67,7 +69,7 @@ _seeds = count()
 
 def peer_flags(peer: str, n_gpus: int) -> list[str]:
     """Returns the flags of ``max serve`` for a peer."""
-    how = _OURS if peer == "max_ep" else _ON_HOPPER
+    how = _OURS if peer in ("max_ep", _FP8) else _ON_HOPPER
     flags = [*device_flags(n_gpus, 4), *how]
     if peer == "max_tensor_parallel":
         devices = "gpu:" + ",".join(str(i) for i in range(n_gpus))
@@ -211,8 +213,13 @@ def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
     return row
 
 
+def named(row: dict) -> dict:
+    """Returns a row as it is saved: FP8 is a dtype of the peer's checkpoint."""
+    return row | {"peer": "max_ep", "dtype": "float8"} if row["peer"] == _FP8 else row
+
+
 def main() -> None:
-    from graphs.serve.checkpoint import make_checkpoint
+    from graphs.serve.checkpoint import make_checkpoint, to_blockwise_fp8
     from max_ep.bench import runs
 
     from .report import serving_tables
@@ -220,13 +227,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", type=int, required=True, help="0: the CPU")
     choices = [*PEERS, _PLAIN]
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=choices)
+    default = [peer for peer in PEERS if peer != _FP8]
+    parser.add_argument("--peers", nargs="+", default=default, choices=choices)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt", type=int, default=4096, help="tokens to prefill")
     more = "the default has each server twice on each share of the cores"
     parser.add_argument("--rounds", type=int, default=0, help=more)
     parser.add_argument("--size", default="large")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float8"])
     parser.add_argument("--model", type=Path, help="a checkpoint that is there")
     parser.add_argument("--mefs", type=Path, help="PEER folders, precompiled graphs")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
@@ -234,7 +241,13 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or args.logs / "model"
     if not model.exists():
-        make_checkpoint(model, args.size, args.dtype if args.gpus else "float32")
+        make_checkpoint(model, args.size, "bfloat16" if args.gpus else "float32")
+    models = dict.fromkeys(args.peers, model)
+    if _FP8 in models:
+        models[_FP8] = model.with_name(f"{model.name}_fp8")
+        if not models[_FP8].exists():
+            shutil.copytree(model, models[_FP8])
+            to_blockwise_fp8(models[_FP8])
     limits = ["--max-length", "8192", "--max-batch-size", str(max(args.clients))]
     # What requests need is little; the pools of all servers fit the GPU.
     limits += "--max-batch-input-tokens 4096 --device-memory-utilization 0.85".split()
@@ -255,11 +268,12 @@ def main() -> None:
                 flags += ["--precompiled-mefs", str(args.mefs / peer)]
             log = args.logs / f"serving_{peer}.log"
             timed = {VARIABLE: str(args.logs / f"graphs_{peer}")}
-            servers[peer] = stack.enter_context(Server(model, flags, log, env | timed))
+            server = Server(models[peer], flags, log, env | timed)
+            servers[peer] = stack.enter_context(server)
         for peer, server in servers.items():
             print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
         greedy = _tests().ask_greedily
-        answers = {peer: greedy(s, model, 8, 16) for peer, s in servers.items()}
+        answers = {peer: greedy(s, models[peer], 8, 16) for peer, s in servers.items()}
         processes = ProcessPoolExecutor(
             _N_PROCESSES,
             get_context("spawn"),
@@ -283,18 +297,21 @@ def main() -> None:
                     add(peer, "clients", n, decode(pool, servers[peer], n))
         for peer, n in product(peers if args.gpus else (), args.clients):
             path = args.logs / f"graphs_{peer}"
-            add(peer, "clients", n, time_graphs(pool, servers[peer], n, path))
+            try:
+                add(peer, "clients", n, time_graphs(pool, servers[peer], n, path))
+            except (OSError, RuntimeError) as error:  # the steps stay
+                print(f"{peer}: no GPU time of {n} clients: {error}", flush=True)
     if _PLAIN in args.peers:
         device = "cuda" if args.gpus else "cpu"
         times = prefill_in_transformers(model, args.prompt, device)
         add(_PLAIN, "prompt", args.prompt, times)
-    kind, plain = {}, model
-    if args.dtype == "float8":
-        kind = {"dtype": args.dtype}
-        plain = _tests().write_widened(model, args.logs / "widened")
-    if wrong := _tests().wrong_answers(answers, plain):
+    wrong, in_fp8 = [], answers.pop(_FP8, None)
+    if in_fp8:
+        plain = _tests().write_widened(models[_FP8], args.logs / "widened")
+        wrong += _tests().wrong_answers({_FP8: in_fp8}, plain)
+    if wrong := wrong + _tests().wrong_answers(answers, model):
         raise SystemExit("wrong tokens, so no table; " + "; ".join(wrong))
-    rows = [row_of(*key, rounds) | kind for key, rounds in found.items()]
+    rows = [named(row_of(*key, rounds)) for key, rounds in found.items()]
     commit = runs.commit()
     print("\n".join(serving_tables([{**row, "run": commit} for row in rows])))
     if args.out:

@@ -351,13 +351,21 @@ def make_checkpoint(folder: Path, size: str = "tiny", dtype: str = "float32") ->
         if size in MINIMAX_SIZES or size in OTHER_SIZES:
             _draw_what_is_constant(model)
     model.save_pretrained(folder)
-    if dtype == "float8":
-        quantize_matrices(folder)
-        read_by_max = read_by_max | {"quantization_config": BLOCKWISE_FP8}
     if read_by_max:
-        path = folder / "config.json"
-        fields = json.loads(path.read_text()) | read_by_max
-        path.write_text(json.dumps(fields, indent=2))
+        _add_fields(folder, read_by_max)
+    if dtype == "float8":
+        to_blockwise_fp8(folder)
+
+
+def _add_fields(folder: Path, more: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more, indent=2))
+
+
+def to_blockwise_fp8(folder: Path) -> None:
+    """Puts the matrices of a checkpoint into FP8, and says so in its config."""
+    quantize_matrices(folder)
+    _add_fields(folder, {"quantization_config": BLOCKWISE_FP8})
 
 
 def quantize_matrices(folder: Path) -> None:

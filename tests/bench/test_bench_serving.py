@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bench import cores, graph_times, report, serving, summary
-from graphs.serve.checkpoint import make_checkpoint
+from graphs.serve.checkpoint import make_checkpoint, to_blockwise_fp8
 from max_ep.bench import runs
 from tests.serve.serving import NOISES, Reference, Tally
 
@@ -247,6 +249,24 @@ def test_ratios_are_of_one_run_and_one_size():
         "| 2 × H100 | 16 | tensor | 0.25 |  | 0.25 | 0.50 |",
         "| 2 × H100 | 16 | expert | 0.06 |  | 0.06 | 0.25 |",
     ]
+
+
+def test_fp8_is_a_dtype_of_the_peer_s_checkpoint(tmp_path):
+    """Made of the same weights; a row does not stand among those in bfloat16."""
+    row = serving.named({"peer": "max_ep_fp8", "clients": 1, "step_ms": [1, 1, 1]})
+    assert (row["peer"], row["dtype"]) == ("max_ep", "float8")
+    assert serving.named({"peer": "max_ep"}) == {"peer": "max_ep"}
+    flags = [serving.peer_flags(peer, 2) for peer in ("max_ep", "max_ep_fp8")]
+    assert flags[0] == flags[1]
+    make_checkpoint(tmp_path / "a", "tiny", "bfloat16")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    to_blockwise_fp8(tmp_path / "b")
+    make_checkpoint(tmp_path / "c", "tiny", "float8")
+    of_b, of_c = (load_file(tmp_path / x / "model.safetensors") for x in "bc")
+    assert of_b.keys() == of_c.keys()
+    assert all(torch.equal(w.float(), of_c[name].float()) for name, w in of_b.items())
+    config = json.loads((tmp_path / "b/config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
 
 
 def test_transformers_is_a_peer_without_a_server(tmp_path):
