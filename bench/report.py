@@ -39,6 +39,7 @@ PEERS = {
     "max_layer": "MAX, no expert parallelism",
     "nccl": "NCCL through torch",
     "buffer": "max_ep Buffer, from torch",
+    "buffer_sums": "max_ep Buffer with sums, from torch",
     "elastic": "max_ep ElasticBuffer, from torch",
     "deepep_v1": "DeepEP V1, low latency",
     "deepep_v2": "DeepEP V2",

@@ -175,6 +175,7 @@ def combine_sums(
     topk_weights: Sequence[np.ndarray],
     round_partial: Callable = lambda x: x,
     round_sum: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    rounds_own: bool = False,
 ) -> list[np.ndarray]:
     """Adds up a token's rows on each rank of its experts, then these sums.
 
@@ -183,8 +184,9 @@ def combine_sums(
 
     `round_partial` rounds float32 to what the wire's type holds, as float32; by default
     the wire has float32. If it quantizes, it returns values and a scale for each, both
-    float32, and then `acc = fma(value, scale, acc)`. The other arguments and the result
-    are those of `combine`.
+    float32, and then `acc = fma(value, scale, acc)`. `rounds_own`: whether the sum of
+    the token's own rank, too, is rounded by `round_sum` (low-latency calls of PyTorch).
+    The other arguments and the result are those of `combine`.
     """
     _check_combine(expert_rows, results, topk_weights)
     sums = []
@@ -192,6 +194,8 @@ def combine_sums(
         groups = zip(expert_rows, results)
         partials = [_sum_of_rank(rank, *group, weights) for group in groups]
         acc, _ = partials.pop(rank)
+        if rounds_own:
+            acc = typed("sum", round_sum(acc), np.float32)
         for partial, has in partials:
             rounded = round_partial(partial[has])
             if isinstance(rounded, tuple):

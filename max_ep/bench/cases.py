@@ -102,7 +102,7 @@ FORMS = {
     "max": ("fused", "split"),
     "max_layer": ("fused",),
     "nccl": ("all_gather", "all_to_all"),
-    "buffer": ("fused", "split"),
+    **dict.fromkeys(("buffer", "buffer_sums"), ("fused", "split")),
     **dict.fromkeys(("elastic", "deepep_v2"), ("plain", "expanded")),
     **dict.fromkeys(("deepep_v1", "trtllm", "nccl_ep"), ("fused",)),
     **EXPERTS,
@@ -121,6 +121,7 @@ MAX's MoE layer does on one GPU, without expert parallelism; those from PyTorch 
 FROM_TORCH = (
     "nccl",
     "buffer",
+    "buffer_sums",
     "elastic",
     "deepep_v1",
     "deepep_v2",
@@ -128,6 +129,8 @@ FROM_TORCH = (
     "nccl_ep",
 )
 """Peers that PyTorch runs, one process a GPU."""
+LIBRARIES = {"buffer": "rows", "buffer_sums": "sums"}
+"""Peers whose kernels ``max-ep bench`` compiles ahead, and what combine sends."""
 WITHOUT_GRAPHS = (*FROM_TORCH, "grouped_mm")
 """Peers that have no graphs to compile."""
 
@@ -139,7 +142,7 @@ _SCHEMES = {
     "all_to_all": ("dedup", "dedup"),
 }
 _SCHEMES |= {f"{name}_masks": _SCHEMES[name] for name in ("sums", "rows")}
-_RANKS = "sums_mxfp8 given packed elastic deepep_v2 trtllm nccl_ep"
+_RANKS = "sums_mxfp8 given packed buffer_sums elastic deepep_v2 trtllm nccl_ep"
 _SCHEMES |= dict.fromkeys(_RANKS.split(), _SCHEMES["sums"])
 
 # ``max_tokens_per_rank`` is a compile-time size, and the receive buffers grow

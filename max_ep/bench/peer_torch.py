@@ -30,6 +30,8 @@ LAYERS = {
     ("nccl", "all_to_all"): "torch_layers.AllToAll",
     ("buffer", "fused"): "torch_layers.LowLatency",
     ("buffer", "split"): "torch_layers.LowLatency",
+    ("buffer_sums", "fused"): "torch_layers.LowLatencySums",
+    ("buffer_sums", "split"): "torch_layers.LowLatencySums",
     ("elastic", "plain"): "torch_layers.Elastic",
     ("elastic", "expanded"): "torch_layers.Elastic",
     ("deepep_v1", "fused"): "other_layers.DeepEPV1",

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .cases import FROM_TORCH, Case, Config
+from .cases import FROM_TORCH, LIBRARIES, Case, Config
 from .runs import write
 
 
@@ -63,7 +63,8 @@ def build_library(config: Config, arch: str) -> None:
     shape = config.shape
     sizes = dict(hidden=shape.hidden_size, experts=shape.n_experts, top_k=shape.top_k)
     group = dict(ranks=config.n_ranks, tokens=config.max_tokens, target=arch)
-    run_build(SimpleNamespace(**sizes, **group, dispatch="bfloat16"))
+    how = dict(dispatch="bfloat16", combine_mode=LIBRARIES[config.peer])
+    run_build(SimpleNamespace(**sizes, **group, **how))
 
 
 def measure(todo: list[Case], options: Any, results: Path) -> None:

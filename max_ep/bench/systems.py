@@ -53,6 +53,13 @@ SYSTEMS = (
         "buffer", "fused", "max_ep, `Buffer` from PyTorch", "experts", **_FROM_TORCH
     ),
     System(
+        "buffer_sums",
+        "fused",
+        "max_ep, `Buffer` with sums, from PyTorch",
+        "experts",
+        **_FROM_TORCH,
+    ),
+    System(
         "elastic",
         "plain",
         "max_ep, `ElasticBuffer` from PyTorch",
@@ -98,7 +105,7 @@ SYSTEMS = (
 FIRST = ("sums", "max", "nccl")
 """Peers that are measured before the others: a table of them says most."""
 
-OURS = ("sums", "rows", "buffer", "elastic", "all_gather")
+OURS = ("sums", "rows", "buffer", "buffer_sums", "elastic", "all_gather")
 """Peers that are max_ep."""
 
 BY_PEER = {system.peer: system for system in SYSTEMS}

@@ -239,6 +239,16 @@ class LowLatency(Layers):
         self.buffer.destroy()
 
 
+class LowLatencySums(LowLatency):
+    """The same, with ``combine_mode="sums"``."""
+
+    is_exact = False
+
+    def make_buffer(self) -> Any:
+        how = dict(low_latency_mode=True, combine_mode="sums")
+        return Buffer(dist.group.WORLD, **how)
+
+
 class Elastic(RowsOfRanks):
     """``ElasticBuffer``, whose sizes no host looks at, as graphs need it, with
     ``plain`` or ``expanded`` rows. All multiprocessors may take part

@@ -177,6 +177,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         help="low_latency_dispatch's format; or, in bfloat16, normal calls, or plain "
         "or expanded rows of ElasticBuffer (default: %(default)s)",
     )
+    about = "Buffer(combine_mode=...) of low-latency calls (default: %(default)s)"
+    modes = dict(choices=["rows", "sums"], default="rows")
+    build.add_argument("--combine-mode", **modes, help=about)
     about = "serve a model with MAX; other flags go to max serve"
     serve = command("serve", about)
     serve.add_argument("model", help="a folder, or a repository of Hugging Face")

@@ -23,7 +23,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from ..bench import processes, runs
-from ..bench.cases import FROM_TORCH, TOKENS, Case, Config, max_tokens_for, shape_of
+from ..bench.cases import (
+    FROM_TORCH,
+    LIBRARIES,
+    TOKENS,
+    Case,
+    Config,
+    max_tokens_for,
+    shape_of,
+)
 from ..bench.systems import BY_PEER, DELIVERS, FIRST, OURS, SYSTEMS, System
 from ..bench.tables import draw, number, table
 
@@ -248,7 +256,7 @@ def _compile(plan: Plan, found: _Results, left: Callable[[], float]) -> Path | N
 
     def compile_one(config: Config) -> None:
         error, limit = "", max(1.0, left())
-        if config.peer == "buffer":
+        if config.peer in LIBRARIES:
             given = config, plan.arch
             error = processes.in_child(processes.build_library, given, limit)
         elif not is_compiled(config, mefs, forms[config]):
@@ -260,7 +268,7 @@ def _compile(plan: Plan, found: _Results, left: Callable[[], float]) -> Path | N
         found.say(f"compiled {config.name}{': ' * bool(error)}{error}")
 
     # Others have nothing to compile, or do it themselves.
-    todo = [c for c in forms if c.peer == "buffer" or c.peer not in FROM_TORCH]
+    todo = [c for c in forms if c.peer in LIBRARIES or c.peer not in FROM_TORCH]
     if todo:
         extension_path()
         cores = len(os.sched_getaffinity(0))

@@ -47,6 +47,7 @@ class Buffer(Member):
         comm: Any = None,
         *,
         use_fabric: bool = False,
+        combine_mode: str | None = None,
         timeout_s: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -62,6 +63,10 @@ class Buffer(Member):
             enable_shrink: Whether the low-latency calls mask a rank that is late, and
                 go on without it (docs/fault_tolerance.md).
             comm: Of mpi4py, instead of ``group``.
+            combine_mode: What ``low_latency_combine`` sends: ``"rows"``, one for each
+                choice, which the token's rank adds up; or ``"sums"``, one for each
+                token and rank, added up there in float32 and rounded to bfloat16.
+                None: rows.
             timeout_s: How long a rank waits for another, at most a day; None:
                 ``MAX_EP_TIMEOUT_S``, or 30.
             device: Of the tensors; None: ``MAX_EP_TORCH_DEVICE``, or the current GPU,
@@ -72,15 +77,28 @@ class Buffer(Member):
             TimeoutError: If a rank does not come; names it.
         """
         num_nvl_bytes = checked_int("max_ep: num_nvl_bytes", num_nvl_bytes, 0, None)
+        if combine_mode not in (None, "rows", "sums"):
+            refuse("combine_mode", f'={combine_mode!r} must be "rows", "sums" or None')
         same = dict(num_nvl_bytes=num_nvl_bytes, enable_shrink=bool(enable_shrink))
+        same["combine_mode"] = combine_mode
         ending = timeout_s, explicitly_destroy, enable_shrink
         super().__init__(group, comm, device, *ending, **same)
         self.rank, self.group_size = self._comm.rank, self._comm.n_ranks
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self._low_latency = LowLatency(self._channels)
+        self._low_latency = LowLatency(self._channels, self._has_sums(combine_mode))
         self._compiled = Compiled(self._low_latency)
         self._normal = Normal(self._channels, num_nvl_bytes)
+
+    def _has_sums(self, combine_mode: str | None) -> bool:
+        """Returns whether low-latency combine sends sums; raises where it cannot."""
+        if combine_mode != "sums":
+            return False
+        if self.enable_shrink:
+            refuse("combine_mode", '="sums" masks no rank: leave enable_shrink out')
+        if self._comm.is_gpu and self._comm.shares_gpu:
+            refuse("combine_mode", '="sums" needs a GPU for each rank; use "rows"')
+        return True
 
     # ---------------------------------------------------------- low-latency calls
 

@@ -85,6 +85,8 @@ class Settings:
     scales: int = 0
     partial: str = "bfloat16"
     alignment: int = 0
+    sums: bool = False
+    """Padded rows: whether their rank adds up those of a token."""
 
     def defines(self) -> list[str]:
         options = []
@@ -290,6 +292,7 @@ def run_build(options: Any) -> None:
         group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
         group |= dict(packed_scales=options.dispatch == "fp8-ue8m0")
         group |= dict(hidden=hidden, combine_hidden=hidden)
+        group |= dict(sums=options.combine_mode == "sums")
         format, _ = WIRE_FORMATS[options.dispatch]
         wanted = [Settings(format=format, combine="bfloat16", **group)]
     print(*build_all(wanted), sep="\n")

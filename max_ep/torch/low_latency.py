@@ -74,8 +74,10 @@ _AT_ONCE = How()
 class LowLatency:
     """The low-latency calls of a rank; :class:`max_ep.torch.Buffer` describes them."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, sums: bool) -> None:
+        """``sums``: whether the rank of the experts adds up a token's rows."""
         self.comm = channels.comm
+        self._sums = sums
         self._channels = channels
         self._found: dict[tuple[Any, ...], Channel] = {}
         # Hidden size, top_k and further sizes of the latest dispatch, if ranks mask.
@@ -308,6 +310,7 @@ class LowLatency:
             packed_scales=use_ue8m0,
             wide_ids=True,
             masks=comm.masks is not None,
+            sums=self._sums,
         )
         (channel,) = self._channels.open([settings], _N_REGIONS)
         self._found[key] = channel

@@ -57,7 +57,8 @@ from std.sys import get_defined_int, get_defined_string, is_defined
 comptime TARGET = get_defined_string["TARGET"]()
 comptime ROWS = get_defined_string["ROWS"]()
 comptime IS_PLAIN = ROWS == "plain"
-comptime HAS_SUMS = ROWS != "padded"
+comptime IS_GIVEN = ROWS != "padded"
+comptime HAS_SUMS = IS_GIVEN or is_defined["SUMS"]()
 comptime N_RANKS = get_defined_int["RANKS"]()
 comptime HIDDEN = get_defined_int["HIDDEN"]()
 comptime TOP_K = get_defined_int["TOP_K"]()
@@ -101,12 +102,14 @@ def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) ->
         combine_msg_bytes=combine_msg_bytes,
         addressing=Addressing.TO_RANKS if IS_PLAIN else Addressing.BY_RANK,
         has_sums=HAS_SUMS,
-        is_padded=not HAS_SUMS,
+        is_padded=not IS_GIVEN,
         wide_ids=WIDE_IDS,
         masks=is_defined["MASKS"](),
         router_top_k=TOP_K if IS_PLAIN else 0,
         router_experts=N_EXPERTS,
-        row_alignment=get_defined_int["ALIGNMENT"]() if HAS_SUMS else 0,
+        row_alignment=get_defined_int["ALIGNMENT"]() if IS_GIVEN else 0,
+        late_weights=HAS_SUMS and not IS_GIVEN,
+        shares_gpu=not (HAS_SUMS and not IS_GIVEN),
     )
 
 
@@ -353,7 +356,7 @@ def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) 
     var outputs = OutputTensors(_at[UInt8](given.rows), _at[UInt8](given.scales))
     outputs.scales_columns = REGION.expert_capacity()
     var n_rows = REGION.n_local_experts() * REGION.expert_capacity()
-    comptime if HAS_SUMS:
+    comptime if IS_GIVEN:
         outputs.scales_columns = given.scale_step
         outputs.scales_step = given.scales_step
         outputs.routing_map = _at[Int32](given.ids)
@@ -410,7 +413,7 @@ struct CombineArguments(TrivialRegisterPassable):
     """`[n_tokens][COMBINE_HIDDEN]`."""
     var n_tokens: Int
     var weights: Int
-    """Float32 `[n_tokens][TOP_K]`; where combine returns rows."""
+    """Float32 `[n_tokens][TOP_K]`; padded."""
     # Plain and expanded have these, too.
     var n_rows: Int
     var n_biases: Int
@@ -427,7 +430,7 @@ def _combine[form: Form](mut rank: Rank, queue: Int, given: CombineArguments) ra
         given.n_tokens,
         _imm[Float32](given.weights),
     )
-    comptime if HAS_SUMS:
+    comptime if IS_GIVEN:
         n_rows = given.n_rows
         combined.n_biases = given.n_biases
         combined.bias_0 = _imm[Scalar[COMBINE_DTYPE]](given.bias_0)

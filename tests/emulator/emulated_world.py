@@ -21,8 +21,8 @@ from tests.emulator.grid import IDLE_ROUNDS, IDLE_ROUNDS_FOR_EVER
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
-_SPLIT = ("many", "shared", "expert")
-_FUSED = "sums rows expert_shared fp8_sums masks drops work fp8 nvfp4".split()
+_SPLIT = ("many", "shared", "expert", "late_split")
+_FUSED = "sums rows expert_shared fp8_sums late masks drops work fp8 nvfp4".split()
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 

@@ -16,6 +16,7 @@ from tests.oracle.row_layouts import kept_rows
 
 MASKED_MS = 150
 RECEIVE = int(mojo_constant("RECEIVE", "max_ep/protocol/failures.mojo"))
+COMBINE_ASYNC = int(mojo_constant("COMBINE_ASYNC", "max_ep/protocol/peer_words.mojo"))
 N_FAILURE_WORDS = int(mojo_constant("N_FAILURE_WORDS", "max_ep/protocol/counters.mojo"))
 DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS, TOO_MANY_ROWS, WRONG_COUNTERS = (
     int(mojo_constant(name, "max_ep/protocol/failures.mojo"))
@@ -132,7 +133,7 @@ def test_variants(name):
     check_header(world, range(3), 2)
 
 
-@pytest.mark.parametrize("name", ["sums", "rows", "expert"])
+@pytest.mark.parametrize("name", ["sums", "rows", "expert", "late", "late_split"])
 def test_rows_and_results(name):
     world = World(name)
     # A warp that sends takes several of the most tokens.
@@ -378,3 +379,31 @@ def test_sums_are_those_of_the_last_dispatch():
     world.dispatch(tokens, ids, weights)
     world.combine(outputs, weights, ["_wait"])
     assert [world.word(rank, "FAILURE") for rank in range(2)] == [OTHER_ROWS] * 2
+
+
+def test_rows_may_change_after_they_are_sent():
+    """Where weights come late, a launch that only sends keeps its rank's own sums."""
+    world = World("late_split")
+    given = draw(world.sizes, [20, 3, 7], 0)
+    outputs = world.dispatch(*given)
+    stays, run = check_rows(world, outputs, *given[:2]), world.run
+
+    def change(phase, params):
+        run(phase, params)
+        for output in outputs.values() if phase.startswith("combine_async") else []:
+            n_bytes = 2 * output.n_rows_max * world.sizes.hidden
+            world.memory.bytes[output.made : output.made + n_bytes] = b"\xff" * n_bytes
+
+    world.run = change
+    check_results(world, world.combine(outputs, given[2]), *given, stays)
+
+
+@pytest.mark.parametrize("name", ["late", "late_split"])
+def test_a_weight_that_does_not_come_is_named(name):
+    """The owner of a row gives up, and says which rank owes the weight."""
+    world = World(name, timeout_ms=MASKED_MS, finds_races=False)
+    given = draw(world.sizes, [3, 0, 0], 0, n_wrong=0)
+    outputs = world.dispatch(*given)
+    world.combine({1: outputs[1], 2: outputs[2]}, given[2])
+    code, phase, missing_rank, _, wanted, *_ = failure(world, 1)
+    assert (code, phase, missing_rank, wanted) == (NO_MESSAGE, COMBINE_ASYNC, 0, 1)

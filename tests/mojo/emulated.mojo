@@ -40,6 +40,7 @@ def small(
     drops_rows: Bool = False,
     shared: Bool = False,
     partial_block: Int = 0,
+    late: Bool = False,
 ) -> Group:
     """Describes a group of three ranks and few tokens, whose last step is not whole. By
     expert, and with a shared expert, ranks share a GPU."""
@@ -62,6 +63,7 @@ def small(
         masks=masks,
         drops_rows=drops_rows,
         partial_block=partial_block,
+        late_weights=late,
     )
 
 
@@ -245,6 +247,8 @@ def main() raises:
     )
     emit_group[expert_shared]("expert_shared")
     emit_group[small(hidden_size=384, partial_block=128)]("fp8_sums")
+    emit_group[small(late=True)]("late")
+    emit_group[small(late=True, max_tokens=20), splits=True]("late_split")
     emit_group[small(masks=True)]("masks")
     emit_group[small(n_experts=270, drops_rows=True)]("drops")
     emit_group[MANY, splits=True]("many")

@@ -143,6 +143,9 @@ def check(group: Group) raises:
             for t in range(group.max_tokens_per_rank):
                 var partial = group.partial_offset(owner, t)
                 c.take(recv + partial, group.combine_msg_bytes)
+        for src in range(group.n_ranks if group.late_weights else 0):
+            for choice in range(group.n_choices()):
+                c.take(recv + group.late_weight_offset(src, choice), FLAG_BYTES)
     else:
         for owner in range(group.n_ranks if group.masks else 1):
             for t in range(group.max_tokens_per_rank):
@@ -190,7 +193,10 @@ def main() raises:
                     (Addressing.BY_RANK, True),
                     (Addressing.TO_ALL, True),
                 ]:
-                    for masks in [False, True]:
+                    # Ranks that mask, or get their weights late.
+                    for masks, late in [(False, False), (True, False), (False, True)]:
+                        if late and not axes[1]:
+                            continue
                         var group = Group(
                             n_experts=n_experts,
                             n_ranks=n_ranks,
@@ -201,6 +207,7 @@ def main() raises:
                             addressing=axes[0],
                             has_sums=axes[1],
                             masks=masks,
+                            late_weights=late,
                         )
                         check(group)
                         assert_equal(

@@ -24,12 +24,12 @@ MORE_RANKS = [2, *(pytest.param(n, marks=slow) for n in (1, 4, 8))]
 
 # Each number of ranks, format and call compiles libraries of its own.
 NORMAL = ["normal"] * ALL_CASES
-HEALTHY = ["low_latency", "compiled", "normal", *["normal_fp8"] * ALL_CASES]
+HEALTHY = ["low_latency", "sums", "compiled", "normal", *["normal_fp8"] * ALL_CASES]
 KINDS = ["bf16", "round", "ue8m0"] if ALL_CASES else ["ue8m0"]
 RUNS = {
     1: (["low_latency", *NORMAL], ["bf16"]),
     2: (HEALTHY, KINDS),
-    4: (["low_latency", *NORMAL, "other_arguments"], ["bf16", "fp8"]),
+    4: (["low_latency", "sums", *NORMAL, "other_arguments"], ["bf16", "fp8"]),
     8: (["low_latency", *NORMAL], ["bf16"]),
 }
 

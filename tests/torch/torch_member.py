@@ -124,7 +124,14 @@ def check_low_latency(buffer: Buffer, generation: int, kind: str, hook: bool) ->
         assert y is out
     if kind == "bf16":
         doubled = [2 * reference.bfloat16_to_float32(r.rows) for r in results]
-        sums = reference.combine(doubled, results, [w.numpy() for *_, w in all_])
+        given_weights = [w.numpy() for *_, w in all_]
+        sums = reference.combine(doubled, results, given_weights)
+        if buffer._low_latency._sums:
+            to_bf16 = lambda t: reference.bfloat16_to_float32(  # noqa: E731
+                reference.float32_to_bfloat16(t)
+            )
+            how = dict(round_partial=to_bf16, round_sum=to_bf16, rounds_own=True)
+            sums = reference.combine_sums(doubled, results, given_weights, **how)
         assert np.array_equal(bits(y), reference.float32_to_bfloat16(sums[rank]))
     return y.cpu().clone()
 
@@ -135,6 +142,21 @@ def low_latency(buffer: Buffer, kinds: list[str]) -> None:
         for g, first in enumerate(runs):
             again = check_low_latency(buffer, g, kind, not g // 2 % 2)
             assert torch.equal(first, again), f"generation {g} is not repeated"
+
+
+def sums(other: Buffer) -> None:
+    """Combine of sums, whose weights come with combine."""
+    try:
+        buffer = open_buffer(combine_mode="sums")
+    except ValueError:
+        assert other._comm.is_gpu and other._comm.shares_gpu
+        return
+    low_latency(buffer, ["bf16"])
+    for generation in range(4):
+        x, ids, weights = given_to(buffer, generation)
+        got, want = doubled(buffer, x, ids, weights), want_doubled(x, ids, weights)
+        torch.testing.assert_close(got.float(), want, rtol=2**-6, atol=2**-6)
+    buffer.destroy()
 
 
 def normal(buffer: Buffer, is_fp8: bool = False) -> None:
@@ -297,6 +319,7 @@ def other_arguments(buffer: Buffer) -> str:
 
 SCENARIOS: dict[str, Callable[..., Any]] = {
     "low_latency": low_latency,
+    "sums": sums,
     "normal": normal,
     "normal_fp8": lambda buffer: normal(buffer, True),
     "compiled": compiled,

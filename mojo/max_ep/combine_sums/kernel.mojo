@@ -10,6 +10,10 @@ After the send phase: every partial sum is on its way. After the receive phase: 
 result is complete. The next launch of this rank publishes that the partial sums were
 read (`publish_earlier_reads`). A launch that only receives publishes it at its own end
 if ranks may share a GPU. A launch that fails writes NaN where it has no result.
+
+If weights are given to combine, not to dispatch (`weights.mojo`), each warp first
+publishes some to their owners. A launch that only sends then puts its own sums into the
+result, because its caller may change the rows before the one that receives.
 """
 from max.gpu import block_idx, grid_dim, lane_id, warp_id, WARP_SIZE
 
@@ -42,7 +46,8 @@ from .roles import (
     sum_receive_schedule,
     TokenRecord,
 )
-from .send import send_partials, sum_to_send
+from .send import n_sources, send_partials, sum_to_send
+from .weights import WeightSender
 
 
 @fieldwise_init
@@ -66,9 +71,11 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         comptime n_warps = group.num_threads // WARP_SIZE
         comptime assert n_warps >= N_WARPS_MIN, "a role has no warp"
         comptime phase = SEND if sends else RECEIVE
+        # Expert rows of PyTorch may change between the phases.
+        comptime keeps_own = group.late_weights and sends != receives
         var counters = self.buffers.counters
         var n_senders = 0
-        comptime if sends and group.n_ranks > 1:
+        comptime if sends and n_sources[group, keeps_own]() > 0:
             n_senders = n_warps
             comptime if receives:
                 # The others begin to add up tokens.
@@ -78,7 +85,7 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # Chosen before the previous launch has ended, and before the peers' numbers of
         # tokens are known: if these are not few, what is loaded below is not used.
         var source, token_idx = _first_token[
-            group, LaneSlice[group, Self.dtype, Self.partial_dtype].n_steps
+            group, LaneSlice[group, Self.dtype, Self.partial_dtype].n_steps, keeps_own
         ](n_senders)
         await_launch_before()
         var word = header_word(counters)
@@ -87,6 +94,12 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         # so both are in flight together.
         var n_rows = counters.pair_row(group.n_pairs())
         var prefetched = TokenRecord.of(counters, source, token_idx, Int(lane_id()))
+        comptime sends_weights = sends and group.late_weights and group.n_ranks > 1
+        var weight_sender = WeightSender[group](
+            counters, self.combined.router_weights, in_32_bits(self.combined.n_tokens)
+        )
+        comptime if sends_weights:
+            weight_sender.load()
         var buffers = SharedBuffers.of(self.buffers, word)
         var block = Block[group].begin[N_CONTROL](word, mask, counters, buffers, phase)
         var is_refused = not block.can_go
@@ -105,17 +118,22 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                 if self._refuse_too_few_rows(n_rows, phase, block):
                     return
             var most = block.before.number[Word.MOST_RECEIVED]()
-            if block.warp_idx < n_senders:
+            var can_send = True
+            comptime if sends_weights:
+                can_send = weight_sender.send(block)
+            if block.warp_idx < n_senders and can_send:
                 comptime for are_few in [True, False]:
                     if (most <= FEW_TOKENS) == are_few:
-                        send_partials[Self.dtype, Self.partial_dtype, are_few](
-                            self.rows.rows, n_senders, prefetched, block
+                        send_partials[Self.partial_dtype, are_few, keeps_own](
+                            self.rows.rows, self.combined, n_senders, prefetched, block
                         )
             # AFTER: this generation's partial sums are on their way.
         comptime if receives:
             poll_done_words[sends](n_warps - POLLING_WARP, block)
             var n_tokens = in_32_bits(self.combined.n_tokens)
-            var receiver = SumReceiver[group, Self.dtype, Self.partial_dtype](
+            var receiver = SumReceiver[
+                group, Self.dtype, Self.partial_dtype, keeps_own
+            ](
                 block,
                 self.rows.rows,
                 self.combined,
@@ -165,13 +183,15 @@ def _refuse_other_dispatch(
 
 
 @always_inline
-def _first_token[group: Group, n_steps: Int](n_senders: Int) -> Tuple[Int, Int]:
+def _first_token[
+    group: Group, n_steps: Int, keeps_own: Bool
+](n_senders: Int) -> Tuple[Int, Int]:
     """Finds source and token of a warp's first sum to send, or else to add up."""
     var split = SumSplit[n_steps, True](True)
     var warp_idx = Int(warp_id())
     if warp_idx < n_senders:
         var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
-        return sum_to_send[group](split.chunk(number).whole)
+        return sum_to_send[group, keeps_own](split.chunk(number).whole)
     var round = sum_receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first
     var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
     return (0, split.chunk(item).whole)

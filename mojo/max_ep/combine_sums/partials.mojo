@@ -23,6 +23,7 @@ from ..protocol.failures import Failure
 from ..protocol.flags import load_relaxed_sys_16, store_relaxed_sys_16
 from ..protocol.layout import Group, MESSAGE_ALIGN
 from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL
+from .weights import LaneWeight
 
 
 @fieldwise_init
@@ -135,7 +136,13 @@ struct LaneSlice[group: Group, combine_dtype: DType, partial_dtype: DType](
     @always_inline
     def add_rows[
         n_at_once: Int
-    ](self, mut sum: Self.Sum, expert_rows: BytePointer, row: Int32, weight: Float32):
+    ](
+        self,
+        mut sum: Self.Sum,
+        expert_rows: BytePointer,
+        row: Int32,
+        mut weight: LaneWeight[Self.group],
+    ):
         """Adds a slice of this rank's weighted rows of a token, with a warp; lane `k` has
         row and weight of choice `k`."""
         comptime n_vectors = Self.n_row_vectors
@@ -160,9 +167,10 @@ struct LaneSlice[group: Group, combine_dtype: DType, partial_dtype: DType](
                     parts[i * n_vectors + j] = load16_if(
                         self.row_vector(from_, j), is_there
                     )
+            weight.await_(row >= 0)
             var weights = Array[Float32, n_rows](fill=0)
             comptime for i in range(n_rows):
-                weights[i] = warp.shuffle_idx(weight, choices[i])
+                weights[i] = warp.shuffle_idx(weight.value, choices[i])
             comptime for i in range(n_rows):
                 if has[i]:
                     comptime for j in range(n_vectors):

@@ -14,16 +14,18 @@ from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL
 from ..row_limit.kept_counts import await_dropped, record_rows_found
 from .partials import from_all_blocks, LaneSlice, n_rows_at_once, sum_split
 from .roles import NEXT_SUM, sum_receive_schedule, TokenRecord
+from .weights import LaneWeight, own_weight
 
 comptime MAX_PREFETCHED = 8
 """Vectors of partial sums that a lane loads while it adds rows."""
 
 
 @fieldwise_init
-struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType](
+struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: Bool](
     TrivialRegisterPassable
 ):
-    """How each warp adds up tokens."""
+    """How each warp adds up tokens. `was_kept`: the result holds this rank's own sums.
+    """
 
     var block: Block[Self.group]
     var expert_rows: BytePointer
@@ -89,6 +91,10 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType](
                 owners = any_of_lanes(UInt32(1) << UInt32(owner) if owner >= 0 else 0)
             var output = BytePointer(unsafe_from_address=Int(self.combined.tokens))
             var result = output.unsafe_offset(token_idx * Slice.row_bytes)
+            var weight = LaneWeight[Self.group].known(saved.weight, block)
+            comptime if Self.group.late_weights and not Self.was_kept:
+                var weights = self.combined.router_weights
+                weight = own_weight(weights, row, token_idx, block)
             for step in range(chunk.begin, chunk.end):
                 var slice = Slice(step * WARP_SIZE + lane)
                 # The partial sums are under way while rows are added.
@@ -100,9 +106,16 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType](
                                 loaded, slice.partial_of(recv_buf, rank, token_idx)
                             )
                 var sum = Slice.Sum(0)
-                slice.add_rows[n_rows_at_once[are_few, max_prefetched]()](
-                    sum, self.expert_rows, row, saved.weight
-                )
+                comptime if Self.was_kept:
+                    if slice.idx < Slice.n_slices:
+                        slice.add_row(sum, result)
+                else:
+                    slice.add_rows[n_rows_at_once[are_few, max_prefetched]()](
+                        sum, self.expert_rows, row, weight
+                    )
+                    comptime if Self.group.late_weights:
+                        # As if it had been kept.
+                        sum = sum.cast[Self.dtype]().cast[DType.float32]()
                 var are_all_there = True
                 comptime if prefetches and Self.group.masks:
                     owners = slice.await_partials(

@@ -50,6 +50,6 @@ struct TokenRecord(TrivialRegisterPassable):
             saved.row = counters.received_rows(source)[unsafe_offset=choice]
             comptime if group.is_given():
                 saved.weight = 1
-            else:
+            elif not group.late_weights:
                 saved.weight = counters.received_weights(source)[unsafe_offset=choice]
         return saved

@@ -4,35 +4,50 @@ from max.gpu import block_idx, grid_dim, WARP_SIZE
 
 from ..device.block import Block
 from ..device.done_words import await_readers
-from ..device.warp import any_lane, bytes_at
-from ..protocol.counters import Taken, Word
+from ..device.warp import any_lane, bytes_at, in_32_bits
+from ..protocol.arguments import CombinedTokens
+from ..protocol.counters import NO_ROW, Taken, Word
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer
 from ..row_limit.kept_counts import publish_kept_counts
 from .partials import from_all_blocks, LaneSlice, n_rows_at_once, sum_split
 from .roles import NEXT_SEND, TokenRecord
+from .weights import LaneWeight, own_weight
 
 
 @always_inline
-def sum_to_send[group: Group](number: Int) -> Tuple[Int, Int]:
+def n_sources[group: Group, keeps_own: Bool]() -> Int:
+    """Counts the ranks whose sums a launch makes that sends: its own if it keeps them.
+    """
+    return group.n_ranks if keeps_own else group.n_ranks - 1
+
+
+@always_inline
+def sum_to_send[group: Group, keeps_own: Bool](number: Int) -> Tuple[Int, Int]:
     """Finds the relative rank and the token of a sum that is sent."""
-    comptime n_others = max(1, group.n_ranks - 1)
+    comptime n_others = max(1, n_sources[group, keeps_own]())
     var token_idx, other = divmod(number, n_others)
-    # Not all owners begin with the same rank.
-    return (1 + other, token_idx)
+    # Not all owners begin with the same rank; its own sums come last.
+    var source = 1 + other
+    comptime if keeps_own:
+        source = source % group.n_ranks
+    return (source, token_idx)
 
 
 @always_inline
 def send_partials[
-    group: Group, //, dtype: DType, partial_dtype: DType, are_few: Bool
+    group: Group, dtype: DType, //, partial_dtype: DType, are_few: Bool, keeps_own: Bool
 ](
     expert_rows: BytePointer,
+    combined: CombinedTokens[dtype],
     n_senders: Int,
     prefetched: TokenRecord,
     block: Block[group],
 ):
+    """Sends partial sums. With `keeps_own` the result holds this rank's own, until others
+    are added."""
     comptime Slice = LaneSlice[group, dtype, partial_dtype]
-    comptime n_others = group.n_ranks - 1
+    comptime n_others = n_sources[group, keeps_own]()
     comptime if n_others > 0:
         comptime if group.drops_rows:
             if block_idx.x == 0 and block.warp_idx == 0:
@@ -63,13 +78,24 @@ def send_partials[
                 # A counter would cost one more trip to shared memory.
                 next += n_senders * n_blocks
             var chunk = split.chunk(number)
-            var source, token_idx = sum_to_send[group](chunk.whole)
+            var source, token_idx = sum_to_send[group, keeps_own](chunk.whole)
             var saved = prefetched
             if not are_few or not is_prefetched:
                 saved = TokenRecord.of(block.counters, source, token_idx, lane)
             is_prefetched = False
-            if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
-                continue
+            comptime if keeps_own:
+                if token_idx >= Int(saved.n_tokens):
+                    saved.row = NO_ROW
+                # Its own sum may be 0. The receive phase refuses another number of
+                # tokens than was dispatched.
+                if source == 0:
+                    if token_idx >= in_32_bits(combined.n_tokens):
+                        continue
+                elif not any_lane(saved.row >= 0):
+                    continue
+            else:
+                if token_idx >= Int(saved.n_tokens) or not any_lane(saved.row >= 0):
+                    continue
             var src_rank = group.rank_of_relative(my_rank, source)
             # What dispatch has recorded of a source may be incomplete if it was masked.
             if block.is_masked(src_rank):
@@ -79,12 +105,30 @@ def send_partials[
                 block.recv_bufs[unsafe_offset=src_rank]
                 + UInt64(group.partial_offset(my_rank, token_idx))
             )
+            var weight = LaneWeight[group].of_source(
+                saved.weight, block, src_rank, group.choice(token_idx, lane)
+            )
+            comptime if keeps_own:
+                if source == 0:
+                    var weights = combined.router_weights
+                    weight = own_weight(weights, saved.row, token_idx, block)
             for step in range(chunk.begin, chunk.end):
                 var slice = Slice(step * WARP_SIZE + lane)
                 var sum = Slice.Sum(0)
                 slice.add_rows[n_rows_at_once[are_few]()](
-                    sum, expert_rows, saved.row, saved.weight
+                    sum, expert_rows, saved.row, weight
                 )
+                comptime if group.late_weights:
+                    if any_lane(weight.is_late):
+                        return
+                comptime if keeps_own:
+                    if source == 0:
+                        if slice.idx < Slice.n_slices:
+                            var result = BytePointer(
+                                unsafe_from_address=Int(combined.tokens)
+                            ).unsafe_offset(token_idx * Slice.row_bytes)
+                            slice.store_row(result, sum)
+                        continue
                 if is_waiting:
                     # I3, for partial sums.
                     if not await_readers(block):

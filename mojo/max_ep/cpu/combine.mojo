@@ -16,13 +16,17 @@ from std.sys import size_of
 from ..formats.quantized_sums import QuantizedSums
 from ..protocol.arguments import CombinedTokens, GivenRows
 from ..protocol.counters import NO_ROW, Word
+from ..protocol.entries import value_of_word, value_word
 from ..protocol.failures import Failure
 from ..protocol.flags import (
     count_of,
+    flag_at,
     flag_word,
     generation_of,
+    load_acquire_sys,
     message_flag,
     next_generation,
+    store_relaxed_sys,
 )
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import Group, MESSAGE_ALIGN
@@ -77,10 +81,15 @@ def _columns[
 @always_inline
 def _own_terms[
     group: Group, //, dtype: DType
-](expert_rows: LocalRows, source: Int, token_idx: Int, rank: CpuRank[group]) -> _Terms[
-    dtype, group.top_k
-]:
-    """Finds the rows of a token that the last `dispatch_wait` put here."""
+](
+    expert_rows: LocalRows,
+    given_weights: ImmPointer[Float32],
+    source: Int,
+    token_idx: Int,
+    rank: CpuRank[group],
+) -> _Terms[dtype, group.top_k]:
+    """Finds the rows of a token that the last `dispatch_wait` put here. `given_weights`:
+    those of this rank's tokens."""
     var terms = _Terms[dtype, group.top_k]()
     var n_tokens = rank.counters.received_tokens()[unsafe_offset=source]
     if token_idx >= Int(n_tokens):
@@ -92,10 +101,46 @@ def _own_terms[
         var row = rows[unsafe_offset=choice]
         if row != NO_ROW:
             var weight: Float32 = 1
-            comptime if not group.is_given():
+            comptime if group.late_weights:
+                # Source 0 is this rank.
+                weight = given_weights[unsafe_offset=choice] if source == 0 else (
+                    _late_weight(source, choice, rank)
+                )
+            elif not group.is_given():
                 weight = weights[unsafe_offset=choice]
             terms.append(_row[group, dtype](expert_rows, Int(row)), weight)
     return terms^
+
+
+@always_inline
+def _late_weight[
+    group: Group, //
+](source: Int, choice: Int, rank: CpuRank[group]) -> Float32:
+    """Reads a weight that was awaited."""
+    var src_rank = group.rank_of_relative(rank.my_rank, source)
+    var offset = group.late_weight_offset(src_rank, choice)
+    return value_of_word[DType.float32](
+        load_acquire_sys(flag_at(rank.recv_buf(), offset))
+    )
+
+
+def _publish_weights[
+    group: Group, //
+](weights: ImmPointer[Float32], n_tokens: Int, rank: CpuRank[group]):
+    """Publishes the weights of all choices to every rank, and 0 for those of tokens that
+    there are not: each word is awaited."""
+    for choice in range(group.n_choices()):
+        var weight: Float32 = 0
+        if choice < group.choice(n_tokens, 0):
+            weight = weights[unsafe_offset=choice]
+        var offset = group.late_weight_offset(rank.my_rank, choice)
+        for dst_rank in range(group.n_ranks):
+            # I1: only this rank writes the weights of its choices.
+            store_relaxed_sys(
+                flag_at(rank.recv_bufs[dst_rank], offset),
+                rank.generation,
+                count_of(value_word(rank.generation, weight)),
+            )
 
 
 @always_inline
@@ -111,11 +156,16 @@ comptime _width[hidden_size: Int] = gcd(hidden_size, 32)
 
 def cpu_combine_async[
     group: Group, //, dtype: DType, partial_dtype: DType
-](given: GivenRows, rank: CpuRank[group]) raises:
+](given: GivenRows, combined: CombinedTokens[dtype], rank: CpuRank[group]) raises:
     _check_rows(given.rows.n_rows, given.src_info, rank)
     rank.await_peers()
+    comptime if group.late_weights:
+        _check_n_tokens(combined.n_tokens, Word.DISPATCH_RECEIVED, rank)
+        _publish_weights(combined.router_weights, combined.n_tokens, rank)
+        rank.await_peers(what_is_sent=True)
+        _store_own_sums(given.rows, combined, rank)
     comptime if group.has_sums:
-        _send_sums[dtype, partial_dtype](given.rows, rank)
+        _send_sums[dtype, partial_dtype](given.rows, combined, rank)
     else:
         _send_rows[dtype](given.rows, given.src_info, rank)
     # I2: counts after rows; zeros too, every source waits for every expert.
@@ -190,7 +240,7 @@ def _send_rows[
 
 def _send_sums[
     group: Group, //, dtype: DType, partial_dtype: DType
-](expert_rows: LocalRows, rank: CpuRank[group]):
+](expert_rows: LocalRows, combined: CombinedTokens[dtype], rank: CpuRank[group]):
     """Sends one sum for each token of a peer that has rows here."""
     comptime msg_bytes = group.combine_msg_bytes
     var n_tokens_of = rank.counters.received_tokens()
@@ -212,7 +262,9 @@ def _send_sums[
             while first + Int(n_tokens_of[unsafe_offset=source]) <= i:
                 first += Int(n_tokens_of[unsafe_offset=source])
                 source += 1
-            var terms = _own_terms[dtype](expert_rows, source, i - first, rank)
+            var terms = _own_terms[dtype](
+                expert_rows, combined.router_weights, source, i - first, rank
+            )
             # Source 0 is this rank: it sends itself nothing.
             if source == 0 or terms.n == 0:
                 continue
@@ -246,6 +298,27 @@ def _send_sums[
     for_each_chunk(n_tokens, 2 * msg_bytes, send_sums)
 
 
+def _store_own_sums[
+    group: Group, //, dtype: DType
+](expert_rows: LocalRows, combined: CombinedTokens[dtype], rank: CpuRank[group]):
+    """Puts this rank's sums into the result, until others are added: its rows may change
+    before that."""
+    comptime width = _width[group.hidden_size]
+
+    def store_sums(begin: Int, end: Int) {imm}:
+        for token_idx in range(begin, end):
+            var terms = _own_terms[dtype](
+                expert_rows, combined.router_weights, 0, token_idx, rank
+            )
+            for column in range(0, group.hidden_size, width):
+                combined.tokens.unsafe_store(
+                    token_idx * group.hidden_size + column,
+                    terms.add_to[width](0, column).cast[dtype](),
+                )
+
+    for_each_chunk(combined.n_tokens, group.combine_msg_bytes, store_sums)
+
+
 def cpu_combine_wait[
     dtype: DType, group: Group, //, partial_dtype: DType
 ](combined: CombinedTokens[dtype], expert_rows: LocalRows, rank: CpuRank[group]) raises:
@@ -265,7 +338,9 @@ def cpu_combine_wait[
         for token_idx in range(begin, end):
             var own = _Terms[dtype, group.top_k]()
             comptime if has_sums:
-                own = _own_terms[dtype](expert_rows, 0, token_idx, rank)
+                own = _own_terms[dtype](
+                    expert_rows, combined.router_weights, 0, token_idx, rank
+                )
             var received = _Terms[sent_dtype, n_places]()
             var n_found = own.n
             for place in range(n_places * n_owners):
@@ -293,7 +368,14 @@ def cpu_combine_wait[
             rank.counters.rows_found(token_idx)[] = Int32(n_found)
 
             for column in range(0, group.hidden_size, width):
-                var acc = own.add_to[width](0, column)
+                var acc = SIMD[DType.float32, width](0)
+                comptime if group.late_weights:
+                    # The rows may have changed.
+                    acc = combined.tokens.unsafe_load[width=width](
+                        token_idx * group.hidden_size + column
+                    ).cast[DType.float32]()
+                else:
+                    acc = own.add_to[width](0, column)
                 comptime if group.partial_block > 0:
                     comptime Sums = QuantizedSums[
                         group.partial_block, group.hidden_size
@@ -350,13 +432,8 @@ def _check_answered[
     group: Group, //
 ](n_tokens: Int, n_rows: Int, rank: CpuRank[group]) raises:
     """Raises unless tokens and unsent rows are those that `combine_async` answered."""
+    _check_n_tokens(n_tokens, Word.COMBINE_OF, rank)
     var answered = rank.counters.generation(Word.COMBINE_OF)
-    var n_sent = Int(rank.counters.n_tokens_of(answered)[])
-    # The second dispatch after it overwrites that number.
-    var sent = rank.counters.generation(Word.DISPATCH_SENT)
-    var is_kept = sent == answered or sent == next_generation(answered)
-    if is_kept and n_tokens != n_sent:
-        raise rank.refusal(Failure.BAD_N_TOKENS, -1, n_tokens, n_sent)
     comptime if group.has_sums:
         var last = rank.counters.generation(Word.DISPATCH_RECEIVED)
         if answered != last:
@@ -364,3 +441,17 @@ def _check_answered[
         var end = rank.counters.pair_row(group.n_pairs())
         if n_rows < end:
             raise rank.refusal(Failure.TOO_MANY_ROWS, 0, end, n_rows)
+
+
+def _check_n_tokens[
+    group: Group, //
+](n_tokens: Int, dispatched: Int, rank: CpuRank[group]) raises:
+    """Raises unless as many tokens were sent by the dispatch whose generation the word
+    `dispatched` holds."""
+    var answered = rank.counters.generation(dispatched)
+    var n_sent = Int(rank.counters.n_tokens_of(answered)[])
+    # The second dispatch after it overwrites that number.
+    var sent = rank.counters.generation(Word.DISPATCH_SENT)
+    var is_kept = sent == answered or sent == next_generation(answered)
+    if is_kept and n_tokens != n_sent:
+        raise rank.refusal(Failure.BAD_N_TOKENS, -1, n_tokens, n_sent)

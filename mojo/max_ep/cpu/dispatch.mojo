@@ -133,7 +133,7 @@ def _write_entry[
     )
     comptime if group.has_sums:
         var weight: Float32 = 1
-        comptime if router_top_k == 0:
+        comptime if router_top_k == 0 and not group.late_weights:
             weight = given.router_weights[unsafe_offset=choice]
         entry[unsafe_offset=1] = value_word(rank.generation, weight)
     var token_idx = choice // group.top_k

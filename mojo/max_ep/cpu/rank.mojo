@@ -113,16 +113,17 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             return 0
         return count_of(load_acquire_sys(self.my_flag(offset)))
 
-    def await_peers(self) raises:
-        """Waits for all that this phase awaits of its peers; raises, or masks who is
-        late.
+    def await_peers(self, what_is_sent: Bool = False) raises:
+        """Waits for all that this phase awaits of its peers, or for what an async phase
+        awaits of others' same phase; raises, or masks who is late.
 
         Before it sends, every peer has read what it was sent last (I3: no slot is
         written before its last reader is done with it).
         """
         comptime for kind in range(N_KINDS):
             var words = Self.group.peer_words[kind](on_gpu=False)
-            if words.phase == self.phase:
+            var is_sent = self.phase % 2 == 0 and not words.is_done_word()
+            if words.phase == self.phase and is_sent == what_is_sent:
                 for peer in range(Self.group.n_ranks):
                     for i in range(Self.group.n_words_of(words, self.my_rank, peer)):
                         self._await_word(words, peer, i)

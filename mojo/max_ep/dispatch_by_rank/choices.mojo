@@ -85,7 +85,9 @@ struct Choices[group: Group](TrivialRegisterPassable):
     """`[n_counted][WARP_SIZE]`: for each expert that this block counts, how many of the
     ids that each of its warps has copied are of that expert."""
 
-    comptime _loads_weights = Self.group.has_sums and not Self.group.chooses_ranks()
+    comptime _loads_weights = Self.group.has_sums and not (
+        Self.group.chooses_ranks() or Self.group.late_weights
+    )
 
     @always_inline
     def __init__(
@@ -150,7 +152,7 @@ struct Choices[group: Group](TrivialRegisterPassable):
 
     @always_inline
     def load_weight(self, choice: Int) -> Float32:
-        comptime if not Self.group.has_sums:
+        comptime if not Self.group.has_sums or Self.group.late_weights:
             return 0
         comptime if Self.group.chooses_ranks():
             return 1

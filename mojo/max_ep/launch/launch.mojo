@@ -109,7 +109,7 @@ def launch_combine[
     check_group[group, target, MESSAGE_ALIGN // size_of[Scalar[dtype]]()]()
     comptime if not is_gpu[target]():
         comptime if form.sends:
-            cpu_combine_async[dtype, partial_dtype](given, _begin(call, 2))
+            cpu_combine_async[dtype, partial_dtype](given, combined, _begin(call, 2))
             _record(call, -3)
         comptime if form.receives:
             cpu_combine_wait[partial_dtype](combined, given.rows, _begin(call, 3))

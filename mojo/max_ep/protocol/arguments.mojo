@@ -101,6 +101,9 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
     comptime assert (
         group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"
+    comptime assert not group.late_weights or (
+        group.has_sums and not (group.masks or group.shares_gpu or group.drops_rows)
+    ), "max_ep: only sums get weights at combine, of ranks with a GPU each, unmasked"
 
 
 def check_dispatch[
@@ -445,7 +448,7 @@ struct CombinedTokens[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """`[n_tokens][hidden_size]`."""
     var n_tokens: Int
     var router_weights: ImmPointer[Float32]
-    """`[n_tokens][top_k]`; with sums they came with dispatch."""
+    """`[n_tokens][top_k]`; with sums they came with dispatch, unless they come late."""
     var n_biases: Int
     """How many of the two biases are added to the sums, if `Group.is_given`."""
     var bias_0: ImmPointer[Scalar[Self.dtype]]
@@ -483,7 +486,7 @@ def combined_tokens[
     var op = call.op
     var n_tokens = Int(tokens.dim[0]())
     call.check_n_tokens[target](n_tokens)
-    comptime if not group.has_sums:
+    comptime if not group.has_sums or group.late_weights:
         check_shape(op, "router_weights", router_weights, n_tokens, group.top_k)
     check_shape(op, "output_tokens", tokens, n_tokens, group.hidden_size)
     comptime if group.fused_shared_expert:

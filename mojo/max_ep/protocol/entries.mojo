@@ -11,7 +11,7 @@ refuses sizes that do not fit. If combine sends sums, a second word follows:
     63         32 31                  0
     | generation | router weight      |
 
-In an all-gather, the routing metadata of a choice is two such words: expert id, which
+If weights come late, at combine, such a word of their own brings them. In an all-gather, the routing metadata of a choice is two such words: expert id, which
 may be any 32 bits, and probability.
 """
 from std.memory import bitcast

@@ -34,6 +34,8 @@ among the choices of that expert. If combine returns *sums*, a second UInt64 fol
 generation and router weight, and combine recv holds partial sums instead of rows:
 
     | combine recv     [n_ranks][max_tokens_per_rank]     of combine msg   |
+    |                  router weights that come late, such words           |
+    |                  [n_ranks][max_tokens_per_rank][top_k]               |
 
 If ranks mask a peer that is late (`Group.masks`), each owner has places of its own for
 rows, which a late store of another cannot hit, and the dispatch counts end with the
@@ -92,12 +94,14 @@ comptime N_GROUP_WORDS = 7
 """Words that the layout of a region depends on (`Group.words`)."""
 comptime MASKS_BIT = 8
 """Added to the number of the protocol if ranks mask (`Group.protocol`)."""
+comptime LATE_WEIGHTS_BIT = 16
+"""The same if sums get their weights at combine."""
 comptime MAX_TOP_K = 32
 """Largest `top_k`."""
 comptime MAX_EXPERTS = 1048576
 """Largest `n_experts`."""
 
-comptime N_KINDS = 13
+comptime N_KINDS = 14
 """Kinds of words that peers write into a region (`Group.peer_words`)."""
 
 
@@ -130,8 +134,7 @@ struct Group(TrivialRegisterPassable):
     var addressing: Addressing
     """How dispatch addresses a token."""
     var has_sums: Bool
-    """Whether combine returns a partial sum for each token and rank, not a row for each
-    choice."""
+    """Whether combine returns sums of each token and rank, not rows of choices."""
     var is_padded: Bool
     """Whether the rows of each expert have a block of their own."""
     var fused_shared_expert: Bool
@@ -158,6 +161,8 @@ struct Group(TrivialRegisterPassable):
     """Experts that the router chooses from, if it does not choose this group's."""
     var row_alignment: Int
     """Rows travel as given, and those of an expert begin at a multiple; 0: neither."""
+    var late_weights: Bool
+    """Whether sums get their router weights at combine."""
 
     def __init__(
         out self,
@@ -184,6 +189,7 @@ struct Group(TrivialRegisterPassable):
         router_top_k: Int = 0,
         router_experts: Int = 0,
         row_alignment: Int = 0,
+        late_weights: Bool = False,
     ):
         """Describes a group; `n_mapped` 0: all ranks."""
         self.n_experts = n_experts
@@ -208,6 +214,7 @@ struct Group(TrivialRegisterPassable):
         self.router_top_k = router_top_k
         self.router_experts = router_experts
         self.row_alignment = row_alignment
+        self.late_weights = late_weights
 
     @staticmethod
     def of(words: Array[Int32, N_GROUP_WORDS]) -> Self:
@@ -223,6 +230,7 @@ struct Group(TrivialRegisterPassable):
             addressing=Addressing(axes - Int(has_sums)),
             has_sums=has_sums,
             masks=Int(words[6]) & MASKS_BIT != 0,
+            late_weights=Int(words[6]) & LATE_WEIGHTS_BIT != 0,
         )
 
     def words(self) -> Array[Int32, N_GROUP_WORDS]:
@@ -238,23 +246,17 @@ struct Group(TrivialRegisterPassable):
         ]
 
     def protocol(self) -> Int:
-        """Numbers the axes, and whether ranks mask."""
-        return (
-            self.addressing.value
-            + Int(self.has_sums)
-            + (MASKS_BIT if self.masks else 0)
-        )
+        """Numbers the axes, and whether ranks mask or weights come late."""
+        var axes = self.addressing.value + Int(self.has_sums)
+        var late = LATE_WEIGHTS_BIT if self.late_weights else 0
+        return axes + (MASKS_BIT if self.masks else 0) + late
 
     def is_combine(self) -> Bool:
         return self.dispatch_msg_bytes == 0
 
     def is_by_rank(self) -> Bool:
         """Returns whether dispatch sends a token once per rank."""
-        return (
-            self.addressing == Addressing.BY_RANK
-            or self.addressing == Addressing.TO_ALL
-            or self.addressing == Addressing.TO_RANKS
-        )
+        return self.addressing != Addressing.BY_EXPERT
 
     def sends_to_all(self) -> Bool:
         return self.addressing == Addressing.TO_ALL
@@ -301,7 +303,6 @@ struct Group(TrivialRegisterPassable):
         return rank * self.n_local_experts() + local_expert
 
     def expert_of_pair(self, rank: Int, pair: Int) -> Int:
-        """Names the expert of a (local expert, source rank) pair of a rank."""
         return self.expert_id(rank, pair // self.n_ranks)
 
     def n_shared_max(self) -> Int:
@@ -318,7 +319,6 @@ struct Group(TrivialRegisterPassable):
         return self.choice(self.max_tokens_per_rank, 0)
 
     def pair(self, local_expert: Int, src_rank: Int) -> Int:
-        """Numbers the (local expert, source rank) pairs."""
         return local_expert * self.n_ranks + src_rank
 
     def n_pairs(self) -> Int:
@@ -327,8 +327,6 @@ struct Group(TrivialRegisterPassable):
     def expert_capacity(self) -> Int:
         """Counts the rows that a local expert can get."""
         return self.n_ranks * self.max_tokens_per_rank
-
-    # ------------------------------------------------- inside dispatch buffers
 
     def entry_offset(self, src_rank: Int, choice: Int) -> Int:
         """Locates an entry: a word, or two with a router weight."""
@@ -379,15 +377,12 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_count_offset(self.n_pairs() + reader_rank)
 
     def dispatch_n_tokens_offset(self, src_rank: Int) -> Int:
-        """Locates a source's number of tokens, among the dispatch counts."""
         return self.dispatch_done_offset(self.n_ranks + src_rank)
 
     def heartbeat_offset(self, rank: Int) -> Int:
         if self.is_by_rank():
             return self.dispatch_n_tokens_offset(self.n_ranks + rank)
         return self.dispatch_done_offset(self.n_ranks + rank)
-
-    # -------------------------------------------------- inside combine buffers
 
     def combine_message_offset(
         self, token_idx: Int, k: Int, owner_rank: Int = 0
@@ -404,13 +399,16 @@ struct Group(TrivialRegisterPassable):
             owner_rank * self.max_tokens_per_rank + token_idx
         ) * self.combine_msg_bytes
 
+    def late_weight_offset(self, src_rank: Int, choice: Int) -> Int:
+        """Locates the word of a choice's weight, behind the partial sums."""
+        var place = src_rank * self.n_choices() + choice
+        return self.partial_offset(self.n_ranks, 0) + place * ENTRY_BYTES
+
     def combine_count_offset(self, expert_id: Int) -> Int:
         return expert_id * FLAG_BYTES
 
     def combine_done_offset(self, reader_rank: Int) -> Int:
         return self.combine_count_offset(self.n_experts + reader_rank)
-
-    # ---------------------------------------------------- sizes of the buffers
 
     def dispatch_send_bytes(self) -> Int:
         if self.is_by_rank():
@@ -427,15 +425,13 @@ struct Group(TrivialRegisterPassable):
 
     def combine_recv_bytes(self) -> Int:
         if self.has_sums:
-            return self.partial_offset(self.n_ranks, 0)
+            return self.late_weight_offset(self.n_ranks if self.late_weights else 0, 0)
         if self.masks:
             return self.combine_message_offset(0, 0, self.n_ranks)
         return self.combine_message_offset(self.max_tokens_per_rank, 0)
 
     def combine_counts_bytes(self) -> Int:
         return self.combine_done_offset(self.n_ranks)
-
-    # ------------------------------------------------- where the buffers begin
 
     def dispatch_recv_offset(self) -> Int:
         return round_up(self.dispatch_send_bytes(), BUFFER_ALIGN)
@@ -453,9 +449,7 @@ struct Group(TrivialRegisterPassable):
         )
 
     def dispatch_counts_from_combine_counts(self) -> Int:
-        """Locates the dispatch counts from the combine counts: a negative number.
-
-        It is the same for any size of dispatch messages.
+        """Locates the dispatch counts from the combine counts, whatever messages are.
         """
         return self.dispatch_counts_offset() - self.combine_counts_offset()
 
@@ -476,7 +470,6 @@ struct Group(TrivialRegisterPassable):
 
     @always_inline
     def buffer_offset(self, buffer: Int) -> Int:
-        """Locates one of `Buf`."""
         if buffer == Buf.DISPATCH_SEND:
             return 0
         if buffer == Buf.DISPATCH_RECV:
@@ -591,6 +584,12 @@ struct Group(TrivialRegisterPassable):
                 words.await_on_gpu(COMBINE_WAIT, Which.TOKENS)
                 if on_gpu:
                     words.holds = Holds.DATA
+        elif kind == 12:
+            if self.late_weights:
+                var n, at = self.n_choices(), self.late_weight_offset(0, 0)
+                words.add("router weight", back_recv, at, n * ENTRY_BYTES)
+                words.each(n, ENTRY_BYTES)
+                words.await_sent(COMBINE_ASYNC, Which.SOME if on_gpu else Which.EACH)
         else:
             comptime assert kind == N_KINDS - 1
             if self.masks:

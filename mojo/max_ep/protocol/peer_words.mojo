@@ -168,6 +168,12 @@ struct PeerWords(TrivialRegisterPassable):
         self.step = receives - Int(self.on_gpu)
 
     @always_inline
+    def await_sent(mut self, phase: Int, which: Int):
+        """Says that an *async* phase awaits what has been sent of its generation."""
+        self.await_in(phase, which)
+        self.step += 1
+
+    @always_inline
     def await_on_gpu(mut self, phase: Int, which: Int):
         if self.on_gpu:
             self.await_in(phase, which)
@@ -192,4 +198,5 @@ struct PeerWords(TrivialRegisterPassable):
     @always_inline
     def is_done_word(self) -> Bool:
         """Returns whether they say what a peer has read, not what it has sent."""
-        return self.phase == DISPATCH_ASYNC or self.phase == COMBINE_ASYNC
+        var is_async = self.phase == DISPATCH_ASYNC or self.phase == COMBINE_ASYNC
+        return is_async and self.step == -Int(self.on_gpu)
