@@ -134,6 +134,7 @@ def test_decisions_are_short():
     for path in decisions:
         lines = path.read_text().splitlines()
         assert len(lines) <= MOST_LINES_OF_A_DECISION, name_of(path)
+        assert f"(decisions/{path.name})" in (DOCS / "index.md").read_text()
 
 
 def test_readme_commands_are_run():
