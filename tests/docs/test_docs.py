@@ -169,6 +169,13 @@ def test_formats_have_their_names():
     assert re.findall(r"^\| [^|]+ \| `(\w+)` \| ", text, re.M)[: len(BY_NAME)] == [*BY_NAME]
 
 
+def test_environment_variables_are_listed():
+    listed = set(re.findall(r"`(MAX_EP_\w+)`", (DOCS / "install.md").read_text()))
+    files = (ROOT / "max_ep").rglob("*.py")
+    named = {x for f in files for x in re.findall(r'"(MAX_EP_\w+)"', f.read_text())}
+    assert listed == named - {"MAX_EP_SHMEM_MODULES"}  # which max_ep sets
+
+
 def sources() -> str:
     files = [*MOJO_FILES, *PYTHON_FILES]
     return "\n".join(path.read_text() for path in files if path != Path(__file__))
