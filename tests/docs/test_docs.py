@@ -389,6 +389,13 @@ def test_programs_to_copy_are_listed():
     assert programs - {"__init__.py"} == set(listed)
 
 
+def test_where_gpu_ranks_wait_is_listed():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (row,) = re.findall(r"^\| where a GPU rank waits \| (.*)", text, re.M)
+    wait = {f.name for f in MOJO_FILES if "give_up_if_late" in f.read_text()}
+    assert wait == set(re.findall(r"(\w+\.mojo)`", row))
+
+
 def test_what_only_test_all_runs_is_listed():
     """A test that is skipped in `make test` has a row that says why."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
