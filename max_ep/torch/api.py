@@ -24,6 +24,13 @@ class Buffer(Member):
 
     Memory is allocated, and kernels are built, by the first call with new sizes; all
     ranks make it at the same time. All ranks make the same calls in the same order.
+    In shapes ``n_local`` are the experts of a rank, and ``cap`` is
+    ``num_max_dispatch_tokens_per_rank``.
+
+    A wrong argument raises a ``TypeError`` or ``ValueError`` before a launch, what is
+    not supported a ``NotImplementedError``. A rank that does not come is named by a
+    ``TimeoutError`` or ``RuntimeError``, on GPUs perhaps of a later call
+    (docs/pytorch.md#errors).
 
     Example:
         >>> buffer = Buffer(dist.group.WORLD, low_latency_mode=True)
@@ -136,9 +143,10 @@ class Buffer(Member):
             of_forks: What forks of DeepEP take, refused unless it is None or False.
 
         Returns:
-            Rows ``[n_local, n_ranks * cap, hidden]`` (with FP8 a pair, scales behind
-            them); rows of each expert, int32 ``[n_local]``; the handle; the event; the
-            hook, or None.
+            Rows ``[n_local, n_ranks * cap, hidden]``; with FP8 a pair of them and
+            scales ``[n_local, n_ranks * cap, hidden / 128]`` float32, with UE8M0 int32
+            ``[..., hidden / 512]``; rows of each expert, int32 ``[n_local]``; the
+            handle; the event; the hook, or None.
         """
         if of_forks:
             refuse_arguments("low_latency_dispatch", of_forks)

@@ -28,7 +28,12 @@ class ElasticBuffer(Member):
 
     The first call with new sizes builds kernels and allocates memory for the
     constructor's ``num_max_tokens_per_rank``; smaller calls use them. All ranks make
-    the same calls in the same order.
+    the same calls in the same order. In shapes ``n_local`` are the experts of a rank.
+
+    A wrong argument raises a ``TypeError`` or ``ValueError`` before a launch, what is
+    not supported a ``NotImplementedError``. A rank that does not come is named by a
+    ``TimeoutError`` or ``RuntimeError``, on GPUs perhaps of a later call
+    (docs/pytorch.md#errors).
 
     Example:
         >>> buffer = ElasticBuffer(group, num_max_tokens_per_rank=128, hidden=7168)
