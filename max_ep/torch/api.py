@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Buffer(Member):
     """
 
     num_sms: int = 20
+    _is_num_sms_set = False
 
     def __init__(
         self,
@@ -278,7 +280,8 @@ class Buffer(Member):
         In all three normal calls the work waits for ``previous_event``; with
         ``async_finish`` it is done on a stream of its own, and the current one waits
         when the event is asked to; ``allocate_on_comm_stream``, with the other two:
-        results are allocated on that stream. ``config`` is ignored.
+        results are allocated on that stream. ``config``: its ``num_sms`` bounds the
+        multiprocessors of a dispatch or combine.
 
         Args:
             topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``.
@@ -340,7 +343,7 @@ class Buffer(Member):
         layout = Layout(*there, topk_idx, topk_weights)
         when = When(previous_event, async_finish, allocate_on_comm_stream)
         sizes = expert_alignment, num_worst_tokens
-        with self._comm.streams.allocating(when):
+        with self._comm.streams.allocating(when), self._using_sms(config):
             return self._normal.dispatch(x, handle, layout, *sizes, when)
 
     @not_compiled
@@ -368,8 +371,15 @@ class Buffer(Member):
             the event.
         """
         when = When(previous_event, async_finish, allocate_on_comm_stream)
-        with self._comm.streams.allocating(when):
+        with self._comm.streams.allocating(when), self._using_sms(config):
             return self._normal.combine(x, handle, topk_weights, bias, when)
+
+    def _using_sms(self, config: Config | None) -> AbstractContextManager[None]:
+        """Bounds the multiprocessors of a normal call, as asked."""
+        if config is None:
+            config = Buffer.get_dispatch_config(self.group_size)
+        n = 0 if config.asks_for_all else config.num_sms
+        return self._comm.using_sms(checked_int("max_ep: config.num_sms", n, 0))
 
     # ----------------------------------------------------------- around the calls
 
@@ -393,11 +403,14 @@ class Buffer(Member):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Takes an even number, and ignores it."""
+        """Bounds the multiprocessors that normal calls use, by an even number; 0: all.
+
+        Until it is called they use all, unless a :class:`Config` is passed.
+        """
         n = checked_int("max_ep: new_num_sms", new_num_sms, 0)
         if n % 2 != 0:
             refuse("new_num_sms", f"={n} is odd; pass an even number")
-        Buffer.num_sms = n
+        Buffer.num_sms, Buffer._is_num_sms_set = n, True
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -406,8 +419,8 @@ class Buffer(Member):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Returns a configuration; it changes nothing."""
-        return Config(Buffer.num_sms)
+        """Returns a configuration with what :meth:`set_num_sms` was given."""
+        return Config(Buffer.num_sms, asks_for_all=not Buffer._is_num_sms_set)
 
     get_combine_config = get_dispatch_config
 

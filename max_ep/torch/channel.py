@@ -56,6 +56,7 @@ class Region:
         )
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
+        self._n_sms = 0  # as the library knows it
         self.use: object = None  # identifies the last dispatch
         # Whether a CUDA graph captured that, or any before: replays dispatch, too.
         self.is_captured = self.was_captured = False
@@ -87,6 +88,9 @@ class Region:
 
     def _phase(self, function: Callable[..., int], form: int, given: bytes) -> None:
         """Launches a phase, in one launch where that can be."""
+        if self.comm.n_sms != self._n_sms:
+            self._n_sms = self.comm.n_sms
+            self.library.use_sms(self.handle, self._n_sms)
         # Blocks could wait for those of a rank that have no place to run.
         if form == BOTH and self.comm.shares_gpu:
             self._launch(function, SEND, given)

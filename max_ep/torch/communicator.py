@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -23,6 +24,8 @@ from .streams import Streams
 from .tables import allocator
 
 _CHECK_EVERY_S = 0.1
+SOME_SMS = 24
+"""Multiprocessors that leave most of a GPU to others, and still fill its links."""
 RESET = "Call Buffer.reset() in every process, or restart the group."
 
 
@@ -105,6 +108,7 @@ class Communicator:
         self.failure = ""  # what calls raise
         self.has_ended = False  # so that reset() cannot help
         self.next_check = 0.0
+        self.n_sms = 0  # most multiprocessors of a launch; 0: all
         self.regions: list[Region] = []
         self.latest: Settings | None = None  # of low-latency calls, as others know
         ranks = group and tuple(dist.get_process_group_ranks(group))
@@ -125,6 +129,21 @@ class Communicator:
         """Raises what has failed, until :meth:`reset`."""
         if self.failure:
             raise RuntimeError(self.failure)
+
+    def most_sms(self) -> int:
+        """Returns the multiprocessors of this rank's GPU; on CPU a number above 0."""
+        if not self.is_gpu:
+            return SOME_SMS
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @contextlib.contextmanager
+    def using_sms(self, n: int) -> Iterator[None]:
+        """Lets launches use at most so many multiprocessors; 0: all."""
+        self.n_sms = n
+        try:
+            yield
+        finally:
+            self.n_sms = 0
 
     def check_handle(
         self, handle: Any, kind: type, maker: str, of_group: bool = False

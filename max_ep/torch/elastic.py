@@ -31,9 +31,6 @@ from .normal_layout import bytes_of_row, check_ids, scales_of_row
 from .streams import EventHandle, EventOverlap, When, check_event, wait_for
 from .sums import EXPANDED, PLAIN, Routing
 
-NUM_SMS = 24
-"""What handles report if a caller does not say."""
-
 
 class Sizes(NamedTuple):
     """Sizes of a dispatch, as far as its caller gives them."""
@@ -80,6 +77,7 @@ class Elastic:
         comm, events = self._comm, (when.after, later)
         comm.raise_failure()
         self._check_device()
+        checked_int("max_ep: num_sms", form.num_sms, 0)
         x, scales = checked_x(comm, x)
         row_bytes = bytes_of_row(comm, x, None)
         n_scales = scales_of_row(comm, scales, x)
@@ -125,7 +123,8 @@ class Elastic:
 
         def work() -> None:
             sent = sums.joined(x, scales)
-            sums.dispatch(channel, routing, sent, topk_weights, to, topk_idx)
+            with comm.using_sms(form.num_sms):
+                sums.dispatch(channel, routing, sent, topk_weights, to, topk_idx)
             if stats is not None:
                 stats.add_(handle.num_unaligned_recv_tokens_per_expert)
 
@@ -145,9 +144,11 @@ class Elastic:
         bias: torch.Tensor | tuple[torch.Tensor, ...] | None,
         when: When,
         later: Any,
+        num_sms: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Checks a combine, and launches it."""
         comm, events = self._comm, (when.after, later)
+        num_sms = checked_int("max_ep: num_sms", num_sms, 0)
         self._check_device()
         routing = checked_handle(comm, handle)
         comm.check_tensor("x", x, torch.bfloat16, (routing.n_rows, None), True)
@@ -186,9 +187,10 @@ class Elastic:
         channel, *back = sums.open_channels(self._channels, *wanted)
 
         def work() -> None:
-            sums.combine(channel, routing, x, y, biases)
-            if back:
-                weights.copy_(sums.combine_weights(back[0], routing, topk_weights))
+            with comm.using_sms(num_sms):
+                sums.combine(channel, routing, x, y, biases)
+                if back:
+                    weights.copy_(sums.combine_weights(back[0], routing, topk_weights))
 
         tensors = (x, y, topk_weights, weights, *biases, *routing.tensors())
         event = self._run(work, tensors, events, when)
@@ -254,5 +256,5 @@ class Elastic:
         n_rows = n_worst_rows(rows, comm.n_ranks, n_local, most, top_k, alignment)
         ids = torch.empty_like(topk_idx) if form.copies_ids else topk_idx
         of_routing = n_experts, top_k, alignment, n_tokens, n_rows, cap
-        num_sms = checked_int("max_ep: num_sms", form.num_sms, 0) or NUM_SMS
+        num_sms = form.num_sms or comm.most_sms()
         return EPHandle(Routing(comm, rows, *of_routing, ids), most, num_sms)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..limits import MAX_OF_ENTRY, checked_int
-from .elastic import NUM_SMS, Elastic, Form, Sizes
+from .communicator import SOME_SMS
+from .elastic import Elastic, Form, Sizes
 from .elastic_handle import EPHandle
 from .elastic_layout import (
     MOST,
@@ -74,6 +75,8 @@ class ElasticBuffer(Member):
             hidden: Only for ``num_bytes``, as ``num_topk`` and ``use_fp8_dispatch``.
             allow_multiple_reduction: Whether the sum of a rank's expanded rows is
                 rounded to bfloat16 on its way; otherwise it goes in float32.
+            prefer_overlap_with_compute: Whether :meth:`get_theoretical_num_sms` returns
+                few. Without ``num_sms`` calls use all multiprocessors either way.
             explicitly_destroy: Whether only :meth:`destroy` frees the memory.
             timeout_s: How long a rank waits for another, at most a day; None:
                 ``MAX_EP_TIMEOUT_S``, or 30.
@@ -94,6 +97,7 @@ class ElasticBuffer(Member):
         self.hidden, self.num_topk = hidden, num_topk
         self.use_fp8_dispatch, self.deterministic = use_fp8_dispatch, True
         self.allow_hybrid_mode = allow_hybrid_mode
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.allow_multiple_reduction = rounds
         self.num_ranks, self.rank_idx = self._comm.n_ranks, self._comm.rank
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self._comm.rank
@@ -140,7 +144,8 @@ class ElasticBuffer(Member):
                 constructor's.
             expert_alignment: What counts are rounded up to, and where expanded rows of
                 an expert begin; None: 1.
-            num_sms: Reported as ``handle.num_sms``.
+            num_sms: The most multiprocessors that kernels use; 0: all. The handle
+                reports it.
             num_qps: Ignored.
             previous_event: What the work waits for; None: the current stream.
             previous_event_before_epilogue: The same.
@@ -196,7 +201,7 @@ class ElasticBuffer(Member):
             topk_weights: float32 ``[n_rows, top_k]``, expanded ``[n_rows]``, to be
                 brought back.
             bias: One or two bfloat16 ``[n_tokens, hidden]``, added in float32.
-            num_sms: Ignored, as ``num_qps``.
+            num_sms: As in dispatch.
             num_qps: Ignored.
             previous_event: As in dispatch, and the next ones.
             previous_event_before_epilogue: As in dispatch.
@@ -212,7 +217,7 @@ class ElasticBuffer(Member):
         when = When(previous_event, is_async, allocate_on_comm_stream)
         given = x, handle, topk_weights, bias, when, previous_event_before_epilogue
         with self._comm.streams.allocating(when):
-            return self._elastic.combine(*given)
+            return self._elastic.combine(*given, num_sms)
 
     # ----------------------------------------------------------- around the calls
 
@@ -234,8 +239,9 @@ class ElasticBuffer(Member):
         return EventHandle()
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
-        """Returns a number to pass on; kernels have a block on each multiprocessor."""
-        return NUM_SMS
+        """Returns what to pass as ``num_sms``: all multiprocessors, or few if the
+        constructor was told to ``prefer_overlap_with_compute``."""
+        return SOME_SMS if self.prefer_overlap_with_compute else self._comm.most_sms()
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Returns 0: ranks of a host have no queue pairs."""

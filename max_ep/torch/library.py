@@ -45,6 +45,7 @@ _FUNCTIONS = {
     "sizes": (I32, [I64, I32]),
     "open": (I64, [I32, I32, I32, I64, I64]),
     "connect": (None, [I64, I64]),
+    "use_sms": (None, [I64, I32]),
     "clear": (I32, [I64]),
     "close": (None, [I64]),
     "last_error": (I32, [I64, I64, I32]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -84,14 +84,16 @@ def wait_for(event: Any) -> None:
 
 @dataclass
 class Config:
-    """DeepEP's performance knobs. They are kept, and change nothing here: kernels
-    have a block on each multiprocessor."""
+    """DeepEP's performance knobs. ``num_sms`` bounds the multiprocessors of a call; the
+    others change nothing here."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+    asks_for_all: bool = field(default=False, kw_only=True)
+    """Whether nobody chose ``num_sms``: the call then uses all multiprocessors."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Returns about what a rank of 4096 tokens takes: rows out, and rows back.

@@ -160,6 +160,8 @@ struct Rank(Movable):
     """`[dispatch, combine][send, recv, counts][rank]`."""
     var queue: Queue
     var queue_address: Int
+    var n_sms: Int
+    """Most multiprocessors that the next launches may use; 0: all."""
     var error: String
 
     def __init__(
@@ -177,6 +179,7 @@ struct Rank(Movable):
         self.addresses = Array[UInt64, 6 * N_RANKS](fill=0)
         self.queue = Queue(self.context)
         self.queue_address = -1
+        self.n_sms = 0
         self.error = String()
 
     def failed(mut self, error: Error) -> Int32:
@@ -188,6 +191,7 @@ struct Rank(Movable):
         if address != self.queue_address:
             self.queue = Queue(self.context, address)
             self.queue_address = address
+        self.queue.n_sms = self.n_sms
         return self.queue.copy()
 
     def clear(self) raises:
@@ -266,6 +270,12 @@ def max_ep_connect(handle: Int, regions: Int) abi("C"):
             rank.addresses[i * N_RANKS + peer] = bases[unsafe_offset=peer] + UInt64(
                 REGION.buffer_offset(i)
             )
+
+
+@export
+def max_ep_use_sms(handle: Int, n_sms: Int32) abi("C"):
+    """Lets later launches use so many multiprocessors at most; 0: all."""
+    _rank(handle)[].n_sms = Int(n_sms)
 
 
 @export

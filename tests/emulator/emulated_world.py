@@ -90,6 +90,8 @@ class World:
     trials: Trials | None = None
     """What is tried in its kernels."""
 
+    n_blocks = N_BLOCKS
+
     def __init__(self, name: str, timeout_ms=LONG_MS, finds_races=True):
         lines = (compiled("emulated.mojo") / "printed").read_text().splitlines()
         (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
@@ -146,7 +148,7 @@ class World:
 
     def run(self, phase: str, params: dict[int, list[int]]) -> None:
         made = kernel(f"{phase}.{self.name}", trials=self.trials)
-        shape = N_BLOCKS, N_THREADS
+        shape = self.n_blocks, N_THREADS
         self._enqueue(
             {rank: Launch(made, [words(*x)], *shape) for rank, x in params.items()}
         )
@@ -170,7 +172,7 @@ class World:
         # There several warps settle the same count, or count the same rows.
         lets_equal = self.name in ("masks", "drops")
         how = self.unwatched, lets_equal
-        found = Races(len(queues), N_BLOCKS, N_THREADS, *how)
+        found = Races(len(queues), self.n_blocks, N_THREADS, *how)
         how = self.seed, is_even, found if self.finds_races else None
         n_idle = IDLE_ROUNDS if is_even else IDLE_ROUNDS_FOR_EVER
         run(queues.values(), self.memory, self.clock, *how, n_idle)

@@ -207,6 +207,23 @@ def test_given_rows(name: str) -> None:
         given.check_results()
 
 
+@pytest.mark.parametrize("n_blocks", [1, 5])
+@pytest.mark.parametrize("name", ["plain_many", "expanded"])
+def test_any_grid_will_do(name: str, n_blocks: int) -> None:
+    """A caller bounds the multiprocessors (``num_sms``): one block does all, or several
+    have little."""
+    world = World(name)
+    world.n_blocks = n_blocks
+    for i, counts in enumerate([[3, 70, 9], [1, 0, 2]]):
+        given = Given(world, counts, i)
+        with world.without_waiting():
+            given.dispatch(in_columns=False)
+        given.check_rows()
+        with world.without_waiting():
+            given.combine(n_biases=0)
+        given.check_results()
+
+
 def test_all_gather() -> None:
     """Every rank gets every token, with what its router chose."""
     world, top_k = World("gather"), 4

@@ -229,6 +229,19 @@ def handles(buffer: ElasticBuffer) -> None:
         if i == 4:
             sent = dict(topk_weights=case.weights, handle=handle)
             check(*buffer.dispatch(case.x, **sent)[:4])
+    _check_num_sms(buffer, cases[0])
+
+
+def _check_num_sms(buffer: ElasticBuffer, case: Case) -> None:
+    """The library learns how many multiprocessors a call may use, 0: all."""
+    for asked in (8, 0, 24):
+        rows, ids, weights, handle, _ = case.dispatch(num_sms=asked)
+        region = handle._routing.region
+        assert region._n_sms == asked
+        assert handle.num_sms == (asked or buffer._comm.most_sms())
+        made = case.run_experts(rows, ids, weights, handle)
+        case.check_result(buffer.combine(made, handle, num_sms=4)[0])
+        assert region._n_sms == 4
 
 
 def sizes(buffer: ElasticBuffer) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from max_ep import reference
-from max_ep.torch import Buffer
+from max_ep.torch import Buffer, Config
 from tests.oracle.row_layouts import pad
 
 E, K, H, CAP = 8, 3, 256, 32
@@ -212,7 +212,11 @@ def normal(buffer: Buffer, is_fp8: bool = False) -> None:
         assert bool((worst[1][len(want) :] == -1).all())
         later = dict(async_finish=True, allocate_on_comm_stream=True)
         event = buffer.capture()
-        plain = buffer.dispatch(x, **layout, **later, previous_event=event)
+        few = dict(config=Config(num_sms=8))
+        plain = buffer.dispatch(x, **layout, **later, **few, previous_event=event)
+        used = {region._n_sms for channel in buffer._channels.opened.values()
+                for region in channel.regions}  # fmt: skip
+        assert used == {0, 8}
         with plain[5]:
             pass
         assert torch.equal(plain[0], want) and plain[1] is None and plain[3] == n_of

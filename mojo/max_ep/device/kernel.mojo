@@ -53,16 +53,17 @@ def kernel_entry[
         phase.run[sends, receives]()
 
 
-def n_blocks[group: Group](context: DeviceContext) raises -> Int:
-    """Decides the grid: a block for each multiprocessor, at most `n_sms`, so that all are
-    resident at once. The device may have fewer than the one compiled for."""
+def n_blocks[group: Group](queue: Queue) raises -> Int:
+    """Decides the grid: a block for each multiprocessor, at most `n_sms` of the group and
+    of the queue, so that all are resident at once. The device may have fewer than the one
+    compiled for."""
     var n = min(
         materialize[DeviceContext.default_device_info.sm_count](),
-        context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
+        queue.context.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
     )
     comptime if group.n_sms > 0:
         n = min(n, group.n_sms)
-    return n
+    return min(n, queue.n_sms) if queue.n_sms > 0 else n
 
 
 struct Queue(Copyable):
@@ -71,11 +72,14 @@ struct Queue(Copyable):
     var context: DeviceContext
     var external: Optional[DeviceStream]
     """A caller's queue; None: the context's own."""
+    var n_sms: Int
+    """Most multiprocessors that a launch may use; 0: all."""
 
     @implicit
     def __init__(out self, context: DeviceContext):
         self.context = context
         self.external = None
+        self.n_sms = 0
 
     def __init__(out self, context: DeviceContext, address: Int) raises:
         """Takes a caller's queue; address 0 is CUDA's default stream."""
@@ -83,6 +87,7 @@ struct Queue(Copyable):
         self.external = context.create_external_stream(
             Optional(MutPointer[NoneType](unsafe_from_address=address))
         )
+        self.n_sms = 0
 
     def stream(self) raises -> DeviceStream:
         if self.external:
@@ -98,7 +103,7 @@ def enqueue[
     comptime if P.group.uses_shmem():
         register_module(function, queue.context)
     var attributes = pdl_launch_attributes(PDLLevel.ON)
-    var grid = n_blocks[P.group](queue.context)
+    var grid = n_blocks[P.group](queue)
     comptime if input_scales:
         if queue.external:
             raise Error("max_ep: input scales go to the context's own queue only")
