@@ -18,6 +18,8 @@ from transformers import AutoConfig
 from graphs.serve.checkpoint import make_checkpoint
 from max_ep import EPConfig
 from max_ep.balance import Placement, plan
+from max_ep.checkpoint import check_config, config_in
+from max_ep.limits import BALANCE_VARIABLE
 from max_ep.moe_shape import MoeShape
 from max_ep.serve import deepseek_v3, settings, source
 from max_ep.serve.model import CheckedConfig
@@ -188,6 +190,32 @@ def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
     Placement(PLACEMENT.phy2log, 2).save(tmp_path / "plan.npz")
     with pytest.raises(ValueError, match="16 experts on 2 ranks.*served are 16 on 4"):
         _config(_flags(256, True))
+
+
+def test_experts_that_move_have_room(tmp_path, monkeypatch):
+    """Replicas, and places for one layer more, are in the memory plan; without a
+    placement each layer has its own replicas, spread evenly."""
+    make_checkpoint(tmp_path / "tiny", "tiny")
+    checked = check_config(config_in(tmp_path / "tiny"))
+    monkeypatch.setattr(settings, "config_of", lambda _: checked)
+    flags, planned = _flags(64, True), []
+    for seconds in ("", "60"):
+        monkeypatch.setenv(BALANCE_VARIABLE, seconds)
+        config = _config(flags)
+        of_group = sum(settings.rank_bytes(config, SHAPE))
+        whole = _planner().estimate_activation_memory(flags, HUGGINGFACE)
+        planned.append(whole - 4 * of_group)
+    n_layers, of_expert = 2, 3 * 64 * 32 * 4
+    assert planned == [0, 4 * ((n_layers + 1) * 5 - n_layers * 4) * of_expert]
+    assert (config.n_experts, config.max_replicas) == (20, 4)
+    placed = Placement(config.eplb_phy2log_plan, 4)
+    assert len(placed.phy2log) == n_layers and placed.logcnt.sum(1).tolist() == [20, 20]
+    monkeypatch.setitem(checked, "num_hidden_layers", 5)
+    assert len(_config(flags).eplb_phy2log_plan) == 5
+    one = _flags(64, True)
+    one.runtime.ep_size = 1
+    with pytest.raises(ValueError, match="MAX_EP_BALANCE is set, but one rank has all"):
+        _config(one)
 
 
 def _planner() -> settings.ExpertParallelPlanner:
