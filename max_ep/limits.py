@@ -68,6 +68,10 @@ BALANCE_VARIABLE = "MAX_EP_BALANCE"
 """Environment variable of served models, for seconds between two looks at what experts
 receive; unset or empty: experts stay where they are."""
 
+LINK_VARIABLE = "MAX_EP_LINK"
+"""Environment variable for tests of CPU ranks, ``ranks of a host:seed``: processes of
+one machine stand for several hosts, which a link joins that is as bad as a network."""
+
 TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
 """Environment variable for ``timeout_s``; unset or empty: 30. Of programs that make no
 ``EPConfig``: those of PyTorch, and served models."""
@@ -117,6 +121,23 @@ def timeout_s_of_environment() -> float:
     with contextlib.suppress(ValueError):  # which the check names
         text = float(text)
     return checked_timeout_s(text, TIMEOUT_VARIABLE)
+
+
+def link_of_environment(n_ranks: int, n_local: int) -> tuple[int, int]:
+    """Returns how many ranks a host has that tests stand for, and the seed of the link;
+    without the variable all ranks."""
+    text = os.environ.get(LINK_VARIABLE)
+    if not text:
+        return n_ranks, 0
+    ranks, _, seed = text.partition(":")
+    n = int(ranks) if ranks.isdecimal() else 0
+    if not seed.isdecimal() or n == 0 or n_ranks % n or n % n_local:
+        raise ValueError(
+            f"max_ep: {LINK_VARIABLE}={shown(text)} must be RANKS:SEED, the ranks of a "
+            f"host, which divide the group's {n_ranks} and which the {n_local} of a "
+            "process divide, and a number; unset it: it is for tests"
+        )
+    return n, int(seed)
 
 
 def fp8_takes(n: int, k: int) -> bool:

@@ -113,6 +113,7 @@ def check_sizes(config: ConfigFields) -> None:
             f"ranks_per_gpu={config.ranks_per_gpu} must divide n_gpus_per_node="
             f"{config.n_gpus_per_node}, the ranks of this process"
         )
+    spans_hosts = config.spans_hosts  # which reads the environment
     is_apart = config.target == "gpu" and config.n_nodes > 1
     if is_apart and not config.uses_shmem and config.n_gpus_per_node > 1:
         raise ValueError(
@@ -125,7 +126,7 @@ def check_sizes(config: ConfigFields) -> None:
             "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
         )
     sends_to_some = not (config.router_top_k or config.use_allreduce)
-    if config.masks and (config.uses_shmem or not sends_to_some):
+    if config.masks and (spans_hosts or not sends_to_some):
         raise ValueError(
             "on_timeout='mask' is for one host, and neither for an all-gather nor for "
             "use_allreduce=True; pass 'raise'"
@@ -178,6 +179,11 @@ def check_all_gather(config: ConfigFields) -> None:
         ("output_layout", "packed"),
     ):
         value = getattr(config, field)
+        if config.router_top_k and config.spans_hosts:
+            raise ValueError(
+                f"an all-gather with n_nodes={config.n_nodes}: it reaches the ranks of "
+                "one host only; pass n_nodes=1, or use EPBatchManager"
+            )
         if config.router_top_k and value != wanted:
             raise ValueError(
                 f"an all-gather with {field}={value!r}: it sends each token to all "

@@ -15,7 +15,7 @@ from max.nn.quant_config import QuantConfig
 
 from ..extension import region_sizes
 from ..formats import TokenFormat, format_of, on_target
-from ..limits import GROUP_VARIABLE, START_TIMEOUT_S, is_integer
+from ..limits import GROUP_VARIABLE, START_TIMEOUT_S, is_integer, link_of_environment
 
 
 @dataclass
@@ -246,6 +246,20 @@ class ConfigFields:
         return self.target == "gpu" and self.n_nodes > 1 and not is_one_host
 
     @property
+    def ranks_per_host(self) -> int:
+        """Ranks that write into each other's memory; a link reaches the others."""
+        if self.uses_shmem:
+            return self.n_gpus_per_node
+        if self.target == "cpu" and self.n_nodes > 1:
+            return link_of_environment(self.n_ranks, self.n_gpus_per_node)[0]
+        return self.n_ranks
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the ranks of the group are on several hosts."""
+        return self.ranks_per_host < self.n_ranks
+
+    @property
     def n_local_devices(self) -> int:
         """Devices of this process."""
         return 1 if self.target == "cpu" else self.n_gpus_per_node // self.ranks_per_gpu
@@ -298,11 +312,19 @@ class ConfigFields:
             "top_k": self.top_k,
             "hidden_size": self.hidden_size,
             "router_top_k": self.router_top_k,
+            "n_mapped": self._n_mapped(),
             "partial_block": partial.scale_block if partial else 0,
         }
         words = ["to_all" if self.router_top_k else self.protocol, self.combine_mode]
         words += [f"{name}={number}" for name, number in numbers.items()]
         return [*words, "masks"] if self.masks else words
+
+    def _n_mapped(self) -> int:
+        """Counts the ranks whose memory kernels map. CPU ranks find out when they run:
+        one graph serves hosts of any number of ranks."""
+        if not self.spans_hosts:
+            return self.exchange_ranks
+        return 1 if self.target == "cpu" else self.ranks_per_host
 
     def get_max_recv_tokens(self) -> int:
         """Returns the most rows one rank can receive; see ``n_output_rows``."""

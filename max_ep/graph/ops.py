@@ -69,8 +69,7 @@ def call_op(
 
 def group_of_ops(config: EPConfig) -> list[str]:
     """Describes the group to an op, in the words that ``op_config.mojo`` reads."""
-    n_mapped = config.n_gpus_per_node if config.uses_shmem else config.exchange_ranks
-    numbers = f"n_mapped={n_mapped}", f"n_sms={config.n_sms}"
+    numbers = [f"n_sms={config.n_sms}"]
     flags = {
         "padded": config.is_padded,
         "fused_shared_expert": config.fused_shared_expert,

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 from max.driver import CPU, Buffer
 
-from ..limits import NUM_GROUPS, is_integer
+from ..limits import NUM_GROUPS, is_integer, link_of_environment
 from ..processes.membership import MEMBER, Decision, Membership, RankExpelled, notes_of
 from ..waits import Words, at_address, named, place
+from .link import Link
 from .local_ranks import LocalRanks
 
 
@@ -25,6 +27,7 @@ class MaskedRanks:
 
     def __init__(self, local: LocalRanks, memory: Any) -> None:
         self.config, self.local, self._memory = local.config, local, memory
+        self._link: Link | None = None
         self._members: Membership | None = None
         """The processes' agreement on who is in the group, if there is one."""
         n_ranks = self.config.n_ranks
@@ -44,9 +47,22 @@ class MaskedRanks:
         elif config.masks:
             self._begin_or_join()
         else:
-            self._point_to(
-                range(config.n_ranks), memory.connect(config.start_timeout_s)
-            )
+            regions = memory.connect(config.start_timeout_s)
+            if config.spans_hosts and config.target == "cpu":
+                regions = self._link_to(regions)
+            self._point_to(range(config.n_ranks), regions)
+
+    def _link_to(self, regions: Sequence[int]) -> list[int]:
+        """Joins other hosts, which tests stand for, by a link; returns the addresses
+        with 0 for ranks that only it reaches."""
+        config, local = self.config, self.local
+        n, seed = link_of_environment(config.n_ranks, config.n_gpus_per_node)
+        ranks = [local.rank_of(i) for i in range(config.n_gpus_per_node)]
+        self._link = Link(ranks, regions, seed)
+        for counters, queue in zip(local.counters[0], self._link.queues().values()):
+            at = counters._data_ptr() + 4 * config.sizes().link_word
+            ctypes.c_uint64.from_address(at).value = queue
+        return [x if i // n == ranks[0] // n else 0 for i, x in enumerate(regions)]
 
     def _begin_or_join(self) -> None:
         """Begins a group that masks, with all others, or joins one that runs."""
@@ -205,6 +221,8 @@ class MaskedRanks:
         # The graph's inputs share this array: an op that finds address 0 raises
         # instead of following it.
         self._pointers[:] = 0
+        if self._link is not None:
+            self._link.close()
         try:
             # Kernels that still run write into what is freed next.
             self.local.synchronize()

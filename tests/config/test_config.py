@@ -74,7 +74,6 @@ timeout_s=-1 | timeout_s=-1; above 0
 timeout_s=float("inf") | timeout_s=inf; at most a day
 target="tpu" | 'tpu'; 'cpu'; 'gpu'
 protocol="by_node" | 'by_node'; 'auto'; 'by_rank'; 'by_expert'
-protocol="by_rank", target="gpu", n_nodes=2 | target='gpu'; n_nodes=2; by_expert
 target="gpu", n_nodes=2, ranks_per_gpu=2 | n_nodes=2; pass ranks_per_gpu=1
 on_timeout="mask", target="gpu" | on_timeout='mask' on GPUs; protocol='by_expert'
 combine_mode="tokens" | 'tokens'; 'rows'; 'sums'
@@ -274,6 +273,7 @@ def test_auto_is_by_rank_where_that_works(monkeypatch):
         (dict(combine_mode="sums"), "by_rank"),
         ({}, "by_rank"),
         (dict(target="gpu", n_nodes=2), "by_expert"),
+        (dict(target="gpu", n_nodes=2, combine_mode="sums"), "by_rank"),
         (dict(max_tokens_per_rank=65536), "by_expert"),
     ):
         assert TWO.config(protocol="auto", **changes).protocol == protocol

@@ -17,19 +17,22 @@ from max_ep.waits import n_words, named, place
 from tests.codegen.kernels import compiled, counter_word
 from tests.emulator import Clock, Emulated, Launch, Memory, Races, Trials, run
 from tests.emulator.grid import IDLE_ROUNDS, IDLE_ROUNDS_FOR_EVER
+from tests.emulator.link import Link, with_calls
 
 N_THREADS, N_BLOCKS = 320, 2
+RANKS_PER_HOST = 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
-_SPLIT = ("many", "shared", "expert", "late_split")
+_SPLIT = ("many", "shared", "expert", "late_split", "hosts_rows")
 _FUSED = "sums rows expert_shared fp8_sums late masks drops work fp8 nvfp4".split()
+_FUSED += ["hosts_sums", "hosts_expert"]
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 
 
 @functools.cache
 def text_of(name: str, program: str = "emulated.mojo") -> str:
-    return (compiled(program) / f"sm_90a.{name}.s").read_text()
+    return with_calls((compiled(program) / f"sm_90a.{name}.s").read_text())
 
 
 @functools.cache
@@ -106,7 +109,11 @@ class World:
         self.queues: dict[int, list] | None = None
         self.finds_races = finds_races
         ranks = range(s.n_ranks)
-        self.regions = [self.memory.allocate(s.region) for _ in ranks]
+        n_bytes = s.region + self.words.put_bytes
+        self.regions = [self.memory.allocate(n_bytes) for _ in ranks]
+        self.link = None
+        if name.startswith("hosts"):
+            self.link = Link(self.regions, n_bytes, RANKS_PER_HOST, len(name))
         self.counters = [self.memory.allocate(4 * s.counters) for _ in ranks]
         self.spare = [self.memory.allocate(4 * s.counters) for _ in ranks]
         # A lane loads each word of the header; launches record the last ones meanwhile.
@@ -143,8 +150,19 @@ class World:
         run([[launch]], self.memory, self.clock)
 
     def buffers(self, rank: int, recv: int, counts: int) -> list[int]:
-        found = [region + recv for region in self.regions]
-        return found + [x + counts for x in self.regions] + [self.counters[rank]]
+        mapped = self._mapped(rank)
+        found = [region + recv for region in mapped]
+        return found + [x + counts for x in mapped] + [self.counters[rank]]
+
+    def _mapped(self, rank: int) -> list[int]:
+        """Lists the regions of a rank's host."""
+        if self.link is None:
+            return self.regions
+        first = rank - rank % RANKS_PER_HOST
+        return self.regions[first : first + RANKS_PER_HOST]
+
+    def put_buffers(self, rank: int, at: int) -> list[int]:
+        return [x + self.sizes.region + at for x in self._mapped(rank)]
 
     def run(self, phase: str, params: dict[int, list[int]]) -> None:
         made = kernel(f"{phase}.{self.name}", trials=self.trials)
@@ -172,10 +190,13 @@ class World:
         # There several warps settle the same count, or count the same rows.
         lets_equal = self.name in ("masks", "drops")
         how = self.unwatched, lets_equal
-        found = Races(len(queues), self.n_blocks, N_THREADS, *how)
+        n_more = self.link.n_more if self.link else 0
+        found = Races(len(queues), self.n_blocks, N_THREADS, *how, n_more)
+        if self.link:
+            self.link.found = found if self.finds_races else None
         how = self.seed, is_even, found if self.finds_races else None
         n_idle = IDLE_ROUNDS if is_even else IDLE_ROUNDS_FOR_EVER
-        run(queues.values(), self.memory, self.clock, *how, n_idle)
+        run(queues.values(), self.memory, self.clock, *how, n_idle, self.link)
         for rank, threads in zip(queues, found.threads):
             self._check_polled(rank, set().union(*(x.polled for x in threads)))
 
@@ -241,7 +262,7 @@ class World:
             rows = {"fp8": [scales, n_rows], "nvfp4": [scales]}.get(self.name, [0] * 3)
             params[rank] = [*given, out[0], *rows, n_rows, *out[1:]]
             params[rank] += self.buffers(rank, s.dispatch_recv, s.dispatch_counts)
-            params[rank] += [0] * s.n_ranks  # put buffers
+            params[rank] += self.put_buffers(rank, 0)
             made = memory.allocate(n_rows * s.hidden * 2)
             outputs[rank] = Output(self, rank, n_rows, *out, scales, made)
         for form in forms or self.forms:
@@ -263,7 +284,7 @@ class World:
                 given.append(output.src_info)
             params[rank] = given + combined
             params[rank] += self.buffers(rank, s.combine_recv, s.combine_counts)
-            params[rank] += [0] * s.n_ranks
+            params[rank] += self.put_buffers(rank, self.words.dispatch_put_bytes)
         self._enqueue({rank: output.run_experts for rank, output in outputs.items()})
         for form in forms or self.forms:
             self.run(f"combine{form}", params)

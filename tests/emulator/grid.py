@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from . import numbers
 from .hopper import Hopper, TensorMap, mma
+from .link import Link
 from .memory import Clock, Memory
 from .races import Races, Thread, meet
 from .translation import M32, POLLS, Translation
@@ -191,6 +192,7 @@ class Emulated:
         clock: Clock,
         rank: int,
         found: Races | None,
+        link: Link | None = None,
     ) -> list[Warp]:
         blocks: list[Block] = []
         watched = found.begin(rank) if found else []
@@ -199,6 +201,7 @@ class Emulated:
             for begin, n_bytes in self._translation.shared.values():
                 shared.open(begin, n_bytes)
             block = Block(Hopper(memory, shared, launch.maps))
+            block.hopper.link = link and link.of_rank(rank)
             of_block = watched[block_idx * launch.n_threads :][: launch.n_threads]
             seen = [(memory, shared)] * launch.n_threads
             if found:
@@ -243,6 +246,7 @@ def run(
     is_even: bool = False,
     found: Races | None = None,
     idle_rounds: int = IDLE_ROUNDS,
+    link: Link | None = None,
 ) -> None:
     """Runs launches of all ranks at once, those of a queue one after another, and warps
     in an order that is drawn. A queue may have functions of the host. `is_even`: no
@@ -256,14 +260,15 @@ def run(
         for i, queue in enumerate(waiting):
             while queue and not running[i]:
                 if isinstance(launch := queue.pop(0), Launch):
-                    running[i] = launch.kernel.warps(launch, memory, clock, i, found)
+                    given = launch, memory, clock, i, found, link
+                    running[i] = launch.kernel.warps(*given)
                     for warp in running[i]:
                         warp.is_slow = random_.random() < slow_share
                 else:
                     launch()
         warps = [warp for of_queue in running for warp in of_queue]
         random_.shuffle(warps)
-        is_busy = False
+        is_busy = link is not None and link.carry(memory)
         for warp in warps:
             late = 0
             if not n_idle:  # When all poll, a slow or late one may go on.
@@ -280,3 +285,5 @@ def run(
         clock.ns += 1000 if is_busy else NS_OF_IDLE_ROUND
         if n_idle > idle_rounds:
             raise RuntimeError("the launches do not end")
+    if link is not None:
+        link.drain(memory)

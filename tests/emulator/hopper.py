@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +69,8 @@ class Hopper:
     phases: dict[int, Phases] = field(default_factory=dict)
     reads: dict[int, list] = field(default_factory=dict)
     """For each warpgroup, groups of what its `wgmma` have read; the last is open."""
+    link: Any = None
+    """The rank's end of a link to other hosts, if there is one."""
 
     def initialize(self, at: int, count: int) -> None:
         self.phases[at] = Phases(count, count)

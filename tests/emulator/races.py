@@ -241,10 +241,12 @@ class Races:
         n_threads: int,
         unwatched: Iterable[int] = (),
         lets_equal: bool = False,
+        n_more: int = 0,
     ) -> None:
         n = n_blocks * n_threads
+        n_all = n_ranks * n + n_more  # with those that carry puts
         self.threads = [
-            [Thread(rank * n + i, rank, i // n_threads, n_ranks * n) for i in range(n)]
+            [Thread(rank * n + i, rank, i // n_threads, n_all) for i in range(n)]
             for rank in range(n_ranks)
         ]
         self.words = defaultdict(Word, {at >> 2: Unwatched() for at in unwatched})

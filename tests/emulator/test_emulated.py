@@ -159,6 +159,17 @@ def test_rows_and_results(name):
     check_step(world, world.dispatch(*given, n_rows_max=30), *given)
 
 
+@pytest.mark.parametrize("name", ["hosts_sums", "hosts_rows", "hosts_expert"])
+def test_ranks_of_several_hosts(name):
+    """What crosses between them comes late, in pieces, in any order."""
+    world = World(name)
+    most = world.sizes.max_tokens
+    steps = [([most, 2, 4, 0], 0), ([0, most, 1, 3], 1), ([2, 1, most, most], 2)]
+    run_steps(world, steps)
+    assert world.polled == world.awaited(), "Mojo lists what no kernel awaits"
+    check_header(world, range(4), len(steps))
+
+
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
 def test_tokens_are_quantized(name):
     """Bit for bit as the oracle; the last scales of a token do not fill 16 bytes."""

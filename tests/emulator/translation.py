@@ -7,6 +7,7 @@ import re
 
 from tests.codegen.assembly import Op, parse_ptx
 
+from . import link
 from .hopper import FIRST_MAP, RANK_SHIFT
 from .memory import Memory
 from .races import ORDERS, SCOPES
@@ -182,8 +183,13 @@ class Translation:
             return ["return"]
         if how == "trap":
             return ['raise RuntimeError("trap")']
+        if how == "fence" and "sys" in kinds and "acquire" not in kinds:
+            return ["if block.link: block.link.fence(mem)"]
         if how in ("griddepcontrol", "fence", "membar", "setmaxnreg"):
             return []
+        if how == "link":
+            of = [self.operand(x, 64) for x in _split(rest)]
+            return link.statements(place, kinds[0], of)
         if how in ("phases", "copy", "mapa", "wgmma", "mma"):
             return self._of_hopper(place, how, kinds, rest)
         if how == "barrier" and kinds[0] == "cluster":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of several processes that drive GPUs; `test_shmem.py` starts them.
 
-    mpirun -np N_PROCESSES python -m tests.gpu.shmem_member GPUS_PER_PROCESS
+    mpirun -np N_PROCESSES python -m tests.gpu.shmem_member GPUS_PER_PROCESS WHAT
     MAX_EP_GROUP=NAME MAX_EP_NODE_ID=i python -m tests.gpu.shmem_member 1 N_PROCESSES
 
 With `mpirun` each process stands for a host: it reaches the ranks of the others by
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 
 N_LOCAL = int(sys.argv[1])
 IS_ONE_HOST = "MAX_EP_GROUP" in os.environ
@@ -36,7 +35,16 @@ from max.engine import InferenceSession  # noqa: E402
 
 from max_ep import EPConfig  # noqa: E402
 from tests.harness import Groups, assert_round_trip, fused_round_trip, round_trip  # noqa: E402
-from tests.oracle.cases import CASES, LAYOUT_CASES, Case  # noqa: E402
+from tests.hosts.part import Part  # noqa: E402
+from tests.oracle.cases import (  # noqa: E402
+    BY_RANK_CASES,
+    CAPPED_ON_TWO,
+    CASES,
+    LAYOUT_CASES,
+    SUMS_CASES,
+    Case,
+    in_protocols,
+)
 from tests.oracle.drawn import ROUTINGS, Inputs, make_inputs  # noqa: E402
 from tests.oracle.oracle import Expected, expected  # noqa: E402
 
@@ -52,9 +60,22 @@ _FOUR = [
 ]
 
 
-# The cases of this many ranks that send the dispatched rows back.
+# The cases of this many ranks.
+_BY_RANK = [x for x in in_protocols([*_TWO, *_FOUR]).values() if not x.scales]
 _EVERY = [*CASES.values(), *LAYOUT_CASES.values(), *_TWO, *_FOUR]
-ALL = {c.name: c for c in _EVERY if c.n_ranks == N_RANKS and c.sends_rows_back}
+if not IS_ONE_HOST:
+    capped = in_protocols(CAPPED_ON_TWO).values()
+    _EVERY += [*BY_RANK_CASES.values(), *SUMS_CASES.values(), *_BY_RANK]
+    _EVERY += [x for x in capped if x.protocol == "by_rank"]
+WHAT = "by_expert-rows" if IS_ONE_HOST else sys.argv[2]
+"""Protocol and combine of the cases."""
+ALL = {
+    c.name: c
+    for c in _EVERY
+    if c.n_ranks == N_RANKS
+    and f"{c.protocol}-{c.combine_mode}" == WHAT
+    and not c.use_allreduce
+}
 
 
 def config_of(local: Case) -> EPConfig:
@@ -70,7 +91,7 @@ def main() -> None:
     gpus = [Accelerator(i) for i in range(N_LOCAL)]
     session = InferenceSession(devices=[CPU(), *gpus])
     # What is built and bound is that of this process's ranks alone.
-    local = {name: replace(case, n_ranks=N_LOCAL) for name, case in ALL.items()}
+    local = {name: Part.of(case, N_LOCAL) for name, case in ALL.items()}
     n_checked = 0
     for build in (round_trip, fused_round_trip):
         name, how = f"shmem_{build.__name__}", dict(config=config_of, build=build)
@@ -81,7 +102,11 @@ def main() -> None:
             given = {name: make_inputs(case, routing) for name, case in ALL.items()}
             own = {
                 name: Inputs(
-                    mine(g.tokens), mine(g.ids), mine(g.weights), g.input_scales, None
+                    mine(g.tokens),
+                    mine(g.ids),
+                    mine(g.weights),
+                    g.input_scales,
+                    g.expert_rows and mine(g.expert_rows),
                 )
                 for name, g in given.items()
             }

@@ -27,11 +27,12 @@ from tests.oracle.cases import CASES
     "gpus_per_process",
     [pytest.param(n, marks=pytest.mark.gpu(2 * n), id=f"2x{n}") for n in (1, 2)],
 )
-def test_round_trips_of_two_processes(gpus_per_process):
+@pytest.mark.parametrize("what", ["by_expert-rows", "by_rank-rows", "by_rank-sums"])
+def test_round_trips_of_two_processes(gpus_per_process, what):
     """Both processes find all of their ranks' rows and sums to be the oracle's."""
     shmem_parts.check_installed()
     command = ["mpirun", "-np", "2", "--bind-to", "none", sys.executable]
-    command += ["-m", "tests.gpu.shmem_member", str(gpus_per_process)]
+    command += ["-m", "tests.gpu.shmem_member", str(gpus_per_process), what]
     environment = {
         # One host without a network: messages between processes by memory.
         "OMPI_MCA_pml": "ob1",
@@ -40,7 +41,7 @@ def test_round_trips_of_two_processes(gpus_per_process):
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PYTHONPATH": WHERE_WE_IMPORT,
     }
-    said = printed(*command, timeout=300, **environment)
+    said = printed(*command, timeout=600, **environment)
     for process in range(2):
         assert f"process {process}: " in said, said[-6000:]
     assert said.count("runs are the oracle's") == 2, said[-6000:]

@@ -45,7 +45,7 @@ def emit_phase[
     comptime receives = not kernel.endswith("_async")
     comptime entry = kernel_entry[P, sends, receives, scales]
     var name = String(kernel, ".", variant)
-    emit[entry, links=not P.group.uses_shmem()](name)
+    emit[entry, links=not P.group.spans_hosts()](name)
     comptime if for_amd:
         emit_amd[entry](name)
 

@@ -41,15 +41,18 @@ def small(
     shared: Bool = False,
     partial_block: Int = 0,
     late: Bool = False,
+    n_hosts: Int = 1,
 ) -> Group:
     """Describes a group of three ranks and few tokens, whose last step is not whole. By
-    expert, and with a shared expert, ranks share a GPU."""
+    expert, and with a shared expert, ranks share a GPU. Over several hosts each has two
+    ranks."""
     var combine_msg = combine_msg_bytes[B16](hidden_size)
     if partial_block != 0:
         combine_msg = combine_msg_bytes[F8](hidden_size, partial_block)
     return Group(
         n_experts=n_experts,
-        n_ranks=3,
+        n_ranks=3 if n_hosts == 1 else 2 * n_hosts,
+        n_mapped=0 if n_hosts == 1 else 2,
         max_tokens_per_rank=max_tokens,
         top_k=3,
         hidden_size=hidden_size,
@@ -58,7 +61,7 @@ def small(
         addressing=addressing,
         has_sums=has_sums,
         fused_shared_expert=shared,
-        shares_gpu=shared or addressing == Addressing.BY_EXPERT,
+        shares_gpu=n_hosts == 1 and (shared or addressing == Addressing.BY_EXPERT),
         num_threads=320,
         masks=masks,
         drops_rows=drops_rows,
@@ -254,6 +257,13 @@ def main() raises:
     emit_group[MANY, splits=True]("many")
     # With so many tokens and more than two ranks all blocks share the work.
     emit_group[small(max_tokens=258, hidden_size=264)]("work")
+    emit_group[small(n_experts=7, n_hosts=2)]("hosts_sums")
+    comptime hosts_rows = small(hidden_size=264, has_sums=False, shared=True, n_hosts=2)
+    emit_group[hosts_rows, splits=True]("hosts_rows")
+    comptime hosts_expert = small(
+        hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False, n_hosts=2
+    )
+    emit_group[hosts_expert]("hosts_expert")
     emit_given[True, 3]("plain")
     # So many choices of the router that neither lanes nor shared memory hold all ids.
     emit_given[True, 17]("plain_many")

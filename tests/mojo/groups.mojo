@@ -71,6 +71,7 @@ comptime ByRank[
     wide_ids: Bool = False,
     masks: Bool = False,
     drops: Bool = False,
+    n_hosts: Int = 1,
 ] = DispatchByRank[
     Group(
         n_experts=n_experts,
@@ -87,6 +88,7 @@ comptime ByRank[
         wide_ids=wide_ids,
         masks=masks,
         drops_rows=drops,
+        n_mapped=n_ranks // n_hosts,
     ),
     Format,
     DType.bfloat16,
@@ -145,6 +147,7 @@ comptime SumsBack[
     n_ranks: Int = N_RANKS,
     masks: Bool = False,
     drops: Bool = False,
+    n_hosts: Int = 1,
 ] = CombineSums[
     Group(
         n_experts=N_EXPERTS,
@@ -160,6 +163,7 @@ comptime SumsBack[
         partial_block=block,
         masks=masks,
         drops_rows=drops,
+        n_mapped=n_ranks // n_hosts,
     ),
     DType.bfloat16,
     partial,

@@ -3,7 +3,7 @@
 
 Run by tests/gpu/test_shmem.py with `--bitcode-libs`. Prints the bytes of machine code.
 """
-from groups import BF16, ByExpert, RowsBack
+from groups import BF16, ByExpert, ByRank, RowsBack, SUMS, SumsBack
 from max.gpu.host import get_gpu_target
 from max_ep.device.kernel import Kernel, kernel_entry
 from std.compile import compile_info
@@ -20,3 +20,6 @@ def link[P: Kernel]() raises:
 def main() raises:
     link[ByExpert[BF16, n_hosts=2]]()
     link[RowsBack[n_hosts=2]]()
+    link[ByRank[BF16, SUMS, n_hosts=2]]()
+    link[SumsBack[DType.bfloat16, n_hosts=2]]()
+    link[RowsBack[by_rank=True, n_hosts=2]]()

@@ -18,7 +18,6 @@ from max_ep.protocol.layout import (
     Group,
     METADATA_BYTES,
     N_CHUNKS,
-    N_KINDS,
     SOURCE_INFO_BYTES,
 )
 from max_ep.protocol.message_sizes import (
@@ -33,6 +32,7 @@ from max_ep.protocol.transport import (
     combine_put_from_region_end,
     put_bytes,
 )
+from max_ep.protocol.word_list import N_KINDS, peer_words
 from std.testing import assert_equal
 
 
@@ -95,7 +95,7 @@ def check_counts(group: Group, buffer: Int, n_bytes: Int) raises:
     """A buffer of counts has each word that the list has there, and no other."""
     var n_there = List[Int](length=n_bytes // FLAG_BYTES, fill=0)
     comptime for kind in range(N_KINDS):
-        var words = group.peer_words[kind](on_gpu=False)
+        var words = peer_words[kind](group, on_gpu=False)
         if words.buffer == buffer and words.name != "":
             for peer in range(group.n_ranks):
                 var n = words.n
@@ -103,6 +103,12 @@ def check_counts(group: Group, buffer: Int, n_bytes: Int) raises:
                     n = group.n_words_of(words, 0, peer)
                 for i in range(n):
                     n_there[words.place(peer, i) // FLAG_BYTES] += 1
+    if buffer == Buf.DISPATCH_COUNTS and group.is_linked():
+        # Counts for one rank stand together, there and where they are staged.
+        for expert_id in range(group.n_pairs()):
+            n_there[group.staged_count_offset(expert_id) // FLAG_BYTES] += 1
+        var second = group.linked_count_offset(group.pair(1, 0))
+        assert_equal(second, group.linked_count_offset(0) + FLAG_BYTES)
     for n in n_there:
         assert_equal(n, 1)
     assert_equal(group.buffer_offset(buffer) % BUFFER_ALIGN, 0)
@@ -146,12 +152,21 @@ def check(group: Group) raises:
         for src in range(group.n_ranks if group.late_weights else 0):
             for choice in range(group.n_choices()):
                 c.take(recv + group.late_weight_offset(src, choice), FLAG_BYTES)
+        for src in range(group.n_ranks if group.is_linked() else 0):
+            for t in range(group.max_tokens_per_rank):
+                var staged = group.staged_partial_offset(src, t)
+                c.take(recv + staged, group.combine_msg_bytes)
     else:
         for owner in range(group.n_ranks if group.masks else 1):
             for t in range(group.max_tokens_per_rank):
                 for k in range(group.top_k):
                     var row = group.combine_message_offset(t, k, owner)
                     c.take(recv + row, group.combine_msg_bytes)
+        for src in range(group.n_ranks if group.is_linked() else 0):
+            for t in range(group.max_tokens_per_rank):
+                for k in range(group.top_k):
+                    var staged = group.staged_row_offset(src, t, k)
+                    c.take(recv + staged, group.combine_msg_bytes)
     c.buffer(recv, group.combine_recv_bytes())
     counts = group.combine_counts_offset()
     assert_equal(
@@ -162,8 +177,11 @@ def check(group: Group) raises:
     c.at += group.combine_counts_bytes()
     c.buffer(counts, group.combine_counts_bytes())
 
-    # SHMEM's put buffers follow the region.
+    # SHMEM's put buffers follow the region, but for ranks that stage in it.
     var end = group.region_bytes()
+    if group.is_by_rank():
+        assert_equal(put_bytes(group), 0)
+        return
     for choice in range(group.n_choices()):
         var message = dispatch_put_offset(group, choice)
         c.take(end + message, group.dispatch_msg_bytes)
@@ -197,6 +215,8 @@ def main() raises:
                     for masks, late in [(False, False), (True, False), (False, True)]:
                         if late and not axes[1]:
                             continue
+                        var is_linked = axes[0] == Addressing.BY_RANK
+                        is_linked = is_linked and not (masks or late)
                         var group = Group(
                             n_experts=n_experts,
                             n_ranks=n_ranks,
@@ -213,6 +233,11 @@ def main() raises:
                         assert_equal(
                             Group.of(group.words()).region_bytes(), group.region_bytes()
                         )
+                        if n_ranks > 1 and is_linked:
+                            group.n_mapped = n_ranks - 1
+                            check(group)
+                            var same = Group.of(group.words())
+                            assert_equal(same.region_bytes(), group.region_bytes())
     check_format[PlainTokenFormat[DType.bfloat16, 8, 3]](16)
     check_format[BF16TokenFormat[80, 3]](plain_token_bytes(80, 2))
     check_format[Float32TokenFormat[4, 1]](16)

@@ -75,7 +75,7 @@ def send_rows[
     """Sends some of this block's rows, with each of its sending warps."""
     comptime row_bytes = plain_token_bytes(group.hidden_size, size_of[Scalar[dtype]]())
     comptime n_steps = ceildiv(row_bytes // MESSAGE_ALIGN, WARP_SIZE)
-    comptime RowSplit = Split[n_steps, 1 if group.uses_shmem() else _N_PARTS, 1]
+    comptime RowSplit = Split[n_steps, 1 if group.spans_hosts() else _N_PARTS, 1]
     var sent = block.sending()
     if not await_readers(block):
         return
@@ -124,17 +124,22 @@ def send_rows[
         var offset = UInt64(group.combine_message_offset(token_idx, k, block.my_rank))
         var message = block.recv_bufs[unsafe_offset=src_rank] + offset
         var put_to: UInt64 = 0
-        comptime if group.uses_shmem():
+        comptime if group.spans_hosts():
             if message == offset:
-                message = put_buf + UInt64(
-                    combine_put_offset(group, src_rank, group.choice(token_idx, k))
-                )
                 put_to = block.recv_bufs[unsafe_offset=block.my_rank] + offset
+                comptime if group.is_linked():
+                    message = block.recv_bufs[unsafe_offset=block.my_rank] + UInt64(
+                        group.staged_row_offset(src_rank, token_idx, k)
+                    )
+                else:
+                    message = put_buf + UInt64(
+                        combine_put_offset(group, src_rank, group.choice(token_idx, k))
+                    )
         var from_ = given.rows.rows.unsafe_offset(row * row_bytes)
         _copy_part[row_bytes](bytes_at(message), from_, part, block.lane)
         syncwarp()
         # I2: a message's flag is published after all of the message.
-        comptime if group.uses_shmem():
+        comptime if group.spans_hosts():
             if put_to != 0:
                 # I3: as in dispatch, a done word ends the use of the put buffer.
                 put_message_warp(

@@ -35,7 +35,7 @@ from ..protocol.counters import Word
 from ..protocol.failures import Failure, RECEIVE, SEND
 from ..protocol.layout import Group
 from ..protocol.token_format import LocalRows
-from .partials import FEW_TOKENS, LaneSlice, SOME_TOKENS, SumSplit
+from .partials import FEW_TOKENS, LaneSlice, SendSplit, SOME_TOKENS, SumSplit
 from .receive import SumReceiver
 from .roles import (
     ELECTING_WARP,
@@ -191,7 +191,8 @@ def _first_token[
     var warp_idx = Int(warp_id())
     if warp_idx < n_senders:
         var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
-        return sum_to_send[group, keeps_own](split.chunk(number).whole)
+        var sent = SendSplit[group, n_steps, True](True)
+        return sum_to_send[group, keeps_own](sent.chunk(number).whole)
     var round = sum_receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first
     var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))
     return (0, split.chunk(item).whole)

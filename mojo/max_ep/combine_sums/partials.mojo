@@ -362,6 +362,21 @@ comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
 """How sums are split. With few tokens, each step is a chunk, without a branch."""
 
 
+comptime SendSplit[group: Group, n_steps: Int, are_few: Bool] = Split[
+    n_steps,
+    1 if group.is_linked() else n_steps,
+    1 if group.is_linked() else (n_steps if are_few else 7),
+]
+"""How sums are split that are sent: over several hosts, a put takes all of one."""
+
+
+@always_inline
+def send_split[
+    group: Group, n_steps: Int, are_few: Bool
+](n_tokens: Int) -> SendSplit[group, n_steps, are_few]:
+    return SendSplit[group, n_steps, are_few](n_tokens <= _FINE_TOKENS)
+
+
 @always_inline
 def sum_split[n_steps: Int, are_few: Bool](n_tokens: Int) -> SumSplit[n_steps, are_few]:
     return SumSplit[n_steps, are_few](n_tokens <= _FINE_TOKENS)

@@ -9,6 +9,7 @@ from ..device.schedule import Schedule
 from ..device.warp import any_lane, any_of_lanes, has_bit
 from ..protocol.arguments import CombinedTokens
 from ..protocol.counters import NO_ROW, rank_elsewhere, Taken, Word
+from ..protocol.flags import generation_of, message_flag
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer, LaneBytes, SENTINEL
 from ..row_limit.kept_counts import await_dropped, record_rows_found
@@ -42,7 +43,8 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
         comptime Slice = LaneSlice[Self.group, Self.dtype, Self.partial_dtype]
         comptime n_vectors = Slice.n_partial_vectors
         comptime n_prefetched = Self.group.n_ranks * n_vectors
-        comptime prefetches = n_prefetched <= MAX_PREFETCHED
+        comptime is_linked = Self.group.is_linked()
+        comptime prefetches = n_prefetched <= MAX_PREFETCHED and not is_linked
         comptime max_prefetched = n_prefetched if prefetches else n_vectors
         var block = self.block
         var lane = block.lane
@@ -145,6 +147,18 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
                         var partial_sum = slice.partial_of(
                             recv_buf, last_owner, token_idx
                         )
+                        comptime if is_linked:
+                            if block.is_far(last_owner):
+                                var has_come = _await_put(
+                                    partial_sum, last_owner, block
+                                )
+                                are_all_there = are_all_there and has_come
+                                if has_come:
+                                    slice.load_partial[0](loaded, partial_sum)
+                                    _ = slice.add_partial[0, was_awaited=True](
+                                        sum, loaded, partial_sum, last_owner, block
+                                    )
+                                continue
                         slice.load_partial[0](loaded, partial_sum)
                         var came = slice.add_partial[0](
                             sum, loaded, partial_sum, last_owner, block
@@ -172,3 +186,13 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
                     if is_broken:
                         sum = nan[DType.float32]()
                     slice.store_row(result, sum)
+
+
+@always_inline
+def _await_put[
+    group: Group, //
+](partial_sum: BytePointer, owner_rank: Int, block: Block[group]) -> Bool:
+    """Waits, with a warp, until a put has brought a partial sum from another host."""
+    var flag = message_flag(partial_sum, group.combine_msg_bytes)
+    var word = block.await_message(flag, owner_rank)
+    return not any_lane(generation_of(word) != block.receiving())

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a warp sends partial sums to the ranks of the tokens that have a row here."""
-from max.gpu import block_idx, grid_dim, WARP_SIZE
+from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
 
 from ..device.block import Block
 from ..device.done_words import await_readers
 from ..device.warp import any_lane, bytes_at, in_32_bits
 from ..protocol.arguments import CombinedTokens
 from ..protocol.counters import NO_ROW, Taken, Word
-from ..protocol.layout import Group
+from ..protocol.layout import Group, SOURCE_INFO_BYTES
 from ..protocol.token_format import BytePointer
+from ..protocol.transport import put_message_warp
 from ..row_limit.kept_counts import publish_kept_counts
-from .partials import from_all_blocks, LaneSlice, n_rows_at_once, sum_split
+from .partials import from_all_blocks, LaneSlice, n_rows_at_once, send_split
 from .roles import NEXT_SEND, TokenRecord
 from .weights import LaneWeight, own_weight
 
@@ -58,7 +59,7 @@ def send_partials[
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
         var most = block.before.number[Word.MOST_RECEIVED]()
-        var split = sum_split[Slice.n_steps, are_few](most)
+        var split = send_split[group, Slice.n_steps, are_few](most)
         var is_waiting = True
         var is_prefetched = True
         var from_all = from_all_blocks[group](most)
@@ -105,6 +106,11 @@ def send_partials[
                 block.recv_bufs[unsafe_offset=src_rank]
                 + UInt64(group.partial_offset(my_rank, token_idx))
             )
+            comptime if group.spans_hosts():
+                if block.is_far(src_rank):
+                    to = block.recv_buf().unsafe_offset(
+                        group.staged_partial_offset(src_rank, token_idx)
+                    )
             var weight = LaneWeight[group].of_source(
                 saved.weight, block, src_rank, group.choice(token_idx, lane)
             )
@@ -135,3 +141,27 @@ def send_partials[
                         return
                     is_waiting = False
                 slice.send(to, sum)
+            comptime if group.spans_hosts():
+                if block.is_far(src_rank):
+                    var offset = UInt64(group.partial_offset(my_rank, token_idx))
+                    _put_partial(to, offset, src_rank, block)
+
+
+@always_inline
+def _put_partial[
+    group: Group, //
+](staged: BytePointer, offset: UInt64, src_rank: Int, block: Block[group]):
+    """Puts a staged partial sum, and its flag, to a rank of another host."""
+    comptime n_bytes = group.combine_msg_bytes - SOURCE_INFO_BYTES
+    var to = block.recv_bufs[unsafe_offset=block.my_rank] + offset
+    syncwarp()
+    # I2: the flag comes after all of the sum. I3: a done word ends the use of its place.
+    put_message_warp(
+        to,
+        UInt64(Int(staged)),
+        n_bytes,
+        to + UInt64(n_bytes),
+        block.sending(),
+        0,
+        src_rank,
+    )

@@ -168,6 +168,8 @@ def cpu_combine_async[
         _send_sums[dtype, partial_dtype](given.rows, combined, rank)
     else:
         _send_rows[dtype](given.rows, given.src_info, rank)
+    comptime if group.is_linked():
+        _put_staged(rank)
     # I2: counts after rows; zeros too, every source waits for every expert.
     for local_expert in range(rank.n_experts()):
         var offset = group.combine_count_offset(rank.expert_id(local_expert))
@@ -222,9 +224,10 @@ def _send_rows[
             var src_rank = at.pair % group.n_ranks
             if rank.is_masked(src_rank):
                 continue
-            var message = rank.recv_bufs[src_rank].unsafe_offset(
-                group.combine_message_offset(token_idx, k, rank.my_rank)
-            )
+            var offset = group.combine_message_offset(token_idx, k, rank.my_rank)
+            if rank.is_far(src_rank):
+                offset = group.staged_row_offset(src_rank, token_idx, k)
+            var message = rank.recv_bufs[rank.near(src_rank)].unsafe_offset(offset)
             copy_bytes(
                 dest=message,
                 src=_row[group, dtype](expert_rows, at.row),
@@ -272,9 +275,10 @@ def _send_sums[
             var src_rank = group.rank_of_relative(rank.my_rank, source)
             if rank.is_masked(src_rank):
                 continue
-            var message = rank.recv_bufs[src_rank].unsafe_offset(
-                group.partial_offset(rank.my_rank, i - first)
-            )
+            var offset = group.partial_offset(rank.my_rank, i - first)
+            if rank.is_far(src_rank):
+                offset = group.staged_partial_offset(src_rank, i - first)
+            var message = rank.recv_bufs[rank.near(src_rank)].unsafe_offset(offset)
             var sums = message.unsafe_bitcast[Scalar[sum_dtype]]()
             comptime if is_quantized:
                 sums = type_of(sums)(
@@ -317,6 +321,41 @@ def _store_own_sums[
                 )
 
     for_each_chunk(combined.n_tokens, group.combine_msg_bytes, store_sums)
+
+
+def _put_staged[group: Group, //](rank: CpuRank[group]) raises:
+    """Puts what is staged of this generation to the sources on other hosts: rows or sums
+    that stand together at once."""
+    comptime msg_bytes = group.combine_msg_bytes
+    comptime n_places = group.max_tokens_per_rank * (
+        1 if group.has_sums else group.top_k
+    )
+    var own = rank.recv_buf()
+    for src_rank in range(group.n_ranks):
+        if not rank.is_far(src_rank):
+            continue
+        # I4: the sums of a rank have one writer, and the row of a choice has.
+        var to = group.combine_message_offset(0, 0)
+        var staged = group.staged_row_offset(src_rank, 0, 0)
+        comptime if group.has_sums:
+            to = group.partial_offset(rank.my_rank, 0)
+            staged = group.staged_partial_offset(src_rank, 0)
+        var first = 0
+        for i in range(n_places + 1):
+            var message = own.unsafe_offset(staged + i * msg_bytes)
+            if (
+                i < n_places
+                and generation_of(message_flag(message, msg_bytes)[]) == rank.generation
+            ):
+                continue
+            rank.put(
+                src_rank,
+                own.unsafe_offset(to + first * msg_bytes),
+                own.unsafe_offset(staged + first * msg_bytes),
+                (i - first) * msg_bytes,
+            )
+            first = i + 1
+    rank.fence()
 
 
 def cpu_combine_wait[

@@ -10,7 +10,7 @@ each rank that has an expert of it. The token's index is its place. An entry for
 each choice holds its expert and its position there. If combine returns sums, the
 router weight follows the entry, and `dispatch_wait` records weights and rows for
 combine. Where a token chooses ranks (in an all-gather every rank), it carries routing
-metadata.
+metadata. To ranks of other hosts tokens and entries are put together (`_put_tokens`).
 
 After `dispatch_async`: every peer has this generation's tokens, and counts that
 announce them. After `dispatch_wait`: the rows are in the order of `plan.mojo`, the
@@ -33,7 +33,8 @@ from ..protocol.entries import (
     value_word,
 )
 from ..protocol.flags import count_of, flag_at, flag_word, generation_of, message_flag
-from ..protocol.layout import Group
+from ..protocol.layout import count_offset, Group
+from ..protocol.peer_words import FLAG_BYTES
 from ..protocol.token_format import BytePointer, TokenFormat
 from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
@@ -77,7 +78,7 @@ def cpu_dispatch_async[
                 var offset: Int
                 comptime if is_by_rank:
                     _write_entry[token_fmt_type](given, plan, choice, rank)
-                    if dst_rank == rank.my_rank or not plan.is_first_to_rank(
+                    if rank.near(dst_rank) == rank.my_rank or not plan.is_first_to_rank(
                         token_idx, k
                     ):
                         continue
@@ -108,6 +109,8 @@ def cpu_dispatch_async[
                     )
 
     for_each_chunk(n_tokens, bytes_per_token, send_some)
+    comptime if group.is_linked():
+        _put_tokens(plan, n_tokens, rank)
     _publish_counts(plan, n_tokens, rank)
     # AFTER: this generation's tokens and counts are with their receivers.
     plan.raise_if_dropped(rank)
@@ -125,7 +128,7 @@ def _write_entry[
 ):
     """Writes the entry of a choice, and its routing metadata."""
     comptime router_top_k = token_fmt_type.router_top_k
-    var recv_buf = rank.recv_bufs[plan.rank_of(choice)]
+    var recv_buf = rank.recv_bufs[rank.near(plan.rank_of(choice))]
     # I1: only this rank writes the entries of its number.
     var entry = flag_at(recv_buf, group.entry_offset(rank.my_rank, choice))
     entry[] = entry_word(
@@ -150,19 +153,60 @@ def _write_entry[
         )
 
 
+def _put_tokens[
+    group: Group, //
+](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]) raises:
+    """Puts entries and tokens to ranks of other hosts, from the places of this rank's own:
+    all entries at once, and tokens that stand together."""
+    var own = rank.recv_buf()
+    for dst_rank in range(group.n_ranks):
+        if not rank.is_far(dst_rank) or group.n_experts_on(dst_rank) == 0:
+            continue
+        # I1: only this rank writes entries and tokens of its number.
+        var entries = own.unsafe_offset(group.entry_offset(rank.my_rank, 0))
+        var n_bytes = group.entry_offset(0, group.choice(n_tokens, 0))
+        rank.put(dst_rank, entries, entries, n_bytes)
+        var first = 0
+        for token_idx in range(n_tokens + 1):
+            if token_idx < n_tokens and plan.goes_to(token_idx, dst_rank):
+                continue
+            var tokens = own.unsafe_offset(group.token_offset(rank.my_rank, first))
+            n_bytes = (token_idx - first) * group.dispatch_msg_bytes
+            rank.put(dst_rank, tokens, tokens, n_bytes)
+            first = token_idx + 1
+
+
 def _publish_counts[
     group: Group, //
-](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]):
+](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]) raises:
     # I2: numbers and counts are published after all they announce. A rank
     # without tokens publishes zeros: its peers wait for every pair.
     comptime if group.is_by_rank():
         var offset = group.dispatch_n_tokens_offset(rank.my_rank)
         for dst_rank in range(group.n_ranks):
             rank.publish(dst_rank, offset, n_tokens)
+    rank.fence()
     for expert_id in range(group.n_experts):
         var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
-        var offset = group.dispatch_count_offset(group.pair(local_expert, rank.my_rank))
+        var offset = count_offset[group](group.pair(local_expert, rank.my_rank))
+        if rank.is_far(dst_rank):
+            rank.my_flag(group.staged_count_offset(expert_id))[] = flag_word(
+                rank.generation, plan.counts[expert_id]
+            )
+            continue
         rank.publish(dst_rank, offset, plan.counts[expert_id])
+    comptime if group.is_linked():
+        var counts = rank.recv_counts[rank.my_rank]
+        for dst_rank in range(group.n_ranks):
+            if rank.is_far(dst_rank):
+                var to = count_offset[group](group.pair(0, rank.my_rank))
+                var staged = group.staged_count_offset(group.expert_id(dst_rank, 0))
+                rank.put(
+                    dst_rank,
+                    counts.unsafe_offset(to),
+                    counts.unsafe_offset(staged),
+                    group.n_experts_on(dst_rank) * FLAG_BYTES,
+                )
     rank.counters.set_generation(Word.DISPATCH_SENT, rank.generation)
 
 
@@ -286,6 +330,11 @@ def _place_choice[
     var entry = flag_at(recv_buf, group.entry_offset(src_rank, choice))
     # An older entry is of a choice that has no expert here this time.
     var is_here = generation_of(entry[]) == rank.generation
+    comptime if group.is_linked():
+        # What is staged for others, or was put together with what is for this rank.
+        is_here = is_here and (
+            expert_of_entry(entry[]) // group.n_local_experts() == rank.my_rank
+        )
     var row = Int(NO_ROW)
     var pair = 0
     if is_here:

@@ -8,7 +8,7 @@ from ..protocol.arguments import given_id, load_id
 from ..protocol.counters import Counters
 from ..protocol.failures import Failure, what_failed
 from ..protocol.kernel_argument import ImmPointer
-from ..protocol.layout import Group, round_up
+from ..protocol.layout import count_offset, Group, round_up
 from ..protocol.row_tables import RowTables
 from ..row_limit.kept_rows import keep_rows
 from .rank import CpuRank
@@ -66,6 +66,12 @@ struct SendPlan[group: Group](Movable):
                 return False
         return True
 
+    def goes_to(self, token_idx: Int, rank: Int) -> Bool:
+        for k in range(Self.group.top_k):
+            if self.rank_of(Self.group.choice(token_idx, k)) == rank:
+                return True
+        return False
+
     def raise_if_dropped(self, rank: CpuRank[Self.group]) raises:
         """Raises if ids were dropped, after everything else was sent."""
         if self.n_dropped == 0:
@@ -93,7 +99,7 @@ def lay_out_rows[
     rank.await_peers()
     var counts = List[Int](length=group.n_pairs(), fill=0)
     for pair in range(rank.n_experts() * group.n_ranks):
-        var offset = group.dispatch_count_offset(pair)
+        var offset = count_offset[group](pair)
         counts[pair] = rank.count_from(pair % group.n_ranks, offset)
     comptime if group.drops_rows:
         _drop_rows(counts, n_rows_max, rank)

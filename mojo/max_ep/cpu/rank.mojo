@@ -10,6 +10,7 @@ from ..protocol.flags import (
     count_of,
     Deadline,
     flag_at,
+    flag_word,
     FlagPointer,
     generation_of,
     load_acquire_sys,
@@ -20,10 +21,12 @@ from ..protocol.flags import (
     publish,
     SLEEP_SECONDS,
 )
-from ..protocol.layout import Group, N_KINDS
+from ..protocol.layout import Group
 from ..protocol.peer_words import FLAG_BYTES, Limit, PeerWords
 from ..protocol.token_format import BytePointer
 from ..protocol.transport import PeerBuffers
+from ..protocol.word_list import N_KINDS, peer_words
+from .link import Link
 from std.time import sleep
 
 comptime _POLLS_PER_HEARTBEAT = 16
@@ -51,6 +54,8 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     process run one after another."""
     var deadline: Deadline
     var caller: Caller
+    var link: Link
+    """To ranks of other hosts, if the group has some."""
 
     comptime _heartbeats = Self.group.heartbeat_offset(0) + (
         0 if Self.group.dispatch_msg_bytes
@@ -70,6 +75,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         self.timeout_ms = call.counters.timeout_ms()
         self.deadline = Deadline.after(self.timeout_ms)
         self.caller = call.caller
+        self.link = Link.of(call.counters)
         comptime if Self.group.masks:
             var now = ms_of(now_ns())
             if phase == 0:
@@ -99,11 +105,36 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     def is_masked(self, rank: Int) -> Bool:
         return self.counters.is_masked(rank)
 
-    def publish(self, rank: Int, offset: Int, count: Int = 0):
+    def is_far(self, rank: Int) -> Bool:
+        """Returns whether a rank is on another host, where only the link leads."""
+        return Self.group.spans_hosts() and (
+            self.recv_bufs.addresses[unsafe_offset=rank] == 0
+        )
+
+    def near(self, rank: Int) -> Int:
+        """Names the rank in whose recv buffer this one writes what is for a rank: if that
+        is far, its own, where it is staged."""
+        return self.my_rank if self.is_far(rank) else rank
+
+    def put(self, rank: Int, to: BytePointer, from_: BytePointer, n_bytes: Int) raises:
+        """Puts what is staged; `to`: the place, as it is in this rank's region."""
+        self.link.put(rank, to, from_, n_bytes, self.deadline)
+
+    def fence(self) raises:
+        """Has signals and puts to come come after all before, on other hosts."""
+        comptime if Self.group.spans_hosts():
+            self.link.fence(self.deadline)
+
+    def publish(self, rank: Int, offset: Int, count: Int = 0) raises:
+        comptime if Self.group.spans_hosts():
+            if self.is_far(rank):
+                var word = flag_word(self.generation, count)
+                self.link.signal(rank, self.my_flag(offset), word, self.deadline)
+                return
         if not self.is_masked(rank):
             publish(self.flag(rank, offset), self.generation, count)
 
-    def publish_done(self, offset: Int):
+    def publish_done(self, offset: Int) raises:
         for rank in range(Self.group.n_ranks):
             self.publish(rank, offset + self.my_rank * FLAG_BYTES)
 
@@ -121,7 +152,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         written before its last reader is done with it).
         """
         comptime for kind in range(N_KINDS):
-            var words = Self.group.peer_words[kind](on_gpu=False)
+            var words = peer_words[kind](Self.group, on_gpu=False)
             var is_sent = self.phase % 2 == 0 and not words.is_done_word()
             if words.phase == self.phase and is_sent == what_is_sent:
                 for peer in range(Self.group.n_ranks):

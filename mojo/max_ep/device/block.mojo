@@ -152,6 +152,11 @@ struct Block[group: Group](TrivialRegisterPassable):
     def flag(self, rank: Int, offset: Int) -> FlagPointer:
         return flag_at(bytes_at(self.counts[unsafe_offset=rank]), offset)
 
+    @always_inline
+    def is_far(self, rank: Int) -> Bool:
+        """Returns whether a rank is on another host, where only puts arrive."""
+        return Self.group.spans_hosts() and self.counts[unsafe_offset=rank] == 0
+
     # ------------------------------------------------------------- work and failures
 
     @always_inline

@@ -178,7 +178,7 @@ def _publish_reads[
     var offset = group.dispatch_done_offset(block.my_rank)
     for rank in range(block.lane, group.n_ranks, WARP_SIZE):
         var to = block.counts[unsafe_offset=rank]
-        comptime if group.uses_shmem():
+        comptime if group.spans_hosts():
             if to == 0:
                 var own = block.counts[unsafe_offset=block.my_rank]
                 put_flag(

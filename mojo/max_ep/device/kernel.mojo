@@ -100,7 +100,7 @@ def enqueue[
 ](phase: P, queue: Queue) raises:
     comptime kernel = kernel_entry[P, sends, receives, input_scales]
     var function = queue.context.compile_function[kernel]()
-    comptime if P.group.uses_shmem():
+    comptime if P.group.spans_hosts():
         register_module(function, queue.context)
     var attributes = pdl_launch_attributes(PDLLevel.ON)
     var grid = n_blocks[P.group](queue)

@@ -77,7 +77,7 @@ struct SharedBuffers(TrivialRegisterPassable):
     def of[group: Group](buffers: Buffers[group], word: Int32) -> Self:
         """Copies addresses to shared memory; `word`: this lane's of the header."""
         var my_rank = 0
-        comptime if group.uses_shmem():
+        comptime if group.spans_hosts():
             my_rank = Int(warp.shuffle_idx(word, UInt32(Word.MY_RANK)))
         comptime n_ranks = group.n_ranks
         comptime from_given = group.dispatch_counts_from_combine_counts() if (

@@ -188,7 +188,7 @@ struct Sender[
                 Int(histogram[unsafe_offset=expert_id]), group.max_tokens_per_rank
             )
             var to = counts[unsafe_offset=dst_rank]
-            comptime if group.uses_shmem():
+            comptime if group.spans_hosts():
                 if to == 0:
                     put_flag(
                         counts[unsafe_offset=my_rank] + UInt64(offset),
@@ -232,7 +232,7 @@ struct Sender[
             self._write_messages(token_idx, place, first_k, end_k, staged_at)
             syncwarp()
             # I2: a message's flag is published after all of the message.
-            comptime if group.uses_shmem():
+            comptime if group.spans_hosts():
                 self._put_messages(token_idx, place, first_k, end_k)
             if place.message != 0 and place.put_to == 0:
                 publish(
@@ -260,7 +260,7 @@ struct Sender[
                 )
             )
             place.message = recv_bufs[unsafe_offset=dst_rank] + offset
-            comptime if group.uses_shmem():
+            comptime if group.spans_hosts():
                 if place.message == offset:
                     place.message = self.put_buf + UInt64(
                         dispatch_put_offset(group, choice)

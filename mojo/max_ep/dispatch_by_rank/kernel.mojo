@@ -64,6 +64,7 @@ from .choices import Choices, N_SHARED_CHOICES
 from .index_large import index_by_blocks
 from .index_small import index_one_by_one, LaneIndex
 from .publish import MetadataLane, publish_n_tokens
+from .put_index import put_index
 from .receive import TokenReceiver
 from .roles import (
     DONE_WARP,
@@ -139,7 +140,8 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         comptime if sends:
             choices.share()
             sender.find_targets(word)
-        var block = Block[Self.group].begin[N_CONTROL](
+        comptime n_control = N_CONTROL + Int(Self.group.is_linked())
+        var block = Block[Self.group].begin[n_control](
             word, mask, self.buffers.counters, buffers, SEND if sends else RECEIVE
         )
         if not block.can_go:
@@ -200,6 +202,9 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             comptime most = n_held[Self.group](Self.group.max_tokens_per_rank)
             comptime if most > N_SHARED_CHOICES:
                 index_by_blocks(choices, block, indexer, can_write)
+        comptime if Self.group.is_linked():
+            if can_write:
+                put_index(in_32_bits(self.given.n_tokens), block)
 
     @always_inline
     def _keep_ids(self, block: Block[Self.group], indexer: Int):
@@ -250,7 +255,8 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             token_counts,
             block,
         )
-        comptime n_inline = Self.group.n_inline_tokens()
+        # A put may bring a token in pieces of 8 bytes.
+        comptime n_inline = 0 if Self.group.is_linked() else Self.group.n_inline_tokens()
         if token_counts.most_tokens() <= n_inline:
             receiver.receive[are_all_inline=True]()
             return

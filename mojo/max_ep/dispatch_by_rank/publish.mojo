@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes entries, counts, numbers of tokens and routing metadata.
 
-Each word holds its generation, so they need no order between their stores.
+Each word holds its generation, so they need no order between their stores. To ranks of
+other hosts they are put together once they are staged (`put_index.mojo`).
 """
 from max.gpu import block_idx, grid_dim, lane_id, WARP_SIZE
 from std.memory import bitcast
@@ -14,7 +15,7 @@ from ..protocol.counters import NO_EXPERT, sent_choice
 from ..protocol.entries import entry_word, NO_ENTRY_EXPERT, NO_POSITION, value_word
 from ..protocol.failures import Failure, SEND
 from ..protocol.flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
-from ..protocol.layout import Group
+from ..protocol.layout import count_offset, Group
 from ..protocol.token_format import LaneBytes
 from .choices import Choice, Choices
 from .roles import N_INDEX_WARPS
@@ -33,6 +34,9 @@ def publish_n_tokens[group: Group](n_tokens: Int, block: Block[group]):
     if not await_readers(block):
         return
     for rank in range(block.lane, group.n_ranks, WARP_SIZE):
+        comptime if group.spans_hosts():
+            if block.is_far(rank):  # `put_index` says it
+                continue
         store_relaxed_sys(
             block.flag(rank, group.dispatch_n_tokens_offset(block.my_rank)),
             block.sending(),
@@ -45,11 +49,24 @@ def publish_count[group: Group](expert: Int, n_choices: Int, block: Block[group]
     """Publishes to an expert's rank how many choices it gets, with one lane."""
     var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
     var pair = group.pair(local_expert, block.my_rank)
-    store_relaxed_sys(
-        block.flag(dst_rank, group.dispatch_count_offset(pair)),
-        block.sending(),
-        min(n_choices, group.max_tokens_per_rank),
-    )
+    comptime if group.spans_hosts():
+        # What goes to another host waits for `put_index`.
+        var is_far = block.is_far(dst_rank)
+        var staged = group.staged_count_offset(expert)
+        store_relaxed_sys(
+            block.flag(
+                block.my_rank if is_far else dst_rank,
+                staged if is_far else count_offset[group](pair),
+            ),
+            block.sending(),
+            min(n_choices, group.max_tokens_per_rank),
+        )
+    else:
+        store_relaxed_sys(
+            block.flag(dst_rank, group.dispatch_count_offset(pair)),
+            block.sending(),
+            min(n_choices, group.max_tokens_per_rank),
+        )
 
 
 @always_inline
@@ -91,6 +108,9 @@ def publish_entry[
         comptime if group.finds_ranks():
             rank = number % group.n_ranks if i == 0 else block.my_rank
             if i == 1 and number % group.n_ranks == rank:
+                continue
+        comptime if group.spans_hosts():
+            if block.is_far(rank):  # `put_index` sends this rank's own entries
                 continue
         var to = bytes_at(block.recv_bufs[unsafe_offset=rank] + offset)
         # I1: only this rank writes entries of its choices.

@@ -111,11 +111,12 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
                     + UInt64(token_idx) * UInt64(Self.Format.value_bytes)
                 )
                 return Token(bytes, src_rank, token_idx, False, True)
-        if are_all_inline or n_tokens <= Self.group.n_inline_tokens():
-            var bytes = self.recv_buf.unsafe_offset(
-                Self.group.inline_token_offset(src_rank, token_idx)
-            )
-            return Token(bytes, src_rank, token_idx, True, True)
+        comptime if not Self.group.is_linked():
+            if are_all_inline or n_tokens <= Self.group.n_inline_tokens():
+                var bytes = self.recv_buf.unsafe_offset(
+                    Self.group.inline_token_offset(src_rank, token_idx)
+                )
+                return Token(bytes, src_rank, token_idx, True, True)
         var bytes = self.recv_buf.unsafe_offset(
             Self.group.token_offset(src_rank, token_idx)
         )
@@ -201,9 +202,13 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
                 self._record_choice[has_weight=False](token, to)
             return True
         if not are_all_inline and not token.is_loaded_early:
+            var chunk_idx = chunk.idx
+            comptime if Self.group.spans_hosts():
+                if self.block.is_far(token.src_rank):  # one put brought all of it
+                    chunk_idx = 0
             var flag = flag_at(
                 self.recv_buf,
-                Self.group.chunk_flag_offset(token.src_rank, token.idx, chunk.idx),
+                Self.group.chunk_flag_offset(token.src_rank, token.idx, chunk_idx),
             )
             var word = self.block.await_message(flag, token.src_rank)
             if any_lane(generation_of(word) != self.block.receiving()):

@@ -37,6 +37,8 @@ comptime GAVE_UP = 5
 comptime NEXT_SEND = 6
 """Control word: work that sending warps have taken after their first."""
 comptime N_CONTROL = NEXT_SEND + 1
+comptime INDEXED = N_CONTROL
+"""Control word, only over several hosts: index warps that are done."""
 
 comptime _TWO_AT_ONCE = 1024
 """Tokens up to which a warp sends two chunks at once where it could send four: fours

@@ -24,7 +24,7 @@ from ..protocol.flags import (
     load_relaxed_sys_2,
     store_release_block,
 )
-from ..protocol.layout import Group, MESSAGE_ALIGN, round_up
+from ..protocol.layout import count_offset, Group, MESSAGE_ALIGN, round_up
 from ..protocol.row_tables import RowTables
 from ..protocol.token_format import BytePointer
 from ..row_limit.kept_rows import largest_level
@@ -155,7 +155,7 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
                         pair % Self.group.n_ranks,
                         Self.group.expert_of_pair(self.block.my_rank, pair),
                         load_relaxed_sys(
-                            flag_at(my_counts, Self.group.dispatch_count_offset(pair))
+                            flag_at(my_counts, count_offset[Self.group](pair))
                         ),
                     )
                     break
@@ -181,6 +181,14 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
         comptime for i in range(0, _PAIRS_OF_LANE, 2):
             if is_missing[i] or is_missing[i + 1]:
                 var pair = pair_of_lane(first, i, self.block.lane)
+                comptime if Self.group.is_linked():
+                    # Neighbours are of other sources, and stand elsewhere.
+                    comptime for j in range(2):
+                        if is_missing[i + j]:
+                            words[i + j] = load_relaxed_sys(
+                                flag_at(my_counts, count_offset[Self.group](pair + j))
+                            )
+                    continue
                 var two = load_relaxed_sys_2(
                     flag_at(my_counts, Self.group.dispatch_count_offset(pair))
                 )

@@ -33,6 +33,7 @@ from ..protocol.flags import flag_at, publish
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import Group, MESSAGE_ALIGN, N_CHUNKS
 from ..protocol.token_format import TokenFormat
+from ..protocol.transport import put_message_warp
 from .choices import Choices
 from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND
 
@@ -262,6 +263,9 @@ struct TokenSender[
     def send(mut self, block: Block[Self.group]):
         if self.sender >= self.n_senders:
             return
+        comptime if Self.group.is_linked():
+            self._send_whole(block)
+            return
         if self.n_tokens <= Self.group.n_inline_tokens():
             self._send_inline(block)
             return
@@ -334,3 +338,54 @@ struct TokenSender[
             number = self.n_senders * Int(grid_dim.x) + block.of_lane_0(taken)
             if number >= self.n_tokens * n_bundles:
                 return
+
+    @always_inline
+    def _send_whole(self, block: Block[Self.group]):
+        """Sends tokens whole: to ranks of this host by stores, to others by puts of what
+        is staged in the place of this rank's own tokens."""
+        comptime n_steps = n_steps_of[Self.Format]()
+        comptime n_flags = min(N_CHUNKS, n_steps)
+        var lane = TokenLane[
+            Self.Format, Self.input_type, steps_in_flight[Self.Format]()
+        ](self.inline.tokens)
+        var first = self.sender * Int(grid_dim.x) + Int(block_idx.x)
+        if first >= self.n_tokens:
+            return
+        # I3, for tokens, and for what is staged: a done word ends its use.
+        if not await_readers(block):
+            return
+        var recv = block.recv_bufs[unsafe_offset=block.my_rank]
+        for token_idx in range(first, self.n_tokens, self.n_senders * Int(grid_dim.x)):
+            var targets = self._targets_of(token_idx, block)
+            var is_far = targets.is_target and block.is_far(Int(targets.dst_rank))
+            var far = warp.vote[DType.uint32](is_far)
+            targets.lanes &= ~far
+            targets.is_own = targets.is_own or far != 0
+            targets.is_target = targets.is_target and not is_far
+            if not targets.are_any():
+                continue
+            # I1: only this rank writes the tokens of its number.
+            lane.send[False](chunk_of[n_steps](token_idx, 0, 1), False, targets, block)
+            syncwarp()
+            # I2: flags are published, and puts begin, after all of the token.
+            var n_all = targets.count() * n_flags
+            for begin in range(0, n_all, WARP_SIZE):
+                var n, chunk_idx = divmod_32(begin + block.lane, n_flags)
+                var dst_rank = targets.rank_of(n, block.my_rank)
+                if dst_rank >= 0:
+                    var offset = Self.group.chunk_flag_offset(
+                        block.my_rank, token_idx, chunk_idx
+                    )
+                    var recv_buf = block.recv_bufs[unsafe_offset=dst_rank]
+                    publish(flag_at(bytes_at(recv_buf), offset), block.sending(), 0)
+            while far != 0:
+                var dst_rank = Int(warp.shuffle_idx(targets.dst_rank, take_lane(far)))
+                var at = recv + UInt64(
+                    Self.group.token_offset(block.my_rank, token_idx)
+                )
+                var flag = recv + UInt64(
+                    Self.group.chunk_flag_offset(block.my_rank, token_idx, 0)
+                )
+                put_message_warp(
+                    at, at, Self.Format.token_bytes, flag, block.sending(), 0, dst_rank
+                )

@@ -17,6 +17,7 @@ from ..protocol.flags import (
     flag_word,
     generation_of,
     load_acquire_block,
+    load_acquire_sys,
     load_relaxed_sys,
     POLLS_PER_CLOCK_READ,
     store_relaxed_gpu,
@@ -103,6 +104,9 @@ struct SharedTokenCounts[group: Group](TrivialRegisterPassable):
                         is_late = True
                         break
                 word = load_relaxed_sys(flag)
+            comptime if Self.group.spans_hosts():
+                # The signal of a put: the entries have come.
+                word = load_acquire_sys(flag)
             comptime if Self.group.masks:
                 publish_decision(self.block, word, place)
             var n = 0 if is_late else count_of(word)

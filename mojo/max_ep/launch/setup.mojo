@@ -15,9 +15,10 @@ from ..protocol.counters import (
 )
 from ..protocol.flags import flag_at, flag_word
 from ..protocol.kernel_argument import ImmPointer, KernelArgument, MutPointer
-from ..protocol.layout import Group, MESSAGE_ALIGN, N_GROUP_WORDS, N_KINDS
+from ..protocol.layout import Group, MESSAGE_ALIGN, N_GROUP_WORDS
 from ..protocol.peer_words import Buf, Holds, N_BUFFERS, PeerWords
 from ..protocol.token_format import BytePointer, SENTINEL
+from ..protocol.word_list import N_KINDS, peer_words
 
 comptime SETUP_WORDS: Array[StaticString, 14] = [
     "region",
@@ -82,7 +83,7 @@ def _clear_places_of(group: Group, rank: Int, setup: SetUp):
     """Clears all that a rank wrote into the region, and lets it say that the rank has
     read everything of some generations."""
     comptime for kind in range(N_KINDS):
-        var words = group.peer_words[kind](on_gpu=is_gpu())
+        var words = peer_words[kind](group, on_gpu=is_gpu())
         var value: UInt64 = 0
         if words.is_done_word():
             value = flag_word(setup.combined, 0)

@@ -12,7 +12,7 @@ from ..protocol.counters import (
     N_HEADER_WORDS,
     Word,
 )
-from ..protocol.layout import Group, N_KINDS
+from ..protocol.layout import Group
 from ..protocol.peer_words import (
     COMBINE_WAIT,
     Holds,
@@ -23,6 +23,7 @@ from ..protocol.peer_words import (
     Which,
 )
 from ..protocol.transport import combine_put_from_region_end, put_bytes
+from ..protocol.word_list import N_KINDS, peer_words
 from .setup import SETUP_WORDS
 
 
@@ -43,6 +44,7 @@ def sizes_of(group: Group) -> String:
         ("n_failure_words", N_FAILURE_WORDS),
         ("generations_word", Word.DISPATCH_SENT),
         ("launch_word", Word.LAUNCH),
+        ("link_word", Word.LINK),
         ("launch_since_word", Word.LAUNCH_SINCE),
         ("n_tokens_word", Word.N_TOKENS),
         ("combine_of_word", Word.COMBINE_OF),
@@ -99,14 +101,14 @@ def _words(group: Group, on_gpu: Bool) -> String:
     """Lists the words that peers write into a region, each kind an object."""
     var text = String()
     comptime for kind in range(N_KINDS):
-        var words = group.peer_words[kind](on_gpu)
+        var words = peer_words[kind](group, on_gpu)
         var word = Word.DISPATCH_SENT + words.counter
         if words.n > 0:
             text += _separator(text.byte_length()) + _object(group, words, word)
         if words.phase == COMBINE_WAIT and words.holds == Holds.DATA:
             # A launch of combine first publishes that its rank has read the dispatch.
             # Others see that, and not whether the data has come.
-            var begun = group.peer_words[0](on_gpu)
+            var begun = peer_words[0](group, on_gpu)
             begun.name = "begin of combine"
             begun.phase = COMBINE_WAIT
             begun.step = 0

@@ -3,7 +3,7 @@
 
 The op runs between the async and the wait of a direction. It polls words that the
 wait will poll, and writes only times. So dispatch and combine are the same code with
-and without it. It polls what the wait awaits of each peer (`Group.peer_words`), but for
+and without it. It polls what the wait awaits of each peer (`word_list.mojo`), but for
 what other words announce: counts; of combine on GPUs the flag of each row that the peer
 sends back, or the first 16 bytes of each of its partial sums.
 
@@ -33,9 +33,10 @@ from ..protocol.flags import (
     SLEEP_SECONDS,
 )
 from ..protocol.kernel_argument import MutPointer
-from ..protocol.layout import Group, N_KINDS
+from ..protocol.layout import Group
 from ..protocol.peer_words import COMBINE_WAIT, DISPATCH_WAIT, Holds, PeerWords, Which
 from ..protocol.token_format import BytePointer, SENTINEL
+from ..protocol.word_list import N_KINDS, peer_words
 
 comptime NEVER = Int64(-1)
 
@@ -58,7 +59,7 @@ def _have_come[
 ](my_counts: BytePointer, my_rank: Int, peer: Int, generation: UInt32) -> Bool:
     """Returns whether all words of a peer are there; on CPU they are among counts."""
     comptime for kind in range(N_KINDS):
-        comptime words = group.peer_words[kind](on_gpu=False)
+        comptime words = peer_words[kind](group, on_gpu=False)
         if _is_watched(words, is_combine):
             for i in range(group.n_words_of(words, my_rank, peer)):
                 var flag = flag_at(my_counts, words.place(peer, i))
@@ -161,7 +162,7 @@ def watch_kernel[
     var generation = _awaited_generation[is_combine](counters)
     var can_poll = has_expired[unsafe_offset=0] == 0
     comptime for kind in range(N_KINDS):
-        comptime words = group.peer_words[kind](on_gpu=True)
+        comptime words = peer_words[kind](group, on_gpu=True)
         comptime if _is_watched(words, is_combine):
             var buffer = recv_buf if words.is_in_recv() else my_counts
             var n_items = group.n_words_of(words, my_rank, peer_rank)

@@ -95,9 +95,12 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
     comptime assert group.hidden_size % hidden_multiple == 0, String(
         "max_ep: hidden_size must be a multiple of ", hidden_multiple
     )
-    comptime assert not (
-        group.is_by_rank() and group.uses_shmem()
-    ), "max_ep: by rank is for one host"
+    comptime assert not group.is_linked() or not (
+        group.masks or group.chooses_ranks() or group.is_given() or group.late_weights
+    ), "max_ep: masks, all-gathers and PyTorch are for one host"
+    comptime assert (
+        is_gpu[target]() or group.is_by_rank() or not group.spans_hosts()
+    ), "max_ep: CPU ranks of several hosts dispatch by rank"
     comptime assert (
         group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"

@@ -41,6 +41,8 @@ Int32:
                           CPU, and GPU if rows are dropped: rows that came back of
                           each token in the last combine, and rows that did not fit in
                           the last dispatch
+    blocks indexed        GPU, by rank over several hosts: blocks of this launch whose
+                          entries and counts are staged
 """
 import max.gpu.primitives.warp as warp
 
@@ -137,6 +139,8 @@ struct Word:
     """GPU: the last generation of combine that all ranks are known to have read."""
     comptime MOST_RECEIVED = 31
     """GPU: the most tokens of any source in the last dispatch."""
+    comptime LINK = 20
+    """CPU: where the queue of the link to other hosts is, two words; 0: nowhere."""
     comptime LAUNCH = 28
     """CPU: 1 + the number in `PHASES` of what runs; negative once it has ended, 0
     before the first. Other processes read it (`max_ep/waits.py`)."""
@@ -199,6 +203,10 @@ def _found_word(group: Group) -> Int:
 
 
 def local_sync_counters_words(group: Group) -> Int:
+    return _indexed_word(group) + Int(group.is_linked())
+
+
+def _indexed_word(group: Group) -> Int:
     return _found_word(group) + group.max_tokens_per_rank + group.n_local_experts()
 
 
@@ -370,6 +378,11 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
 
     def rows_dropped(self, local_expert: Int) -> MutPointer[Int32]:
         return self.rows_found(Self.group.max_tokens_per_rank + local_expert)
+
+    @always_inline
+    def blocks_indexed(self) -> MutPointer[Int32]:
+        """Counts the blocks of a launch that have staged entries and counts."""
+        return self.at(_indexed_word(Self.group))
 
     @always_inline
     def decided(self, place: Int) -> FlagPointer:

@@ -83,7 +83,13 @@ def publish(flag: FlagPointer, generation: UInt32, count: Int):
     # visible: all bytes this thread wrote before, and those of the worker
     # threads it joined before. Weaker would let a reader see the new flag
     # while the messages still hold the last generation.
-    Atomic[UInt64].store[ordering=Ordering.RELEASE](flag, flag_word(generation, count))
+    publish_word(flag, flag_word(generation, count))
+
+
+@always_inline
+def publish_word(place: FlagPointer, word: UInt64):
+    # ORDER: RELEASE, system scope: as in `publish`, which calls it.
+    Atomic[UInt64].store[ordering=Ordering.RELEASE](place, word)
 
 
 @always_inline

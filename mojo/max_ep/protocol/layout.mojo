@@ -44,25 +44,21 @@ heartbeats. Combine finds them there, for it knows the sizes of both:
     | dispatch counts  as above, then heartbeats [n_ranks] UInt64          |
     | combine recv     [n_ranks][max_tokens_per_rank][top_k]               |
 
-Peers write everything but the dispatch send buffer. A message is the encoded token
+By rank over several hosts (`Group.is_linked`) a rank stages what it puts to others in
+its own region, no token is inline, and the counts of a source stand together:
+
+    | dispatch counts  [n_ranks][n_local_experts] UInt64, done and tokens  |
+    |                  as above, staged counts [n_ranks][n_local_experts]  |
+    | combine recv     as above, then n_ranks times as much, staged        |
+
+Peers write everything but the dispatch send buffer and what is staged. A message is the encoded token
 (or expert row) followed by a source info of `SOURCE_INFO_BYTES`. In an all-gather,
 routing metadata stands between them: for each choice two words, generation and
 expert id, generation and probability. This file knows offsets and sizes: no
 pointers, no atomics. Who may write what is in `docs/protocol.md`.
 """
 from .addressing import Addressing
-from .peer_words import (
-    Buf,
-    COMBINE_ASYNC,
-    COMBINE_WAIT,
-    DISPATCH_ASYNC,
-    DISPATCH_WAIT,
-    FLAG_BYTES,
-    Holds,
-    Limit,
-    PeerWords,
-    Which,
-)
+from .peer_words import Buf, FLAG_BYTES, Limit, PeerWords
 
 comptime MESSAGE_ALIGN = 16
 """Messages start and end on this many bytes: one 128-bit access."""
@@ -96,13 +92,12 @@ comptime MASKS_BIT = 8
 """Added to the number of the protocol if ranks mask (`Group.protocol`)."""
 comptime LATE_WEIGHTS_BIT = 16
 """The same if sums get their weights at combine."""
+comptime LINKED_BIT = 32
+"""The same, if dispatch goes by rank over several hosts (`Group.is_linked`)."""
 comptime MAX_TOP_K = 32
 """Largest `top_k`."""
 comptime MAX_EXPERTS = 1048576
 """Largest `n_experts`."""
-
-comptime N_KINDS = 14
-"""Kinds of words that peers write into a region (`Group.peer_words`)."""
 
 
 def round_up(n: Int, multiple: Int) -> Int:
@@ -142,7 +137,7 @@ struct Group(TrivialRegisterPassable):
     var shares_gpu: Bool
     """Whether other ranks may run on this rank's GPU."""
     var n_mapped: Int
-    """Ranks of a node, whose memory is mapped; the SHMEM library reaches others."""
+    """Ranks of a host, whose memory is mapped; a link reaches the others."""
     var wide_ids: Bool
     """Whether expert ids are int64: by rank, and on CPU."""
     var num_threads: Int
@@ -231,6 +226,7 @@ struct Group(TrivialRegisterPassable):
             has_sums=has_sums,
             masks=Int(words[6]) & MASKS_BIT != 0,
             late_weights=Int(words[6]) & LATE_WEIGHTS_BIT != 0,
+            n_mapped=Int(Int(words[6]) & LINKED_BIT != 0),
         )
 
     def words(self) -> Array[Int32, N_GROUP_WORDS]:
@@ -246,10 +242,15 @@ struct Group(TrivialRegisterPassable):
         ]
 
     def protocol(self) -> Int:
-        """Numbers the axes, and whether ranks mask or weights come late."""
-        var axes = self.addressing.value + Int(self.has_sums)
-        var late = LATE_WEIGHTS_BIT if self.late_weights else 0
-        return axes + (MASKS_BIT if self.masks else 0) + late
+        """Numbers the axes, and whether ranks mask, weights come late, or a link is used.
+        """
+        return (
+            self.addressing.value
+            + Int(self.has_sums)
+            + (MASKS_BIT if self.masks else 0)
+            + (LATE_WEIGHTS_BIT if self.late_weights else 0)
+            + (LINKED_BIT if self.is_linked() else 0)
+        )
 
     def is_combine(self) -> Bool:
         return self.dispatch_msg_bytes == 0
@@ -308,8 +309,12 @@ struct Group(TrivialRegisterPassable):
     def n_shared_max(self) -> Int:
         return self.max_tokens_per_rank if self.fused_shared_expert else 0
 
-    def uses_shmem(self) -> Bool:
+    def spans_hosts(self) -> Bool:
         return self.n_mapped < self.n_ranks
+
+    def is_linked(self) -> Bool:
+        """Returns whether dispatch goes by rank over several hosts (0034)."""
+        return self.is_by_rank() and self.spans_hosts()
 
     def choice(self, token_idx: Int, k: Int) -> Int:
         """Numbers a rank's choices; `divmod` by `top_k` takes one apart."""
@@ -373,8 +378,20 @@ struct Group(TrivialRegisterPassable):
     def dispatch_count_offset(self, pair: Int) -> Int:
         return pair * FLAG_BYTES
 
+    def linked_count_offset(self, pair: Int) -> Int:
+        """Locates a count if the group is linked: a source puts all its counts at once.
+        """
+        var local_expert, src_rank = divmod(pair, self.n_ranks)
+        return self.dispatch_count_offset(
+            src_rank * self.n_local_experts() + local_expert
+        )
+
     def dispatch_done_offset(self, reader_rank: Int) -> Int:
         return self.dispatch_count_offset(self.n_pairs() + reader_rank)
+
+    def staged_count_offset(self, expert_id: Int) -> Int:
+        """Locates a count that waits to be put, among the dispatch counts."""
+        return self.dispatch_n_tokens_offset(self.n_ranks) + expert_id * FLAG_BYTES
 
     def dispatch_n_tokens_offset(self, src_rank: Int) -> Int:
         return self.dispatch_done_offset(self.n_ranks + src_rank)
@@ -404,6 +421,15 @@ struct Group(TrivialRegisterPassable):
         var place = src_rank * self.n_choices() + choice
         return self.partial_offset(self.n_ranks, 0) + place * ENTRY_BYTES
 
+    def staged_partial_offset(self, src_rank: Int, token_idx: Int) -> Int:
+        """Locates a partial sum that waits to be put, in the owner's recv buffer."""
+        return self.partial_offset(self.n_ranks + src_rank, token_idx)
+
+    def staged_row_offset(self, src_rank: Int, token_idx: Int, k: Int) -> Int:
+        return self.combine_message_offset(
+            (1 + src_rank) * self.max_tokens_per_rank + token_idx, k
+        )
+
     def combine_count_offset(self, expert_id: Int) -> Int:
         return expert_id * FLAG_BYTES
 
@@ -421,14 +447,19 @@ struct Group(TrivialRegisterPassable):
         return self.dispatch_message_offset(self.n_pairs(), 0)
 
     def dispatch_counts_bytes(self) -> Int:
+        if self.is_linked():
+            return self.staged_count_offset(self.n_pairs())
         return self.heartbeat_offset(self.n_ranks if self.masks else 0)
 
     def combine_recv_bytes(self) -> Int:
+        var n_staged = self.n_ranks if self.is_linked() else 0
         if self.has_sums:
+            if self.is_linked():
+                return self.partial_offset(2 * self.n_ranks, 0)
             return self.late_weight_offset(self.n_ranks if self.late_weights else 0, 0)
         if self.masks:
             return self.combine_message_offset(0, 0, self.n_ranks)
-        return self.combine_message_offset(self.max_tokens_per_rank, 0)
+        return self.combine_message_offset((1 + n_staged) * self.max_tokens_per_rank, 0)
 
     def combine_counts_bytes(self) -> Int:
         return self.combine_done_offset(self.n_ranks)
@@ -491,107 +522,11 @@ struct Group(TrivialRegisterPassable):
             return min(words.n, self.n_experts_on(peer))
         return words.n
 
-    @always_inline
-    def peer_words[kind: Int](self, on_gpu: Bool) -> PeerWords:
-        """Describes one kind of the words by which peers tell a rank what has come, and
-        what they have read."""
-        comptime counts, recv = Buf.DISPATCH_COUNTS, Buf.DISPATCH_RECV
-        comptime back_counts, back_recv = Buf.COMBINE_COUNTS, Buf.COMBINE_RECV
-        var n_local, most = self.n_local_experts(), self.max_tokens_per_rank
-        var msg_bytes, back_bytes = self.dispatch_msg_bytes, self.combine_msg_bytes
-        var is_by_rank, has_sums = self.is_by_rank(), self.has_sums
-        var words = PeerWords(on_gpu)
-        comptime if kind == 0:
-            words.add("done word of dispatch", counts, self.dispatch_done_offset(0))
-            words.await_in(DISPATCH_ASYNC)
-            if not on_gpu:  # which sends nothing to ranks without experts
-                words.limit = Limit.EXPERTS_OF_PEER
-        elif kind == 1:
-            words.add("count", counts, 0)
-            words.each(n_local, self.dispatch_count_offset(self.pair(1, 0)))
-            words.limit = Limit.EXPERTS_OF_READER
-            words.await_in(DISPATCH_WAIT)
-        elif kind == 2:
-            if is_by_rank:
-                words.add("number of tokens", counts, self.dispatch_n_tokens_offset(0))
-                words.await_on_gpu(DISPATCH_WAIT, Which.EACH)
-        elif kind == 3:
-            if is_by_rank:
-                var n_bytes = self.entry_offset(1, 0)
-                words.add("entry", recv, 0, n_bytes)
-                words.each(n_bytes // ENTRY_BYTES, ENTRY_BYTES)
-                words.await_on_gpu(DISPATCH_WAIT, Which.SOME)
-        elif kind == 4:
-            if on_gpu and self.chooses_ranks():
-                # In front of the source info; how many, only the token format knows.
-                var n_bytes = most * msg_bytes
-                words.add("routing metadata", recv, self.token_offset(0, 0), n_bytes)
-                words.each(n_bytes // ENTRY_BYTES, ENTRY_BYTES)
-                words.await_in(DISPATCH_WAIT, Which.SOME)
-        elif kind == 5:
-            if on_gpu and is_by_rank:
-                var n_bytes = self.n_inline_tokens() * msg_bytes
-                words.add("inline token", recv, self.inline_token_offset(0, 0), n_bytes)
-                words.each(n_bytes // MESSAGE_ALIGN, MESSAGE_ALIGN)
-                words.holds = Holds.DATA
-                words.await_in(DISPATCH_WAIT, Which.SOME)
-        elif kind == 6:
-            if on_gpu and is_by_rank and most > self.n_inline_tokens():
-                var n = most * N_CHUNKS
-                words.add(
-                    "chunk", recv, self.chunk_flag_offset(0, 0, 0), n * FLAG_BYTES
-                )
-                words.each(n, FLAG_BYTES)
-                words.await_in(DISPATCH_WAIT, Which.SOME)
-        elif kind == 7:
-            if on_gpu and not is_by_rank:
-                var n_bytes = most * msg_bytes
-                words.add("message", recv, msg_bytes - SOURCE_INFO_BYTES, n_bytes)
-                words.each(most, msg_bytes)
-                words.repeat(n_local, self.n_ranks * n_bytes)
-                words.await_in(DISPATCH_WAIT, Which.SOME)
-        elif kind == 8:
-            if on_gpu:  # the lower half of those of dispatch
-                words.add("done word of combine", counts, self.dispatch_done_offset(0))
-                words.holds = Holds.LOWER_GENERATION
-            else:
-                var begin = self.combine_done_offset(0)
-                words.add("done word of combine", back_counts, begin)
-            words.await_in(COMBINE_ASYNC)
-            if not on_gpu:  # which sends nothing if it has no experts: nobody waits
-                words.limit = Limit.EXPERTS_OF_READER
-        elif kind == 9:
-            words.add("combine count", back_counts, 0, n_local * FLAG_BYTES)
-            words.each(n_local, FLAG_BYTES)
-            words.limit = Limit.EXPERTS_OF_PEER
-            if not on_gpu:
-                words.await_in(COMBINE_WAIT)
-            elif self.drops_rows:
-                words.await_in(COMBINE_WAIT, Which.SOME)
-        elif kind == 10:
-            if not has_sums:  # only if ranks mask, each owner has places of its own
-                var flag = back_bytes - SOURCE_INFO_BYTES
-                words.add("row", back_recv, flag, self.combine_message_offset(0, 0, 1))
-                words.each(self.n_choices(), back_bytes)
-                words.await_on_gpu(COMBINE_WAIT, Which.CHOICES)
-        elif kind == 11:
-            if has_sums:
-                var first = 0 if on_gpu else back_bytes - SOURCE_INFO_BYTES
-                var spacing = MESSAGE_ALIGN if on_gpu else back_bytes
-                var n_bytes = self.partial_offset(1, 0)
-                words.add("partial sum", back_recv, first, n_bytes)
-                words.each(n_bytes // max(spacing, 1), spacing)
-                words.await_on_gpu(COMBINE_WAIT, Which.TOKENS)
-                if on_gpu:
-                    words.holds = Holds.DATA
-        elif kind == 12:
-            if self.late_weights:
-                var n, at = self.n_choices(), self.late_weight_offset(0, 0)
-                words.add("router weight", back_recv, at, n * ENTRY_BYTES)
-                words.each(n, ENTRY_BYTES)
-                words.await_sent(COMBINE_ASYNC, Which.SOME if on_gpu else Which.EACH)
-        else:
-            comptime assert kind == N_KINDS - 1
-            if self.masks:
-                words.add("heartbeat", counts, self.heartbeat_offset(0))
-        return words
+
+@always_inline
+def count_offset[group: Group](pair: Int) -> Int:
+    """Locates a count, among the dispatch counts."""
+    comptime if group.is_linked():
+        return group.linked_count_offset(pair)
+    else:
+        return group.dispatch_count_offset(pair)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a reader must know about words of one kind that peers write into a region.
 
-`Group.peer_words` lists all kinds. A rank waits for them, `watch` measures how long,
+`word_list.mojo` lists all kinds. A rank waits for them, `watch` measures how long,
 `init` clears them, and `max-ep who` looks at them while a rank hangs.
 """
 

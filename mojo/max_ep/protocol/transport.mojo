@@ -42,7 +42,8 @@ def put_message_warp(
 ):
     """Starts to put a message, and then its flag, with a whole warp.
 
-    The bytes may be overwritten once the receiver has published that it read them.
+    The bytes may be overwritten once the receiver has published that it read them. Each
+    8 bytes come whole, in any order.
     """
     # ORDER: SHMEM delivers the signal after the message; pairs with the ACQUIRE
     # in `load_acquire_sys`. The warp's syncs inside order the lanes' writes before.
@@ -53,6 +54,18 @@ def put_message_warp(
         BytePointer(unsafe_from_address=Int(flag)),
         flag_word(generation, choice),
         _SIGNAL_SET,
+        Int32(rank),
+    )
+
+
+@always_inline
+def put_words_warp(to: UInt64, from_: UInt64, n_bytes: Int, rank: Int):
+    """Starts to put words that hold their generation, with a whole warp."""
+    # ORDER: none. Each word of 8 bytes comes whole, and announces itself.
+    external_call["nvshmemx_putmem_nbi_warp", NoneType](
+        BytePointer(unsafe_from_address=Int(to)),
+        BytePointer(unsafe_from_address=Int(from_)),
+        UInt64(n_bytes),
         Int32(rank),
     )
 
@@ -95,8 +108,11 @@ def combine_put_offset(group: Group, src_rank: Int, choice: Int) -> Int:
 def put_bytes(group: Group) -> Int:
     """Counts the bytes of both put buffers, dispatch's first.
 
-    They follow the region, and exist only if SHMEM is used.
+    They follow the region, and exist only if SHMEM is used. By rank a rank stages what
+    it puts in its region.
     """
+    if group.is_by_rank():
+        return 0
     return combine_put_from_region_end(group) + round_up(
         combine_put_offset(group, group.n_ranks, 0), BUFFER_ALIGN
     )
@@ -104,4 +120,6 @@ def put_bytes(group: Group) -> Int:
 
 def combine_put_from_region_end(group: Group) -> Int:
     """Locates the combine put buffer, from the end of the region."""
+    if group.is_by_rank():
+        return 0
     return round_up(dispatch_put_offset(group, group.n_choices()), BUFFER_ALIGN)

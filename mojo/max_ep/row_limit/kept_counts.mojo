@@ -14,6 +14,7 @@ from ..device.block import Block
 from ..protocol.counters import expert_of_choice, position_of_choice
 from ..protocol.flags import count_of, flag_at, generation_of, store_relaxed_sys
 from ..protocol.layout import Group
+from ..protocol.transport import put_flag
 
 
 @always_inline
@@ -33,6 +34,13 @@ def publish_kept_counts[group: Group](block: Block[group]):
         block.lane, group.n_experts_on(my_rank) * group.n_ranks, WARP_SIZE
     ):
         var local_expert, src_rank = divmod(pair, group.n_ranks)
+        comptime if group.spans_hosts():
+            if block.is_far(src_rank):
+                var expert = group.expert_id(my_rank, local_expert)
+                var flag = block.flag(my_rank, _count_offset[group](expert))
+                var count = block.counters.pair_count(pair)
+                put_flag(UInt64(Int(flag)), block.sending(), count, src_rank)
+                continue
         store_relaxed_sys(
             block.flag(
                 src_rank, _count_offset[group](group.expert_id(my_rank, local_expert))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries what CPU ranks ask for to ranks of other hosts, as badly as a network may.
+
+Tests set :data:`max_ep.limits.LINK_VARIABLE`: processes of one machine then stand for
+several hosts. A rank gets no address of another host's memory. It appends requests to a
+queue (``mojo/max_ep/cpu/link.mojo``). A thread of its process carries them out in an
+order drawn from a seed: late, and a put in pieces of at least 8 bytes, which are read
+when they are carried. A signal is one word. Only a fence orders, for each receiver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_PUT, _SIGNAL, _FENCE = range(3)
+_ROOM, _APPENDED, _TAKEN, _FIRST = 0, 1, 2, 8
+_REQUEST_WORDS = 8
+_N_REQUESTS = 1 << 12
+_WORD_BYTES = 8
+_MOST_PIECES = 4
+_IDLE_S = 50e-6
+_LATE_SHARE, _LATE_S = 0.02, 1e-3
+_CLOSING_S = 10.0
+
+
+@dataclass
+class _Request:
+    """What is not carried yet."""
+
+    epoch: int
+    """How many fences its rank had asked for before."""
+    pieces: list[tuple[int, int, int]]
+    """To, from, bytes; of a signal to, the word, and 0."""
+
+
+class Link:
+    """What one process carries for its ranks, with a thread."""
+
+    def __init__(
+        self,
+        local_ranks: Sequence[int],
+        regions: Sequence[int],
+        seed: int,
+        keeps_fences: bool = True,
+    ) -> None:
+        """Begins to carry. ``regions`` are those of all ranks, as this process maps
+        them. Tests of tests have a link that keeps no fences."""
+        self._regions, self._keeps_fences = list(regions), keeps_fences
+        n_words = _FIRST + _N_REQUESTS * _REQUEST_WORDS
+        self._queues = {rank: (ctypes.c_uint64 * n_words)() for rank in local_ranks}
+        self._epochs: dict[int, int] = defaultdict(int)
+        self._pending: dict[tuple[int, int], list[_Request]] = {}
+        """By sender and receiver, in the order of their epochs."""
+        self._random = random.Random(f"{seed} {list(local_ranks)}")
+        for queue in self._queues.values():
+            queue[_ROOM] = _N_REQUESTS
+        self._is_closing = False
+        self._thread = threading.Thread(
+            target=self._run, name="max_ep-link", daemon=True
+        )
+        self._thread.start()
+
+    def queues(self) -> Mapping[int, int]:
+        """Returns the address of each local rank's queue."""
+        return {rank: ctypes.addressof(q) for rank, q in self._queues.items()}
+
+    def close(self) -> None:
+        """Carries what is left, and ends; no rank may ask for more."""
+        self._is_closing = True
+        self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        while True:
+            is_closing = self._is_closing  # What was asked for before is taken below.
+            for rank, queue in self._queues.items():
+                self._take(rank, queue)
+            if self._pending:
+                self._carry()
+            elif is_closing:
+                return
+            else:
+                time.sleep(_IDLE_S)
+
+    def _take(self, rank: int, queue: ctypes.Array) -> None:
+        """Takes what a rank has asked for since."""
+        for n in range(queue[_TAKEN], queue[_APPENDED]):
+            at = _FIRST + n % _N_REQUESTS * _REQUEST_WORDS
+            what, to, of, n_bytes = queue[at : at + 4]
+            peer, kind = divmod(what, 256)
+            if kind == _FENCE:
+                self._epochs[rank] += self._keeps_fences
+            else:
+                to += self._regions[peer] - self._regions[rank]
+                pieces = [(to, of, 0)]
+                if kind == _PUT:
+                    pieces = self._pieces(to, of, n_bytes)
+                request = _Request(self._epochs[rank], pieces)
+                self._pending.setdefault((rank, peer), []).append(request)
+            queue[_TAKEN] = n + 1
+
+    def _pieces(self, to: int, of: int, n_bytes: int) -> list[tuple[int, int, int]]:
+        """Cuts a put into pieces of whole words, in any order."""
+        n = n_bytes // _WORD_BYTES
+        n_cuts = self._random.randint(0, min(_MOST_PIECES, n) - 1)
+        cuts = sorted(self._random.sample(range(1, n), n_cuts))
+        pieces = [
+            (to + a * _WORD_BYTES, of + a * _WORD_BYTES, (b - a) * _WORD_BYTES)
+            for a, b in zip([0, *cuts], [*cuts, n])
+        ]
+        self._random.shuffle(pieces)
+        return pieces
+
+    def _carry(self) -> None:
+        """Carries a piece of one of the requests that may be carried now."""
+        draw = self._random
+        if draw.random() < _LATE_SHARE:
+            time.sleep(draw.random() * _LATE_S)
+        pair = draw.choice([*self._pending])
+        requests = self._pending[pair]
+        first = requests[0].epoch
+        n = next((i for i, x in enumerate(requests) if x.epoch != first), len(requests))
+        i = draw.randrange(n)
+        to, of, n_bytes = requests[i].pieces.pop()
+        if n_bytes:
+            ctypes.memmove(to, of, n_bytes)
+        else:
+            ctypes.c_uint64.from_address(to).value = of
+        if not requests[i].pieces:
+            del requests[i]
+        if not requests:
+            del self._pending[pair]
