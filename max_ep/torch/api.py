@@ -88,6 +88,8 @@ class Buffer(Member):
         num_nvl_bytes = checked_int("max_ep: num_nvl_bytes", num_nvl_bytes, 0, None)
         if combine_mode not in (None, "rows", "sums"):
             refuse("combine_mode", f'={combine_mode!r} must be "rows", "sums" or None')
+        if combine_mode == "sums" and enable_shrink:
+            refuse("combine_mode", '="sums" masks no rank: leave enable_shrink out')
         same = dict(num_nvl_bytes=num_nvl_bytes, enable_shrink=bool(enable_shrink))
         same["combine_mode"] = combine_mode
         ending = timeout_s, explicitly_destroy, enable_shrink
@@ -103,8 +105,6 @@ class Buffer(Member):
         """Returns whether low-latency combine sends sums; raises where it cannot."""
         if combine_mode != "sums":
             return False
-        if self.enable_shrink:
-            refuse("combine_mode", '="sums" masks no rank: leave enable_shrink out')
         if self._comm.is_gpu and self._comm.shares_gpu:
             refuse("combine_mode", '="sums" needs a GPU for each rank; use "rows"')
         return True

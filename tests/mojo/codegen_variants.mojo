@@ -12,6 +12,7 @@ from groups import (
     F32,
     FEW,
     FP8,
+    HIDDEN,
     MANY,
     ROWS,
     RowsBack,
@@ -19,7 +20,13 @@ from groups import (
     SumsBack,
     TOP_K,
 )
+from max_ep.combine_sums.kernel import CombineSums
+from max_ep.dispatch_by_rank.kernel import DispatchByRank
+from max_ep.formats.given import GivenTokenFormat
 from max_ep.formats.plain import BF16TokenFormat
+from max_ep.protocol.addressing import Addressing
+from max_ep.protocol.layout import Group
+from max_ep.protocol.message_sizes import combine_msg_bytes
 from max_ep.protocol.token_format import TokenFormat
 
 comptime SHORT = BF16TokenFormat[2048, TOP_K]
@@ -58,6 +65,38 @@ def by_rank[
         emit_combine[RowsBack[B16, True, max_tokens, shared, n_ranks=n_ranks]](name)
 
 
+comptime PLAIN_FORMAT = GivenTokenFormat[2 * HIDDEN, 0, 4, TOP_K, 64]
+comptime PLAIN = Group(
+    n_experts=4,
+    n_ranks=4,
+    max_tokens_per_rank=MANY,
+    top_k=4,
+    hidden_size=PLAIN_FORMAT.hidden_size,
+    dispatch_msg_bytes=PLAIN_FORMAT.msg_bytes,
+    addressing=Addressing.TO_RANKS,
+    has_sums=True,
+    wide_ids=True,
+    router_top_k=TOP_K,
+    router_experts=256,
+    row_alignment=1,
+)
+"""Plain rows of PyTorch, whose ranks kernels find."""
+comptime LATE = Group(
+    n_experts=256,
+    n_ranks=4,
+    max_tokens_per_rank=FEW,
+    top_k=TOP_K,
+    hidden_size=HIDDEN,
+    combine_msg_bytes=combine_msg_bytes[B16](HIDDEN),
+    addressing=Addressing.BY_RANK,
+    has_sums=True,
+    is_padded=True,
+    shares_gpu=False,
+    late_weights=True,
+)
+"""Low-latency calls of PyTorch, with sums."""
+
+
 def main() raises:
     by_expert[BF16, 1, FEW, padded=True, shared=True]("expert_1_padded_shared")
     by_expert[FP8, 2, MANY, shared=True]("expert_2_fp8_shared")
@@ -85,6 +124,8 @@ def main() raises:
     comptime torch = ByRank[BF16, padded=True, oversubscribed=True, wide_ids=True]
     emit_dispatch[torch]("torch")
     emit_combine[RowsBack[by_rank=True, keeps_rows=True]]("torch")
+    emit_phase[DispatchByRank[PLAIN, PLAIN_FORMAT, DType.uint8], "dispatch"]("plain")
+    emit_combine[CombineSums[LATE, B16, B16]]("late")
     # What ranks run that mask a peer that is late.
     emit_dispatch[ByRank[BF16, SUMS, oversubscribed=True, masks=True]]("masks_sums")
     comptime rows = ByRank[FP8, ROWS, MANY, oversubscribed=True, masks=True]

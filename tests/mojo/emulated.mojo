@@ -40,7 +40,6 @@ def small(
     drops_rows: Bool = False,
     shared: Bool = False,
     partial_block: Int = 0,
-    late: Bool = False,
     n_hosts: Int = 1,
 ) -> Group:
     """Describes a group of three ranks and few tokens, whose last step is not whole. By
@@ -66,8 +65,14 @@ def small(
         masks=masks,
         drops_rows=drops_rows,
         partial_block=partial_block,
-        late_weights=late,
     )
+
+
+def late(group: Group) -> Group:
+    """Describes a group whose weights come with combine."""
+    var of = group
+    of.late_weights = True
+    return of
 
 
 comptime MANY = Group(
@@ -250,8 +255,8 @@ def main() raises:
     )
     emit_group[expert_shared]("expert_shared")
     emit_group[small(hidden_size=384, partial_block=128)]("fp8_sums")
-    emit_group[small(late=True)]("late")
-    emit_group[small(late=True, max_tokens=20), splits=True]("late_split")
+    emit_group[late(small())]("late")
+    emit_group[late(small(max_tokens=20)), splits=True]("late_split")
     emit_group[small(masks=True)]("masks")
     emit_group[small(n_experts=270, drops_rows=True)]("drops")
     emit_group[MANY, splits=True]("many")

@@ -135,6 +135,7 @@ def calls_of(buffer: Buffer) -> Calls:
                 timeout_s=["a", 0, -1, float("nan"), float("inf"), True, [3]],
                 device=no_devices,
                 num_nvl_bytes=["a", 2.5, -1, None, True],
+                combine_mode=["a", 3, True, ["sums"]],
             ),
         ),
         "of mpi": (Buffer, dict(group=None), dict(comm=["a", 3, object()])),

@@ -104,9 +104,10 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
     comptime assert (
         group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"
+    comptime is_more = group.masks or group.drops_rows or group.uses_shmem()
     comptime assert not group.late_weights or (
-        group.has_sums and not (group.masks or group.shares_gpu or group.drops_rows)
-    ), "max_ep: only sums get weights at combine, of ranks with a GPU each, unmasked"
+        group.has_sums and not (is_more or group.shares_gpu)
+    ), "max_ep: only sums get weights at combine, of a host's ranks with a GPU each"
 
 
 def check_dispatch[
