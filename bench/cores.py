@@ -19,7 +19,8 @@ class Shares:
     def __init__(self, cores: set[int], n_servers: int) -> None:
         """Divides ``cores``; all share them if there are too few."""
         given, n = sorted(cores), len(cores) // (n_servers + 1)
-        self.of_each = n or len(given)
+        self.of_each = n
+        """Cores of each; 0: all are shared."""
         parts = [set(given[i * n : (i + 1) * n]) for i in range(n_servers + 1)]
         self.clients, *self._servers = parts if n else [set(given)] * (n_servers + 1)
 

@@ -257,8 +257,12 @@ def _cores_of(name: str, run: dict) -> list[str]:
     """Says on which cores the servers of a run were, in turn."""
     if "host" not in run:
         return []
-    text = f"{name}: {run['host']}; {run['cores']} cores for each server"
-    return [f"{text}, which they swapped, and as many for the clients.", ""]
+    how = (
+        f"{run['cores']} cores for each server, swapped each round, and for the clients"
+    )
+    if not run["cores"]:
+        how = "servers and clients shared its cores"
+    return [f"{name}: {run['host']}; {how}.", ""]
 
 
 def cpu_table(rows: list[dict]) -> list[str]:

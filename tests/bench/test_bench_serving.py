@@ -77,7 +77,20 @@ def test_servers_swap_their_cores():
         had = [min(shares.of_server(server, i)) for i in range(6)]
         assert sorted(had) == [5, 5, 7, 7, 9, 9]
     few = cores.Shares({1, 2}, 2)
-    assert few.clients == few.of_server(1, 5) == {1, 2} and few.of_each == 2
+    assert few.clients == few.of_server(1, 5) == {1, 2} and few.of_each == 0
+
+
+def test_tables_say_host_and_cores():
+    run = {"gpu": "NVIDIA H100", "layers": 16, "n_gpus": 2, "host": "a CPU"}
+    row = {"peer": "max_ep", "clients": 1, "step_ms": 3 * [1.0], "graph_ms": 0.5}
+    row |= {"first_ms": 1.0, "between_ms": 1.0, "tokens_per_s": 1.0}
+    runs_of = {"a": run | {"cores": 5}, "b": run | {"cores": 0}}
+    data = {"runs": runs_of, "serving": [row | {"run": name} for name in runs_of]}
+    lines = report._serving_sections(data)
+    assert "| max_ep | 1 | 1.00 (1.00 to 1.00) | 0.50 | 1.0 | 1.00 | 1 | a |" in lines
+    of_a, of_b = (line for line in lines if "a CPU" in line)
+    assert of_a.startswith("a: a CPU; 5 cores for each server, swapped")
+    assert of_b == "b: a CPU; servers and clients shared its cores."
 
 
 def test_all_threads_of_a_server_move():
