@@ -89,6 +89,7 @@ UNCOMMON = "tiny_uncommon"
 WHERE = {
     "one_gpu": (1, 0, "small"),
     "one_gpu_minimax": (1, 0, "minimax_small"),
+    "two_gpus_minimax": (2, 0, "minimax_small"),
     "one_gpu_captured": (1, 0, "small", CAPTURED_DECODE),
     "two_gpus": (2, 0, "small"),
     "two_gpus_captured": (2, 0, "small", CAPTURED_DECODE),
