@@ -104,7 +104,7 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
     comptime assert (
         group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"
-    comptime is_more = group.masks or group.drops_rows or group.uses_shmem()
+    comptime is_more = group.masks or group.drops_rows or group.spans_hosts()
     comptime assert not group.late_weights or (
         group.has_sums and not (is_more or group.shares_gpu)
     ), "max_ep: only sums get weights at combine, of a host's ranks with a GPU each"
