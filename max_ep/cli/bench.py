@@ -125,7 +125,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     fit = [0, *(n for n in _GROUPS if n <= n_gpus)]
     asked = fit[-1] if options.gpus is None else options.gpus
     if asked not in fit:
-        fits = ", ".join(map(str, fit))
+        fits = ", ".join(["0 (the CPU)", *map(str, fit[1:])])
         raise ValueError(
             f"--gpus {asked}: this machine has {n_gpus} NVIDIA GPUs; give one of {fits}"
         )

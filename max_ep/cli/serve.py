@@ -57,7 +57,8 @@ def run_serve(options: Any) -> None:
     gpus = gpus_of_machine()
     n_gpus = len(gpus) if options.gpus is None else options.gpus
     if not 0 <= n_gpus <= len(gpus):
-        raise ValueError(f"--gpus {n_gpus}: this machine has {len(gpus)}")
+        has = f"this machine has {len(gpus)}"
+        raise ValueError(f"--gpus {n_gpus}: {has}; give no more, or 0 for its CPU")
     config, tensors, n_bytes = checkpoint_of(options.model, n_gpus, options.dry_run)
     _check_supported(config, gpus[:n_gpus])
     _check_token(config["hidden_size"], n_gpus)

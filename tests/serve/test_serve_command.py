@@ -225,7 +225,7 @@ def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
         # Each GPU has all but the 1.2 GB of the experts.
         (["NVIDIA H100, 1700, 9.0"] * 2, QWEN, (),
          "1.8 GB of weights on each GPU do not fit into its 1.8 GB"),
-        ([H100], QWEN, ("--gpus", "2"), "--gpus 2: this machine has 1"),
+        ([H100], QWEN, ("--gpus", "2"), "--gpus 2: this machine has 1; give no more"),
         ((), QWEN, ("--ranks", "3"), "--ranks 3 does not divide 128 experts"),
         ((), QWEN, ("--ranks", "0"), "--ranks 0 does not divide 128 experts"),
     ],
