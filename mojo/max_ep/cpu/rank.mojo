@@ -187,8 +187,13 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
                 is_late = self.deadline.has_passed()
             if is_late:
                 if not masks or missing_rank == self.my_rank:
+                    var code = Failure.NO_COUNT
+                    if words.is_done_word():
+                        code = Failure.NOT_READ
+                    elif self.phase % 2 == 0:  # late weights
+                        code = Failure.NO_MESSAGE
                     var record: Array[Int32, N_FAILURE_WORDS] = [
-                        Failure.NOT_READ if words.is_done_word() else Failure.NO_COUNT,
+                        code,
                         Int32(self.phase),
                         Int32(missing_rank),
                         Int32(self._expert_of(words, missing_rank, i)),
