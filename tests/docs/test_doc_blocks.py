@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.children import ROOT, ran
+from tests.children import ROOT, ran, slow
 
 from max_ep import cli
 from max_ep.stats import Statistics
@@ -94,8 +94,12 @@ def test_a_page_runs(name):
 
 @pytest.mark.parametrize(
     "name, n_blocks",
-    [("pytorch", 1), ("pytorch", None), ("elastic", None)],
-    ids=["first block", "page", "elastic"],
+    [
+        pytest.param("pytorch", 1, marks=slow, id="first block"),
+        pytest.param("pytorch", None, id="page"),
+        # Has libraries of its own.
+        pytest.param("elastic", None, marks=slow, id="elastic"),
+    ],
 )
 def test_the_pytorch_pages_run(tmp_path, name, n_blocks):
     """On CPU, as a program that `torchrun` starts."""

@@ -3,7 +3,8 @@
 
 A mutation changes all instructions that the compiler made of a line, in one chain of
 calls: an order is made weaker, a scope narrower, a wait is left out, or it is content
-with the generation before.
+with the generation before; a store is left out, an access goes one place too far, a
+bound is off by one, or what was awaited is not compared.
 """
 
 from __future__ import annotations
@@ -23,6 +24,22 @@ WEAKER = {
     "release": ["relaxed"],
 }
 NARROWER = {"sys": "gpu", "gpu": "cta"}
+NOT_STORED = "not stored"
+TOO_FAR = "one place too far"
+OFF_BY_ONE = "bound off by one"
+NOT_COMPARED = "what was awaited is not compared"
+PLAIN = {
+    NOT_STORED,
+    TOO_FAR,
+    OFF_BY_ONE,
+    *(f"{NOT_COMPARED}: {said}" for said in ("never", "always")),
+}
+"""Mutations of other things than orders and waits."""
+_COMPARES = r"[=!]=|[<>]| in range\(|\bmin\(|\bmax\("
+"""What a line has that compares."""
+_ALMOST = dict(lt="le", le="lt", gt="ge", ge="gt") | dict(
+    lo="ls", ls="lo", hi="hs", hs="hi"
+)
 SCRATCH = {32: "%r99999", 64: "%rd99999"}
 """Registers that no compiler uses."""
 OUTER = "device/kernel.mojo"
@@ -51,7 +68,7 @@ def line_of(place: str) -> str:
     return _lines(file)[int(number) - 1].strip()
 
 
-def place_of(op: Op) -> tuple[str, ...]:
+def place_of(op: Op, n_callers: int = 2) -> tuple[str, ...]:
     """Leaves out what is not ours, and what is called for all phases. Of what is called
     from everywhere two lines of callers are enough; how a failure is recorded is the
     same for all."""
@@ -62,7 +79,7 @@ def place_of(op: Op) -> tuple[str, ...]:
         n += 1
         if ours[n - 1].startswith("protocol/failures"):
             return tuple(ours[:n])
-    return tuple(ours[: n + 2])
+    return tuple(ours[: n + n_callers])
 
 
 def mutations(kernel: Kernel) -> dict[Mutation, dict[int, list[Op]]]:
@@ -73,6 +90,12 @@ def mutations(kernel: Kernel) -> dict[Mutation, dict[int, list[Op]]]:
         if place := place_of(op):
             for kind, made in _changes(op, awaited):
                 found[Mutation(kind, place)][i] = made
+        # Line 0: the compiler has made one of what stands on several.
+        place = place_of(op, 1)
+        if place and not place[0].endswith(":0"):
+            for kind, made in _plain_changes(op, awaited):
+                if kind != OFF_BY_ONE or re.search(_COMPARES, line_of(place[0])):
+                    found[Mutation(kind, place)][i] = made
     for i, exit_ in _exits(kernel):
         op = kernel.ops[i]
         if place := place_of(op):
@@ -105,19 +128,55 @@ def _changes(op: Op, awaited: set[str]) -> Iterator[tuple[str, list[Op]]]:
             yield from _older(op, fixed[0], int(kind[1:]))
 
 
+def _plain_changes(op: Op, awaited: set[str]) -> Iterator[tuple[str, list[Op]]]:
+    """Yields what an operation without an order, or a store, may become."""
+    name, rest = re.fullmatch(r"(\S+)\s*(.*)", op.text, re.S).groups()
+    how, *kinds = name.split(".")
+    if op.what in ("load", "store", "atomic") and op.space not in ("param", "local"):
+        if op.what == "store" or how == "red":
+            yield NOT_STORED, []
+        elif op.what == "atomic":
+            bits, load = kinds[-1], rest.partition("]")[0] + "]"
+            yield NOT_STORED, [replace(op, text=f"ld.relaxed.gpu.{bits} {load}")]
+        begin, place, end = re.fullmatch(r"(.*?\[)(.*?)(\].*)", op.text, re.S).groups()
+        of, _, offset = place.partition("+")
+        place = f"{of}+{int(offset or 0) + op.n_bytes}"
+        yield TOO_FAR, [replace(op, text=begin + place + end)]
+    elif how == "setp" and kinds[-1][0] in "bsu":
+        to, *of = [x.strip() for x in rest.split(",")]
+        if awaited.intersection(of):
+            for number, said in enumerate(("never", "always")):
+                made = replace(op, text=f"mov.pred {to}, {number}")
+                yield f"{NOT_COMPARED}: {said}", [made]
+        elif kinds[0] in _ALMOST:
+            made = f"{'.'.join([how, _ALMOST[kinds[0]], *kinds[1:]])} {rest}"
+            yield OFF_BY_ONE, [replace(op, text=made)]
+        else:
+            made = _shifted(op, of[1], int(kinds[-1][1:]), 1)
+            if made:
+                yield OFF_BY_ONE, made
+
+
 def _older(op: Op, value: str, bits: int) -> Iterator[tuple[str, list[Op]]]:
     """Yields an operation with the generation before, in the lower or upper half."""
     for by, half in ((1, "lower"), (1 << 32, "upper")):
         if by >> bits:
             continue
-        begin, _, end = op.text.rpartition(value)
         name = "wanted: generation before" + f", {half} half" * (bits == 64)
-        if value[0] == "%" and value[1:3] != "p_" and value.strip("%rsd").isdigit():
-            scratch = SCRATCH[bits]
-            less = replace(op, text=f"add.s{bits} {scratch}, {value}, {-by}", what="")
-            yield name, [less, replace(op, text=begin + scratch + end)]
-        elif re.fullmatch(r"-?\d+", value):
-            yield name, [replace(op, text=f"{begin}{int(value) - by}{end}")]
+        if made := _shifted(op, value, bits, -by):
+            yield name, made
+
+
+def _shifted(op: Op, value: str, bits: int, by: int) -> list[Op]:
+    """Adds to the last operand that is a value; nothing if it cannot be."""
+    begin, _, end = op.text.rpartition(value)
+    if value[0] == "%" and value[1:3] != "p_" and value.strip("%rsd").isdigit():
+        scratch = SCRATCH[bits]
+        more = replace(op, text=f"add.s{bits} {scratch}, {value}, {by}", what="")
+        return [more, replace(op, text=begin + scratch + end)]
+    if re.fullmatch(r"-?\d+", value):
+        return [replace(op, text=f"{begin}{int(value) + by}{end}")]
+    return []
 
 
 def _awaited(kernel: Kernel) -> set[str]:

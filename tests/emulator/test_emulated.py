@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 
 from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
+from max_ep.waits import named, place
 from tests.codegen.kernels import counter_word, mojo_constant
 from tests.emulator.emulated_world import FORMS, World, bf16, rows_of, words
 from tests.oracle.row_layouts import kept_rows
 
 MASKED_MS = 150
-RECEIVE = int(mojo_constant("RECEIVE", "max_ep/protocol/failures.mojo"))
 COMBINE_ASYNC = int(mojo_constant("COMBINE_ASYNC", "max_ep/protocol/peer_words.mojo"))
 N_FAILURE_WORDS = int(mojo_constant("N_FAILURE_WORDS", "max_ep/protocol/counters.mojo"))
-DROPPED, BAD_SOURCE, NO_MESSAGE, OTHER_ROWS, TOO_MANY_ROWS, WRONG_COUNTERS = (
+SEND, RECEIVE, DROPPED, BAD_SOURCE, NO_COUNT, NO_MESSAGE = (
     int(mojo_constant(name, "max_ep/protocol/failures.mojo"))
-    for name in (
-        "DROPPED BAD_SOURCE NO_MESSAGE OTHER_ROWS TOO_MANY_ROWS WRONG_COUNTERS".split()
-    )
+    for name in "SEND RECEIVE DROPPED BAD_SOURCE NO_COUNT NO_MESSAGE".split()
+)
+OTHER_ROWS, TOO_MANY_ROWS, WRONG_COUNTERS = (
+    int(mojo_constant(name, "max_ep/protocol/failures.mojo"))
+    for name in "OTHER_ROWS TOO_MANY_ROWS WRONG_COUNTERS".split()
 )
 
 
@@ -100,6 +102,24 @@ def failure(world, rank) -> list[int]:
     return world.memory.array(at, np.int32, N_FAILURE_WORDS).tolist()
 
 
+def check_pairs(world, ids):
+    """Counters hold row and number of each pair of expert and source, for combine, and
+    at their end how many rows there are, and how many the largest pair has."""
+    s = world.sizes
+    for rank, counters in enumerate(world.counters):
+        at = counters + 4 * counter_word("N_HEADER_WORDS")
+        found = world.memory.array(at, np.int32, s.n_local * s.n_ranks + 1, 2)
+        rows = rows_of(rank, ids, s)
+        row, numbers = sum(map(len, rows[: s.is_shared])), [0]
+        wanted = []
+        for of_expert in rows[s.is_shared :]:
+            for src in range(s.n_ranks):
+                numbers.append(sum(x[0] == src for x in of_expert))
+                wanted.append([row, numbers[-1]])
+                row += numbers[-1]
+        np.testing.assert_array_equal(found, [*wanted, [row, max(numbers)]])
+
+
 def check_done_words(world, dispatched, combined):
     """All ranks have published which generations they have read."""
     s, wanted = world.sizes, dispatched << 32 | combined
@@ -124,6 +144,7 @@ def run_steps(world, steps, n_wrong=0.15, seed=0):
         check_rows(world, outputs, tokens, ids)
         for result in results:
             check_results(world, result, tokens, ids, weights)
+    check_pairs(world, ids)
 
 
 @pytest.mark.parametrize("name", ["shared", "expert_shared", "fp8_sums"])
@@ -153,7 +174,15 @@ def test_rows_and_results(name):
     ids[1][2, 1] = world.sizes.n_experts  # Nobody's, and recorded.
     given = tokens, ids, weights
     check_step(world, world.dispatch(*given), *given)
-    assert [world.word(rank, "FAILURE") for rank in range(3)] == [0, DROPPED, 0]
+    records = [failure(world, rank) for rank in range(3)]
+    no_one = [DROPPED, SEND, 1, world.sizes.n_experts, len(steps) + 1, 0, 2, 1]
+    assert records == [[0] * N_FAILURE_WORDS, no_one, [0] * N_FAILURE_WORDS]
+    if name == "sums":
+        # What is worse stays recorded. Others would do nothing more.
+        worse = world.counters[1] + 4 * counter_word("FAILURE")
+        world.memory.stores[4](worse, DROPPED + 1)
+        check_step(world, world.dispatch(*given), *given)
+        assert failure(world, 1) == [DROPPED + 1, *no_one[1:]]
     # More choices of an expert than it has places for: the later ones are dropped.
     ids[0][:] = 4
     check_step(world, world.dispatch(*given, n_rows_max=30), *given)
@@ -168,6 +197,18 @@ def test_ranks_of_several_hosts(name):
     run_steps(world, steps)
     assert world.polled == world.awaited(), "Mojo lists what no kernel awaits"
     check_header(world, range(4), len(steps))
+
+
+def test_data_that_looks_missing_arrives():
+    """As other NaN: 16 bytes whose last word is `SENTINEL` have not come."""
+    world = World("sums")
+    tokens, ids, weights = draw(world.sizes, [5, 2, 4], 0)
+    for of_rank in tokens.values():
+        of_rank[:, 6:8] = np.uint32(0xFFFF_FFFF).view(np.float32)
+    outputs = world.dispatch(tokens, ids, weights)
+    check_rows(world, outputs, tokens, ids)
+    results = world.combine(outputs, weights)
+    check_results(world, results, tokens, ids, weights)
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
@@ -308,14 +349,15 @@ def test_rows_that_do_not_fit_are_refused(name):
     world.finds_races = False
     n_rows = outputs[0].n_rows_max
     world.combine({0: outputs[0]}, weights, n_rows=n_rows - 1)
-    code, *_, n_needed, n_given = failure(world, 0)
-    assert (code, n_needed, n_given) == (TOO_MANY_ROWS, n_rows, n_rows - 1)
+    row = 0 if world.has_sums else n_rows - 1
+    given = n_rows, n_rows - 1
+    assert failure(world, 0) == [TOO_MANY_ROWS, 2 + SEND, 0, row, 1, 0, *given]
     assert world.word(0, "BROKEN")
     world = World(name)
     tokens, ids, weights = draw(world.sizes, [5, 4, 5], 3, n_wrong=0)
     outputs = world.dispatch(tokens, ids, weights, n_rows_max=3)
-    assert len(sum(rows_of(0, ids, world.sizes), [])) > 3
-    assert world.word(0, "FAILURE") == TOO_MANY_ROWS
+    given = len(sum(rows_of(0, ids, world.sizes), [])), 3
+    assert failure(world, 0) == [TOO_MANY_ROWS, RECEIVE, 0, 0, 1, 0, *given]
     assert not outputs[0].read()[0].any()
 
 
@@ -366,6 +408,28 @@ def test_what_does_not_come_is_not_used(n_tokens):
     code, phase, missing_rank, _, wanted, *_ = failure(world, 1)
     assert (code, phase, missing_rank, wanted) == (NO_MESSAGE, RECEIVE, 0, 1)
     assert world.word(1, "BROKEN")
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("many", "number of tokens"), ("many", "count"), ("many", "entry")]
+    + [("expert", "count"), ("expert", "message")],
+)
+def test_a_lost_word_is_named(name, kind):
+    """The first of rank 0, which rank 1 awaits: it gives up, and writes no rows."""
+    world = World(name, timeout_ms=MASKED_MS, finds_races=False)
+    sizes, word = world.sizes, named(world.words.gpu, kind)
+    ids = {rank: np.full((3, sizes.top_k), -1) for rank in range(sizes.n_ranks)}
+    ids[0][:, 0] = sizes.n_local  # the first expert of rank 1
+    tokens, _, weights = draw(sizes, [3] * sizes.n_ranks, 1)
+    world.dispatch(tokens, ids, weights, ["_async"])
+    world.memory.stores[8](world.regions[1] + place(word, 0, 0), 0)
+    outputs = world.dispatch(tokens, ids, weights, ["_wait"], ranks=[1])
+    code = NO_COUNT if kind in ("count", "number of tokens") else NO_MESSAGE
+    expert = sizes.n_local if kind in ("count", "message") else -1
+    assert failure(world, 1) == [code, RECEIVE, 0, expert, 1, 0, 0, 0]
+    assert world.word(1, "BROKEN")
+    assert kind != "count" or not outputs[1].read()[0].any()
 
 
 @pytest.mark.parametrize("word, number", [(0, 5), (0, -1), (1, 3), (1, -1)])

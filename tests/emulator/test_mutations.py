@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each order and each wait of a GPU kernel is made weaker; a test notices.
+"""Each line of a GPU kernel that orders, waits, stores or compares is made wrong; a
+test notices.
 
 Each mutation changes the assembly of one line of the source, with its callers. Checks
 of `test_emulated.py` run until one fails. Part of the mutations is drawn for each state
@@ -21,12 +22,15 @@ from tests.codegen.assembly import parse_ptx
 from tests.emulator import Mutation, Trials, mutations
 from tests.emulator import test_emulated as checks
 from tests.emulator.emulated_world import FORMS, World, text_of
-from tests.emulator.harmless import HARMLESS
+from tests.emulator.harmless import HARMLESS, OPEN
+from tests.emulator.mutations import PLAIN
 
 SEED = os.environ.get("MAX_EP_FUZZ_SEED", sources_hash())
 TRIED = "sums expert rows shared".split()
-"""Worlds whose mutations are all noticed, but for those of `harmless.py`."""
-N_WORLDS, N_OF_WORLD = (len(TRIED), 10**6) if ALL_CASES else (2, 25)
+"""Worlds whose orders and waits are all noticed, but for those of `harmless.py`."""
+TRIED_PLAIN = ["sums"]
+"""The same for stores, places, bounds and compares."""
+N_WORLDS, N_OF_WORLD = (len(TRIED), 10**6) if ALL_CASES else (2, 20)
 """How many worlds are drawn, and how many of the mutations in each."""
 
 CHECKS: list[tuple[str, Callable[[], None]]] = [
@@ -38,6 +42,7 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
         ("fp8_sums", checks.test_variants, "fp8_sums"),
         ("expert_shared", checks.test_variants, "expert_shared"),
         ("shared", checks.test_variants, "shared"),
+        ("sums", checks.test_data_that_looks_missing_arrives),
         ("nvfp4", checks.test_tokens_are_quantized, "nvfp4"),
         ("fp8", checks.test_tokens_are_quantized, "fp8"),
         ("drops", checks.test_rows_that_do_not_fit_are_dropped),
@@ -48,6 +53,11 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
         ("many", checks.test_what_does_not_come_is_not_used, 4),
         ("many", checks.test_what_does_not_come_is_not_used, 257),
         ("many", checks.test_sums_are_those_of_the_last_dispatch),
+        ("many", checks.test_a_lost_word_is_named, "many", "number of tokens"),
+        ("many", checks.test_a_lost_word_is_named, "many", "count"),
+        ("many", checks.test_a_lost_word_is_named, "many", "entry"),
+        ("expert", checks.test_a_lost_word_is_named, "expert", "count"),
+        ("expert", checks.test_a_lost_word_is_named, "expert", "message"),
         ("rows", checks.test_sources_that_cannot_be_are_refused, 0, 5),
         ("work", checks.test_all_blocks_share_work),
         *(
@@ -77,9 +87,15 @@ def owned_by(world: str) -> list[Mutation]:
     return sorted(mutations_of(world).difference(*map(mutations_of, before)))
 
 
-def drawn(world: str) -> list[Mutation]:
-    owned = [m for m in owned_by(world) if not any(x.has(m) for x in HARMLESS)]
-    return random.Random(f"{SEED} {world}").sample(owned, min(N_OF_WORLD, len(owned)))
+def drawn(world: str, are_plain: bool) -> list[Mutation]:
+    owned = [
+        m
+        for m in owned_by(world)
+        if (m.kind in PLAIN) == are_plain
+        and not any(x.has(m) for x in [*HARMLESS, *OPEN])
+    ]
+    n = min(N_OF_WORLD // (1 + are_plain), len(owned))
+    return random.Random(f"{SEED} {world}").sample(owned, n)
 
 
 def unnoticed(tried: list[Mutation], world: str) -> list[Mutation]:
@@ -98,17 +114,25 @@ def unnoticed(tried: list[Mutation], world: str) -> list[Mutation]:
 @pytest.mark.parametrize("world", random.Random(SEED).sample(TRIED, N_WORLDS))
 def test_orders_and_waits_matter(world):
     """Fails where a world or a check is missing; see `harmless.py` for the others."""
-    left = unnoticed(drawn(world), world)
+    left = unnoticed(drawn(world, are_plain=False), world)
     assert not left, "\n".join(map(str, left))
 
 
-@pytest.mark.parametrize("entry", HARMLESS, ids=lambda x: f"{x.file}: {x.line}")
+@pytest.mark.parametrize("world", TRIED_PLAIN)
+def test_stores_places_and_bounds_matter(world):
+    """A store is left out, an access goes one place too far, a bound is off by one, or
+    what was awaited is not compared."""
+    left = unnoticed(drawn(world, are_plain=True), world)
+    assert not left, "\n".join(map(str, left))
+
+
+@pytest.mark.parametrize("entry", HARMLESS + OPEN, ids=lambda x: f"{x.file}: {x.line}")
 def test_harmless_is_what_is_there_and_not_noticed(entry):
     """An entry that has no line any more is stale, as is one that a check notices."""
     of_worlds = {
         world: [m for m in owned_by(world) if entry.has(m)] for world in WORLDS
     }
     assert any(of_worlds.values()), "no kernel has such a line"
-    if ALL_CASES:
+    if ALL_CASES and entry in HARMLESS:
         left = [unnoticed(tried, world) for world, tried in of_worlds.items() if tried]
         assert any(left), "it is noticed"

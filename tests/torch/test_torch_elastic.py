@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from max_ep import launch
-from tests.children import slow
+from tests.children import ALL_CASES, slow
 from tests.torch import torch_elastic
 
 pytestmark = pytest.mark.usefixtures("all_cores")
@@ -23,9 +23,16 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
+HAVE_LIBRARIES = ["pairs", "unrounded"]
+"""Scenarios with libraries of their own, whose kernels the emulator runs, too."""
+
+
 @pytest.mark.parametrize("n_ranks", [2, *(pytest.param(n, marks=slow) for n in (1, 4))])
 def test_scenarios(place: str, n_ranks: int, tmp_path: Path) -> None:
-    arguments = n_ranks, str(tmp_path / "store"), []
+    names = [x.__name__ for x in torch_elastic.SCENARIOS]
+    if not ALL_CASES and place == "cpu":
+        names = [name for name in names if name not in HAVE_LIBRARIES]
+    arguments = n_ranks, str(tmp_path / "store"), names
     outcomes = launch(torch_elastic.member, n_ranks, arguments, timeout_s=900)
     for rank, errors in enumerate(outcomes):
         for name, error in errors.items():
