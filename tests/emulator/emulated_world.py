@@ -20,12 +20,11 @@ from tests.emulator.grid import IDLE_ROUNDS, IDLE_ROUNDS_FOR_EVER
 from tests.emulator.link import Link, with_calls
 
 N_THREADS, N_BLOCKS = 320, 2
-RANKS_PER_HOST = 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
 _SPLIT = ("many", "shared", "expert", "late_split", "hosts_rows")
 _FUSED = "sums rows expert_shared fp8_sums late masks drops work fp8 nvfp4".split()
-_FUSED += ["hosts_sums", "hosts_expert"]
+_FUSED += "hosts_sums hosts_expert hosts_fp8_sums hosts_drops hosts_many".split()
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 
@@ -114,9 +113,9 @@ class World:
         ranks = range(s.n_ranks)
         n_bytes = s.region + self.words.put_bytes
         self.regions = [self.memory.allocate(n_bytes) for _ in ranks]
-        self.link = None
+        self.link, self.per_host = None, s.n_ranks // 2
         if name.startswith("hosts"):
-            self.link = Link(self.regions, n_bytes, RANKS_PER_HOST, len(name))
+            self.link = Link(self.regions, n_bytes, self.per_host, len(name))
         self.counters = [self.memory.allocate(4 * s.counters) for _ in ranks]
         self.spare = [self.memory.allocate(4 * s.counters) for _ in ranks]
         # A lane loads each word of the header; launches record the last ones meanwhile.
@@ -161,8 +160,8 @@ class World:
         """Lists the regions of a rank's host."""
         if self.link is None:
             return self.regions
-        first = rank - rank % RANKS_PER_HOST
-        return self.regions[first : first + RANKS_PER_HOST]
+        first = rank - rank % self.per_host
+        return self.regions[first : first + self.per_host]
 
     def put_buffers(self, rank: int, at: int) -> list[int]:
         return [x + self.sizes.region + at for x in self._mapped(rank)]
@@ -191,7 +190,7 @@ class World:
         # Where ranks have a deadline, warps that are slow would miss it.
         is_even = self.timeout_ms != LONG_MS
         # There several warps settle the same count, or count the same rows.
-        lets_equal = self.name in ("masks", "drops")
+        lets_equal = self.name in ("masks", "drops", "hosts_drops")
         how = self.unwatched, lets_equal
         n_more = self.link.n_more if self.link else 0
         found = Races(len(queues), self.n_blocks, N_THREADS, *how, n_more)

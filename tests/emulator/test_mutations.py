@@ -45,7 +45,7 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
         ("sums", checks.test_data_that_looks_missing_arrives),
         ("nvfp4", checks.test_tokens_are_quantized, "nvfp4"),
         ("fp8", checks.test_tokens_are_quantized, "fp8"),
-        ("drops", checks.test_rows_that_do_not_fit_are_dropped),
+        ("drops", checks.test_rows_that_do_not_fit_are_dropped, "drops", []),
         ("masks", checks.test_two_ranks_are_masked_at_once),
         ("masks", checks.test_a_rank_that_waits_is_not_masked),
         ("masks", checks.test_a_rank_is_masked_and_comes_back),

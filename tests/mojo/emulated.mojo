@@ -91,6 +91,13 @@ comptime MANY = Group(
 """A rank may send more tokens than are inline, and more choices than blocks share."""
 
 
+def apart(group: Group) -> Group:
+    """Describes a group whose ranks are on hosts of their own."""
+    var of = group
+    of.n_mapped = 1
+    return of
+
+
 def of_phase(group: Group, is_combine: Bool) -> Group:
     """Describes the group for a kernel of dispatch or of combine."""
     var of = group
@@ -269,6 +276,9 @@ def main() raises:
         hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False, n_hosts=2
     )
     emit_group[hosts_expert]("hosts_expert")
+    emit_group[small(hidden_size=384, partial_block=128, n_hosts=2)]("hosts_fp8_sums")
+    emit_group[small(n_experts=270, drops_rows=True, n_hosts=2)]("hosts_drops")
+    emit_group[apart(MANY)]("hosts_many")
     emit_given[True, 3]("plain")
     # So many choices of the router that neither lanes nor shared memory hold all ids.
     emit_given[True, 17]("plain_many")
