@@ -18,7 +18,7 @@ from .elastic_api import (
     get_physical_domain_size,
 )
 from .elastic_handle import EPHandle
-from .quantized import dequantize
+from .quantized import dequantize, quantize
 from .streams import Config, EventHandle, EventOverlap
 
 topk_idx_t = _torch.int64
@@ -34,5 +34,6 @@ __all__ = [
     "dequantize",
     "get_logical_domain_size",
     "get_physical_domain_size",
+    "quantize",
     "topk_idx_t",
 ]

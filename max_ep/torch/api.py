@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..limits import checked_int, is_integer
 from .communicator import Masks, refuse, refuse_arguments, refuse_hosts
 from .compiled import Compiled
-from .low_latency import Handle, How, LowLatency
+from .low_latency import Handle, How, LowLatency, Wire
 from .member import Member, not_compiled
 from .normal import Normal
 from .normal_layout import Layout, NormalHandle
@@ -124,13 +124,16 @@ class Buffer(Member):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        format: str | None = None,
         **of_forks: Any,
     ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends each token to the ranks of its experts.
 
         Args:
             x: bfloat16 ``[n_tokens, hidden]``; ``hidden`` is a multiple of 8, of 128
-                with FP8, of 512 with UE8M0.
+                with FP8, of 512 with UE8M0, of 32 with other formats. Or values and
+                scales, as :func:`max_ep.torch.quantize` returns them: they arrive as
+                they are given.
             topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``; -1: none.
             num_max_dispatch_tokens_per_rank: The most tokens of any rank.
             num_experts: Experts of the group, a multiple of its ranks.
@@ -142,18 +145,23 @@ class Buffer(Member):
             use_ue8m0: Whether scales are returned as exponents, four in an int32.
             async_finish: Whether to return before the current stream has the rows.
             return_recv_hook: Whether only to send; the hook receives.
+            format: ``"fp8"``, ``"mxfp8"``, ``"nvfp4"`` or ``"mxfp4"``: what rows are
+                quantized to, instead of ``use_fp8`` and the flags behind it.
             of_forks: What forks of DeepEP take, refused unless it is None or False.
 
         Returns:
             Rows ``[n_local, n_ranks * cap, hidden]``; with FP8 a pair of them and
             scales ``[n_local, n_ranks * cap, hidden / 128]`` float32, with UE8M0 int32
-            ``[..., hidden / 512]``; rows of each expert, int32 ``[n_local]``; the
-            handle; the event; the hook, or None.
+            ``[..., hidden / 512]``, with other formats as ``quantize`` has them; rows
+            of each expert, int32 ``[n_local]``; the handle; the event; the hook, or
+            None.
         """
         if of_forks:
             refuse_arguments("low_latency_dispatch", of_forks)
         sizes = num_max_dispatch_tokens_per_rank, num_experts
-        wire = use_fp8, round_scale, use_ue8m0
+        wire = Wire(use_fp8, round_scale, use_ue8m0)
+        if format is not None:
+            wire = Wire(True) if format == "fp8" else Wire(format=format)
         stats = cumulative_local_expert_recv_stats
         if torch.compiler.is_compiling():
             given = x, topk_idx, *sizes, wire, stats, return_recv_hook
@@ -313,13 +321,17 @@ class Buffer(Member):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
+        format: str | None = None,
     ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:
         """Sends each token once to each rank that holds an expert of it.
 
         Args:
-            x: ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of
-                float8_e4m3fn and scales ``[n_tokens, n]``, float32, usually one for
-                128 elements, or int32 with several in a word.
+            x: ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of values and
+                scales, which arrive as they are given: float8_e4m3fn with scales
+                ``[n_tokens, n]``, float32, usually one for 128 elements, or int32 with
+                several in a word; or MXFP8, NVFP4, MXFP4 as
+                :func:`max_ep.torch.quantize` returns them.
             handle: Of an earlier dispatch, to repeat its layout with other tokens, or
                 ``tuple(handle)``; also of another ``Buffer`` of these ranks.
             num_tokens_per_rank: From ``get_dispatch_layout``, as the next ones.
@@ -330,6 +342,8 @@ class Buffer(Member):
             expert_alignment: The counts returned are rounded up to multiples of it.
             num_worst_tokens: Rows to return; the host then waits for nothing, and the
                 counts are empty. At least ``n_ranks`` times the most tokens of a rank.
+            format: ``"fp8"``, ``"mxfp8"``, ``"nvfp4"`` or ``"mxfp4"``: bfloat16 tokens
+                are quantized first, and arrive as a pair.
 
         Returns:
             Rows ``[n_rows, hidden]`` (or the pair), by source rank and token; their
@@ -342,9 +356,9 @@ class Buffer(Member):
         there = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         layout = Layout(*there, topk_idx, topk_weights)
         when = When(previous_event, async_finish, allocate_on_comm_stream)
-        sizes = expert_alignment, num_worst_tokens
+        given = x, handle, layout, expert_alignment, num_worst_tokens, when, format
         with self._comm.streams.allocating(when), self._using_sms(config):
-            return self._normal.dispatch(x, handle, layout, *sizes, when)
+            return self._normal.dispatch(*given)
 
     @not_compiled
     def combine(

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ..limits import FP8_BLOCK
 from ..memory.gpu_shared import reader
 from ..waits import RankWait, Words, at_address, cpu_wait, gpu_wait
 from .communicator import Communicator
 from .library import Settings, load, text_of
+from .quantized import FORMATS
 from .tables import n_table_words, row_major
 
 SEND, RECEIVE, BOTH = 1, 2, 3
@@ -73,12 +73,12 @@ class Region:
         """Launches on the current stream, with the fields of ``DispatchArguments``; 0
         for the last ones that are not given."""
         given = _DISPATCH.pack(*arguments, *_NONE[len(arguments) :])
-        self._phase(self.library.dispatch, form, given)
+        self._launch(self.library.dispatch, form, given)
 
     def combine(self, form: int, *arguments: int) -> None:
         """Launches a combine, with the fields of ``CombineArguments``, likewise."""
         given = _COMBINE.pack(*arguments, *_NONE[len(arguments) : 9])
-        self._phase(self.library.combine, form, given)
+        self._launch(self.library.combine, form, given)
 
     def watch(self, is_combine: bool, waits_ns: torch.Tensor) -> None:
         """Adds how long each peer is waited for, in ns, to ``int64 [n_ranks]``."""
@@ -86,22 +86,18 @@ class Region:
         self._launch(self.library.watch, is_combine, waits.data_ptr())
         waits_ns += waits.clamp_(min=0)
 
-    def _phase(self, function: Callable[..., int], form: int, given: bytes) -> None:
-        """Launches a phase, in one launch where that can be."""
-        if self.comm.n_sms != self._n_sms:
-            self._n_sms = self.comm.n_sms
-            self.library.use_sms(self.handle, self._n_sms)
-        # Blocks could wait for those of a rank that have no place to run.
-        if form == BOTH and self.comm.shares_gpu:
-            self._launch(function, SEND, given)
-            form = RECEIVE
-        self._launch(function, form, given)
-
     def _launch(
         self, function: Callable[..., int], what: int, given: bytes | int
     ) -> None:
         """Raises if the communicator has failed; looks at a GPU now and then."""
         comm = self.comm
+        # In one launch blocks could wait for those of a rank that have no place to run.
+        if what == BOTH and comm.shares_gpu:
+            self._launch(function, SEND, given)
+            what = RECEIVE
+        if comm.n_sms != self._n_sms:
+            self._n_sms = comm.n_sms
+            self.library.use_sms(self.handle, self._n_sms)
         if comm.failure:
             comm.raise_failure()
         if comm.is_gpu and time.monotonic() > comm.next_check:
@@ -156,10 +152,9 @@ class Channel:
         self.comm, self.settings = comm, settings
         self.n_local = settings.experts // settings.ranks
         capacity = settings.ranks * settings.tokens
-        self.rows_layout = row_major(self.n_local, capacity, settings.hidden)
-        n_scales = settings.hidden // (FP8_BLOCK * (4 if settings.packed_scales else 1))
-        self.scales_layout = row_major(self.n_local, n_scales, capacity)
-        self.rows_shape = self.rows_layout[0]
+        self.rows_shape = (self.n_local, capacity, settings.hidden)
+        if settings.rows == "padded":
+            self._lay_out_padded(capacity)
         sizes = (settings.ranks, settings.tokens)
         self.n_table_words = n_table_words(self.n_local, *sizes)
         # The handle whose rows are still in the region, and whether a CUDA graph
@@ -182,6 +177,7 @@ class Channel:
                 for rank in absent:
                     region.masked[rank] = 1
             comm.regions += self.regions
+            self.is_open = True
         except BaseException:
             self.close()
             raise
@@ -190,6 +186,24 @@ class Channel:
         if settings.rows != "padded":
             # A capture must not make it.
             self.no_weights(settings.tokens * settings.top_k)
+
+    def _lay_out_padded(self, capacity: int) -> None:
+        """Says what a low-latency dispatch allocates for rows, and for scales."""
+        settings, n_local = self.settings, self.n_local
+        base = settings.format.removesuffix("_forwarded")
+        wire = FORMATS.get("fp8" if base == "fp8_power_of_two" else base)
+        columns = settings.hidden // (wire.per_byte if wire else 1)
+        self.rows_layout = row_major(n_local, capacity, columns)
+        self.rows_dtype = wire.values if wire else torch.bfloat16
+        self.scales_dtype = wire and wire.scales
+        self.has_columns = self.scales_dtype == torch.float32
+        """Whether scales are by column, and not by row."""
+        if wire:
+            n = settings.hidden // wire.block
+            if settings.packed_scales:
+                n, self.scales_dtype = n // 4, torch.int32
+            shape = (n, capacity) if self.has_columns else (capacity, n)
+            self.scales_layout = row_major(n_local, *shape)
 
     def next_region(self) -> Region:
         return self.regions[(self.n_taken + 1) % len(self.regions)]
@@ -218,6 +232,7 @@ class Channel:
             region.clear()
 
     def close(self) -> None:
+        self.is_open = False
         for region in self.regions:
             if region in self.comm.regions:
                 self.comm.regions.remove(region)

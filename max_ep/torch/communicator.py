@@ -24,6 +24,7 @@ from .streams import Streams
 from .tables import allocator
 
 _CHECK_EVERY_S = 0.1
+_NOTHING = contextlib.nullcontext()
 SOME_SMS = 24
 """Multiprocessors that leave most of a GPU to others, and still fill its links."""
 RESET = "Call Buffer.reset() in every process, or restart the group."
@@ -39,7 +40,8 @@ _SBO = (
     "(SGLang: no --enable-single-batch-overlap)"
 )
 _NVFP4 = (
-    "tokens go in bfloat16 or FP8; leave it out (vLLM: VLLM_DEEPEPLL_NVFP4_DISPATCH=0)"
+    "scales of a fork of DeepEP are in an order of its own; leave it out (vLLM: "
+    'VLLM_DEEPEPLL_NVFP4_DISPATCH=0), or pass format="nvfp4", whose scales are by row'
 )
 _OF_FORKS = {
     "x_global_scale": _NVFP4,
@@ -136,9 +138,12 @@ class Communicator:
             return SOME_SMS
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
-    @contextlib.contextmanager
-    def using_sms(self, n: int) -> Iterator[None]:
+    def using_sms(self, n: int) -> contextlib.AbstractContextManager[None]:
         """Lets launches use at most so many multiprocessors; 0: all."""
+        return self._using_sms(n) if n else _NOTHING
+
+    @contextlib.contextmanager
+    def _using_sms(self, n: int) -> Iterator[None]:
         self.n_sms = n
         try:
             yield

@@ -49,7 +49,12 @@ class Compiled:
         return_recv_hook: bool,
     ) -> tuple[Any, torch.Tensor, tuple[Any, ...], EventOverlap, Any]:
         """Returns what the call returns; its handle is a tuple, and has the tables."""
-        given = x, topk_idx, cap, n_experts, *wire
+        if wire.format is not None or isinstance(x, tuple):
+            raise NotImplementedError(
+                "max_ep: format, or a pair x, is not compiled; call outside of the "
+                "compiled function, or pass bfloat16 with use_fp8"
+            )
+        given = x, topk_idx, cap, n_experts, *wire[:3]
         rows, scales, tables = _dispatch(self._order, self._key, *given)
         n_local = n_experts // self._n_ranks
         src_info, ranges, counts = split_tables(tables, n_local, self._n_ranks)
@@ -109,7 +114,7 @@ def _dispatch(
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     compiled = _COMPILED[key]
-    wire = use_fp8, round_scale, use_ue8m0
+    wire = Wire(use_fp8, round_scale, use_ue8m0)
     result, _, handle, *_ = compiled.calls.dispatch(
         x.contiguous(), topk_idx.contiguous(), cap, n_experts, wire
     )

@@ -129,12 +129,16 @@ class ElasticBuffer(Member):
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
+        *,
+        format: str | None = None,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
         """Sends each token to each rank that holds an expert of it.
 
         Args:
             x: bfloat16 ``[n_tokens, hidden]``, rows of whole 16 bytes; or a pair of
-                float8_e4m3fn and scales ``[n_tokens, n]`` of 4 bytes, as they travel.
+                values and scales, which arrive as they are given: float8_e4m3fn with
+                any scales ``[n_tokens, n]`` of 4 bytes, or MXFP8, NVFP4, MXFP4 as
+                :func:`max_ep.torch.quantize` returns them.
             topk_idx: int64 ``[n_tokens, top_k]``, in ``[-1, num_experts)``; -1: none.
                 None with ``handle``.
             topk_weights: float32 ``[n_tokens, top_k]``, to be sent with the tokens.
@@ -160,6 +164,8 @@ class ElasticBuffer(Member):
             do_zero_padding: Whether expanded rows between those of experts are zeros.
             use_tma_aligned_col_major_sf: Whether scales of rows stand in columns, each
                 of whole 16 bytes.
+            format: ``"fp8"``, ``"mxfp8"``, ``"nvfp4"`` or ``"mxfp4"``: bfloat16 tokens
+                are quantized first, and arrive as a pair.
 
         Returns:
             Rows ``[n_rows, hidden]``, or the pair; plain: their expert ids, local or
@@ -170,13 +176,16 @@ class ElasticBuffer(Member):
         """
         sizes = Sizes(num_experts, num_max_tokens_per_rank, expert_alignment)
         rows = do_cpu_sync, do_expand, do_zero_padding, use_tma_aligned_col_major_sf
-        form = Form(*rows, do_handle_copy, num_sms)
+        form = Form(*rows, do_handle_copy, num_sms, format)
         stats = cumulative_local_expert_recv_stats
         given = x, topk_idx, topk_weights, stats, handle, sizes, form
         is_async = async_with_compute_stream
         when = When(previous_event, is_async, allocate_on_comm_stream)
+        given += when, previous_event_before_epilogue
+        if not allocate_on_comm_stream:
+            return self._elastic.dispatch(*given)
         with self._comm.streams.allocating(when):
-            return self._elastic.dispatch(*given, when, previous_event_before_epilogue)
+            return self._elastic.dispatch(*given)
 
     @not_compiled
     def combine(
@@ -215,11 +224,19 @@ class ElasticBuffer(Member):
         """
         is_async = async_with_compute_stream
         when = When(previous_event, is_async, allocate_on_comm_stream)
-        given = x, handle, topk_weights, bias, when, previous_event_before_epilogue
+        later = previous_event_before_epilogue
+        given = x, handle, topk_weights, bias, when, later, num_sms
+        if not allocate_on_comm_stream:
+            return self._elastic.combine(*given)
         with self._comm.streams.allocating(when):
-            return self._elastic.combine(*given, num_sms)
+            return self._elastic.combine(*given)
 
     # ----------------------------------------------------------- around the calls
+
+    def reset(self) -> None:
+        """Makes the memory usable again after an error; all ranks call it."""
+        self._elastic.forget()
+        super().reset()
 
     def barrier(
         self,

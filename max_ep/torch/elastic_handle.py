@@ -53,13 +53,8 @@ class EPHandle:
         self.num_recv_tokens_per_expert_list: list[int] = []
         self.num_recv_tokens = routing.comm.n_ranks * max_tokens
         self.num_expanded_tokens = routing.n_rows if self.do_expand else 0
-        if self.do_expand:
-            n_local = len(routing.ends)
-            self.psum_num_recv_tokens_per_expert = routing.ends
-            self.num_unaligned_recv_tokens_per_expert = routing.counts[:n_local]
-        else:
+        if not self.do_expand:
             self.num_recv_tokens = routing.n_rows
-            self.psum_num_recv_tokens_per_scaleup_rank = routing.ends
 
     @property
     def n_rows(self) -> int:
@@ -77,18 +72,22 @@ class EPHandle:
 
 
 def _counts(handle: EPHandle, routing: Routing) -> torch.Tensor:
-    """Counts the rows of each local expert, of plain rows."""
+    """Counts the rows of each local expert."""
     n_local = routing.n_experts // routing.comm.n_ranks
+    if handle.do_expand:
+        return routing.counts[:n_local]
     # The last place takes what is elsewhere.
     local = routing.ids - routing.comm.rank * n_local
     local = torch.where((local >= 0) & (local < n_local), local, n_local)
-    found = routing.ends.new_zeros(n_local + 1)
+    found = routing.tables.new_zeros(n_local + 1, dtype=torch.int32)
     ones = found.new_ones(1).expand(local.numel())
     return found.scatter_add_(0, local.flatten().long(), ones)[:n_local]
 
 
 def _ends(handle: EPHandle, routing: Routing) -> torch.Tensor:
-    """Adds up the aligned counts, of plain rows."""
+    """Says where rows of an expert end; of plain rows, adds up the aligned counts."""
+    if handle.do_expand:
+        return routing.ends
     align = handle.expert_alignment
     counts = handle.num_unaligned_recv_tokens_per_expert
     aligned = torch.div(counts + align - 1, align, rounding_mode="floor") * align
@@ -131,7 +130,9 @@ def _tokens(handle: EPHandle, routing: Routing) -> torch.Tensor:
 
 
 def _rank_ends(handle: EPHandle, routing: Routing) -> torch.Tensor:
-    """Adds up the tokens from each rank, of expanded rows."""
+    """Says where the tokens from each rank end."""
+    if not handle.do_expand:
+        return routing.ends
     is_here = (_tokens(handle, routing) >= 0).any(1)
     per_rank = is_here.view(routing.comm.n_ranks, -1).sum(1)
     return per_rank.cumsum(0, dtype=torch.int32)

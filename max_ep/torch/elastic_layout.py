@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from .communicator import Communicator, refuse
 from .elastic_handle import EPHandle
 from .library import round_up
+from .quantized import Given
 from .sums import PLAIN, Received, Routing
 
 MOST = "num_max_tokens_per_rank"
@@ -54,7 +53,7 @@ def with_sizes(
     n_rows = sum(aligned) if handle.do_expand else sum(per_source)
     routing = Routing(
         *(comm, worst.rows, n_experts, worst.top_k, worst.alignment),
-        *(worst.n_tokens, n_rows, worst.cap, worst.topk_idx),
+        *(worst.n_tokens, n_rows, worst.cap, ids, worst.copies_ids),
     )
     sized = EPHandle(routing, handle.num_max_tokens_per_rank, handle.num_sms)
     sized.num_recv_tokens_per_expert_list = aligned
@@ -64,17 +63,6 @@ def with_sizes(
 
 def n_bytes(n_ranks: int, most: int, hidden: int) -> int:
     return max(1, -(-2 * 2 * n_ranks * most * hidden * 2 // _SIZE_STEP)) * _SIZE_STEP
-
-
-def checked_x(comm: Communicator, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns rows and their scales, if they have some."""
-    if not isinstance(x, (tuple, list)):
-        comm.check_tensor("x", x, torch.bfloat16, (None, None), True)
-        return x.contiguous(), None
-    if len(x) != 2:
-        refuse("x", f"is a tuple of {len(x)}; pass rows, or (rows, scales)")
-    comm.check_tensor("x[0]", x[0], torch.float8_e4m3fn, (None, None), True)
-    return x[0].contiguous(), x[1]
 
 
 def check_same(
@@ -91,26 +79,27 @@ def check_same(
 
 
 def outputs(
-    routing: Routing,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    in_columns: bool,
+    routing: Routing, given: Given, weights: torch.Tensor | None, in_columns: bool
 ) -> Received:
     """Allocates what a dispatch delivers."""
-    n_rows, is_plain = routing.n_rows, routing.rows == PLAIN
-    to = Received(x.new_empty((n_rows, x.shape[1])))
+    x, scales, one_byte = given.rows, given.words, 1
+    if in_columns and scales is not None and given.scales.element_size() == one_byte:
+        what = "is for scales of 4 bytes, which columns of 16 bytes hold"
+        refuse("use_tma_aligned_col_major_sf", what)
+    comm, n_rows, top_k = routing.comm, routing.n_rows, routing.top_k
+    columns, is_plain = x.shape[1], routing.rows == PLAIN
+    to = Received(comm.empty((n_rows, columns), (columns, 1), x.dtype))
     if scales is not None:
         n = scales.shape[1]
         to.scales = x.new_empty((n_rows, n), dtype=torch.int32)
         if in_columns:
-            columns = x.new_empty((n, round_up(n_rows, 4)), dtype=torch.int32)
-            to.scales = columns.t()[:n_rows]
-    shape = (n_rows, routing.top_k)
+            by_column = x.new_empty((n, round_up(n_rows, 4)), dtype=torch.int32)
+            to.scales = by_column.t()[:n_rows]
+    shape, strides = ((n_rows, top_k), (top_k, 1)) if is_plain else ((n_rows,), (1,))
     if weights is not None:
-        to.weights = weights.new_empty(shape if is_plain else n_rows)
+        to.weights = comm.empty(shape, strides, torch.float32)
     if is_plain:
-        to.local_ids = routing.topk_idx.new_empty(shape)
+        to.local_ids = comm.empty(shape, strides, torch.int64)
     return to
 
 

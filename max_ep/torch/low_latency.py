@@ -25,6 +25,7 @@ from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .channels import Channels
 from .communicator import Communicator, refuse
 from .library import WIRE_FORMATS, Settings
+from .quantized import FORMATS, checked_format, joined_pair
 from .streams import EventOverlap, When
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
@@ -56,8 +57,19 @@ class Handle(LazyTuple):
         return src_info, ranges, settings.tokens, settings.hidden, settings.experts
 
 
-Wire = tuple[bool, bool, bool]
-"""Arguments of a dispatch: ``use_fp8``, ``round_scale``, ``use_ue8m0``."""
+class Wire(NamedTuple):
+    """What a dispatch sends, in the words of its arguments."""
+
+    use_fp8: bool = False
+    round_scale: bool = False
+    use_ue8m0: bool = False
+    format: str | None = None
+    """Instead of the others; with ``_forwarded`` tokens are quantized already."""
+    hidden: int = 0
+    """Elements of a token that is quantized already."""
+
+
+_PLAIN = Wire()
 
 
 class How(NamedTuple):
@@ -93,13 +105,20 @@ class LowLatency:
         topk_idx: torch.Tensor,
         cap: int,
         num_experts: int,
-        wire: Wire = (False, False, False),
+        wire: Wire = _PLAIN,
         stats: torch.Tensor | None = None,
         how: How = _AT_ONCE,
     ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Checks a dispatch, and launches it or its sending half."""
-        use_fp8, _, use_ue8m0 = wire
         self._check_how(how)
+        if isinstance(x, tuple):
+            if wire.format is not None:
+                what = f"={wire.format!r}, and x is a pair, which is quantized already"
+                refuse("format", what)
+            x, name, hidden = joined_pair(self.comm, x)
+            wire = Wire(format=f"{name}_forwarded", hidden=hidden)
+        elif wire.format is not None and not wire.hidden:
+            checked_format(wire.format)
         channel = self._channel(x, topk_idx, cap, num_experts, wire)
         n_local, capacity, _ = channel.rows_shape
         if stats is not None:
@@ -107,7 +126,8 @@ class LowLatency:
             self.comm.check_tensor(name, stats, torch.int32, (n_local,))
         region = channel.next_region()
         if self.comm.masks:
-            self._latest = x.shape[1], topk_idx.shape[1], cap, num_experts, wire
+            of_x = x.shape[1], x.dtype
+            self._latest = *of_x, topk_idx.shape[1], cap, num_experts, wire
             self.comm.masks.share(region)
 
         # Source of each row, ranges, counts: one allocation.
@@ -115,20 +135,18 @@ class LowLatency:
         tables = empty((n_words,), (1,), torch.int32)
         counts = view(tables, (n_local,), (1,), n_words - n_local)
         src_info = tables.data_ptr()
-        dtype = torch.float8_e4m3fn if use_fp8 else torch.bfloat16
-        rows = empty(*channel.rows_layout, dtype)
+        rows = empty(*channel.rows_layout, channel.rows_dtype)
         result: Any = rows
         scales = None
-        if use_fp8:
-            dtype = torch.int32 if use_ue8m0 else torch.float32
-            scales = empty(*channel.scales_layout, dtype)
-            result = (rows, scales_of_rows(scales))
+        if channel.scales_dtype is not None:
+            scales = empty(*channel.scales_layout, channel.scales_dtype)
+            result = (rows, scales_of_rows(scales) if channel.has_columns else scales)
         arguments = (
             x.data_ptr(),
             topk_idx.data_ptr(),
             x.shape[0],
             rows.data_ptr(),
-            scales.data_ptr() if use_fp8 else 0,
+            0 if scales is None else scales.data_ptr(),
             src_info + 4 * (n_words - n_local),
             src_info + 8 * n_local * capacity,
             src_info,
@@ -184,6 +202,8 @@ class LowLatency:
 
     def _check_how(self, how: How) -> None:
         waits_ns, async_finish, return_recv_hook = how
+        if waits_ns is None and not async_finish:
+            return
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         if waits_ns is not None:
@@ -272,20 +292,10 @@ class LowLatency:
             channel = None
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
-        use_fp8, round_scale, use_ue8m0 = wire
-        flags = dict(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
-        for flag, value in flags.items():
-            if not isinstance(value, int):  # text would be true
-                refuse(flag, f"={value!r} must be True or False")
-        is_rounded = use_fp8 and round_scale
-        name = "fp8" if use_fp8 else "bfloat16"
-        if is_rounded:
-            name = "fp8-ue8m0" if use_ue8m0 else "fp8-round"
-        format, multiple = WIRE_FORMATS[name]
-        if use_ue8m0 and not (is_rounded and x.shape[-1] % multiple == 0):
-            refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
-        comm.check_tensor("x", x, torch.bfloat16, (None, None))
-        n_tokens, hidden = x.shape
+        format, multiple = _format_of(wire, x.shape[-1])
+        if not wire.hidden:
+            comm.check_tensor("x", x, torch.bfloat16, (None, None))
+        n_tokens, hidden = x.shape[0], wire.hidden or x.shape[1]
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
         cap = checked_int(f"max_ep: {CAP}", cap, 1, MAX_OF_ENTRY)
         most = MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY
@@ -307,7 +317,7 @@ class LowLatency:
             ranks=comm.n_ranks,
             top_k=top_k,
             tokens=cap,
-            packed_scales=use_ue8m0,
+            packed_scales=wire.use_ue8m0,
             wide_ids=True,
             masks=comm.masks is not None,
             sums=self._sums,
@@ -329,9 +339,9 @@ class LowLatency:
     def meet(self) -> None:
         """If ranks mask, all meet in a dispatch without tokens."""
         if self._latest is not None:
-            hidden, top_k, *sizes = self._latest
+            columns, dtype, top_k, *sizes = self._latest
             device = self.comm.device
-            x = torch.empty((0, hidden), dtype=torch.bfloat16, device=device)
+            x = torch.empty((0, columns), dtype=dtype, device=device)
             ids = torch.empty((0, top_k), dtype=torch.int64, device=device)
             self.dispatch(x, ids, *sizes)
 
@@ -343,3 +353,22 @@ class LowLatency:
         n_ranks = checked_int("max_ep: num_ranks", n_ranks, 1, MAX_RANKS)
         checked_int("max_ep: num_experts", n_experts, 1, MAX_OF_ENTRY)
         return _N_REGIONS * tokens * (n_ranks * (row + 64) + 8 * row)
+
+
+def _format_of(wire: Wire, hidden: int) -> tuple[str, int]:
+    """Returns what kernels call a format, and what its hidden size is a multiple of."""
+    if wire.format is not None:
+        spec = FORMATS[wire.format.removesuffix("_forwarded")]
+        return wire.format, spec.multiple
+    flags = dict(zip(("use_fp8", "round_scale", "use_ue8m0"), wire))
+    for flag, value in flags.items():
+        if not isinstance(value, int):  # text would be true
+            refuse(flag, f"={value!r} must be True or False")
+    is_rounded = wire.use_fp8 and wire.round_scale
+    name = "fp8" if wire.use_fp8 else "bfloat16"
+    if is_rounded:
+        name = "fp8-ue8m0" if wire.use_ue8m0 else "fp8-round"
+    format, multiple = WIRE_FORMATS[name]
+    if wire.use_ue8m0 and not (is_rounded and hidden % multiple == 0):
+        refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
+    return format, multiple

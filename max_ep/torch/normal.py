@@ -29,8 +29,8 @@ from .normal_layout import (
     check_ids,
     check_layout,
     in_int32,
-    scales_of_row,
 )
+from .quantized import Given, given_as
 from .streams import EventOverlap, When, check_event
 
 _COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -86,6 +86,7 @@ class Normal:
         align: int,
         worst: int,
         when: When,
+        format: str | None = None,
     ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:
         """Checks a dispatch, agrees with all ranks on sizes, and launches it."""
         comm, previous_event = self.comm, when.after
@@ -93,12 +94,11 @@ class Normal:
         worst = checked_int("max_ep: num_worst_tokens", worst, 0)
         check_event(previous_event)
         topk_idx, topk_weights = layout.topk_idx, layout.topk_weights
-        if isinstance(x, tuple) and len(x) != 2:
-            refuse("x", f"is a tuple of {len(x)}; pass rows, or (rows, scales)")
-        x, scales = x if isinstance(x, tuple) else (x, None)
+        given = self._given(x, format)
+        x, scales = given.rows, given.words
         row_bytes = bytes_of_row(comm, x, None)
-        n_scales = scales_of_row(comm, scales, x)
-        n_tokens, hidden = x.shape
+        n_scales = 0 if scales is None else scales.shape[1]
+        (n_tokens, columns), hidden = x.shape, given.hidden
         is_new, counts = handle is None, []
         if is_new:
             if previous_event is not None and not worst:
@@ -124,7 +124,7 @@ class Normal:
         if n_tokens != handle.n_sent:
             refuse("x", f"has {n_tokens} rows, those of the handle are {handle.n_sent}")
 
-        recv_x = x.new_empty((handle.n_made, hidden))
+        recv_x = x.new_empty((handle.n_made, columns))
         # A handle of other tokens may have no place for scales.
         n_words = max(handle.n_words, words_of_row(n_scales, 0))
         group = self._group(handle.cap)
@@ -149,7 +149,7 @@ class Normal:
             sent = handle.ids.new_empty((n_tokens, n_words))
             of_scales, of_ids, of_weights, _ = sent.split(parts, 1)
             if scales is not None:
-                of_scales.copy_(scales.contiguous().view(torch.int32))
+                of_scales.copy_(scales)
             if received:
                 of_ids.copy_(in_int32(topk_idx))
                 of_weights.copy_(topk_weights.view(torch.int32))
@@ -158,7 +158,7 @@ class Normal:
             got = extras[: handle.n_rows]
             of_scales, of_ids, of_weights, _ = got.split(parts, 1)
             if scales is not None:
-                recv_scales.copy_(of_scales.view(scales.dtype))
+                recv_scales.copy_(of_scales)
             if received:
                 ids, weights = received
                 n_local = layout.per_expert.numel() // comm.n_ranks
@@ -171,9 +171,7 @@ class Normal:
         tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
         tensors += received + handle.tensors()
         event = comm.streams.run(work, tensors, when)
-        result: Any = recv_x[: handle.n_rows]
-        if scales is not None:
-            result = (result, recv_scales)
+        result = given.arrived(recv_x[: handle.n_rows], recv_scales)
         if not is_new:
             return result, None, None, None, None, event
         counts = [round_up(n, align) for n in counts]
@@ -228,6 +226,24 @@ class Normal:
         return y, weights, event
 
     # ------------------------------------------------------------------- inside
+
+    def _given(self, x: Any, format: str | None) -> Given:
+        """Takes tokens; rows may have any dtype, without scales or with such of 4
+        bytes."""
+        if format is not None:
+            return given_as(self.comm, x, format)
+        pair = x if isinstance(x, tuple) else (x, None)
+        if len(pair) != 2 or not _is_opaque(pair[1]):
+            return given_as(self.comm, x, None)
+        rows, scales = pair
+        self.comm.check_tensor("x", rows, None, (None, None))
+        if scales is None:
+            return Given(rows)
+        # Any strides will do: matmuls want columns.
+        self.comm.check_tensor("scales of x", scales, None, (len(rows), None), True)
+        if not 0 < scales.shape[1] <= rows.shape[1]:
+            refuse("scales of x", f"have {scales.shape[1]} columns")
+        return Given(rows, scales.view(torch.int32), scales)
 
     def _checked(self, handle: Any) -> NormalHandle:
         """Refuses what is no handle of these ranks; takes a tuple of its items, too."""
@@ -300,3 +316,11 @@ class Normal:
             handle.n_sent,
             ones.data_ptr(),
         )
+
+
+def _is_opaque(scales: Any) -> bool:
+    """Returns whether scales are none, or words of which only their caller knows."""
+    if scales is None:
+        return True
+    kinds = torch.float32, torch.int32
+    return isinstance(scales, torch.Tensor) and scales.dtype in kinds

@@ -15,7 +15,6 @@ from .library import round_up, words_of_row
 from .tables import LazyTuple
 
 _MOST_TOKENS = 32768
-_SCALES = (torch.float32, torch.int32)
 
 
 @dataclass(eq=False)
@@ -90,22 +89,6 @@ def bytes_of_row(comm: Communicator, x: torch.Tensor, n_rows: int | None) -> int
     if n_bytes == 0 or n_bytes % 16 != 0:
         refuse("x", f"has rows of {n_bytes} bytes, not a multiple of 16")
     return n_bytes
-
-
-def scales_of_row(
-    comm: Communicator, scales: torch.Tensor | None, x: torch.Tensor
-) -> int:
-    """Returns how many scales a row has; refuses what cannot be those of ``x``."""
-    if scales is None:
-        return 0
-    # Any strides will do: matmuls want columns.
-    comm.check_tensor("scales of x", scales, None, (len(x), None), True)
-    if scales.dtype not in _SCALES:
-        refuse("scales of x", f"are {scales.dtype}, not float32 or int32")
-    n_scales = scales.shape[1]
-    if not 0 < n_scales <= x.shape[1]:
-        refuse("scales of x", f"have {n_scales} columns")
-    return n_scales
 
 
 class Layout(NamedTuple):

@@ -10,6 +10,8 @@ repeats it, without rows: routing alone decides where rows are.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from .channel import BOTH, Channel, Region
 from .channels import Channels
 from .communicator import Communicator
 from .library import Settings, round_up
+from .tables import view
 
 PLAIN, EXPANDED = "plain", "expanded"
 _ROW_BYTES = 16
@@ -29,15 +32,31 @@ captured graphs: a replay changes a region without a call of Python. With four, 
 batches may be in flight."""
 
 
+@functools.lru_cache(1024)
+def _places(
+    rows: str, n_ranks: int, n_local: int, n_rows: int, top_k: int, n_copied: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the int32 words of each table; the byte at which each begins, at whole
+    16, and last the end."""
+    if rows == PLAIN:
+        words = n_ranks, 0, n_rows * top_k
+    else:
+        words = n_local, n_local * (1 + n_ranks), 0
+    words = *words, 2 * max(1, n_rows), 2 * n_copied
+    steps = [round_up(4 * n, 16) for n in words]
+    return words, tuple(itertools.accumulate(steps, initial=0))
+
+
 @dataclass(eq=False)
 class Routing:
     """Where tokens go: what each dispatch of them has alike.
 
-    Every launch writes all tables, and always the same. ``ends``: where rows end, in
-    plain rows those of each source rank, else those of each local expert. ``counts``,
-    expanded: rows of each local expert, then of each local expert from each rank.
-    ``src_info``: token and choice of a row. ``ids``, plain: what the router chose; -1
-    after the last row.
+    Every launch writes all tables, and always the same. They are in one allocation, and
+    become tensors when they are asked for. ``ends``: where rows end, in plain rows
+    those of each source rank, else those of each local expert. ``counts``, expanded:
+    rows of each local expert, then of each local expert from each rank. ``src_info``:
+    token and choice of a row. ``ids``, plain: what the router chose; -1 after the last
+    row.
     """
 
     comm: Communicator
@@ -50,25 +69,56 @@ class Routing:
     cap: int
     """Tokens of a rank that the memory holds."""
     topk_idx: torch.Tensor
-    ends: torch.Tensor = field(init=False)
-    counts: torch.Tensor | None = field(init=False, default=None)
-    src_info: torch.Tensor = field(init=False)
-    ids: torch.Tensor | None = field(init=False, default=None)
+    copies_ids: bool = False
+    """Whether a launch copies what is given as ``topk_idx``, and that is the copy."""
+    tables: torch.Tensor = field(init=False)
+    channel: Channel | None = None
+    """Through which the last dispatch went."""
     region: Region | None = None
     use: object = None
     """What the region was used for last, if that is this."""
 
     def __post_init__(self) -> None:
-        def new(*shape: int) -> torch.Tensor:
-            return self.topk_idx.new_empty(shape, dtype=torch.int32)
+        n_ranks = self.comm.n_ranks
+        n_copied = self.n_tokens * self.top_k if self.copies_ids else 0
+        sizes = n_ranks, self.n_experts // n_ranks, self.n_rows, self.top_k, n_copied
+        self._words_of, self._at = _places(self.rows, *sizes)
+        self.tables = self.comm.empty((self._at[-1] // 8,), (1,), torch.int64)
+        if self.copies_ids:
+            shape, strides = (self.n_tokens, self.top_k), (self.top_k, 1)
+            self.topk_idx = view(self.tables, shape, strides, self._at[4] // 8)
 
-        n_local = self.n_experts // self.comm.n_ranks
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Returns where ``ends``, ``counts``, ``ids`` and ``src_info`` are; 0: it has
+        none."""
+        base, (ends, counts, ids, src_info, *_) = self.tables.data_ptr(), self._at
         if self.rows == PLAIN:
-            self.ends, self.ids = new(self.comm.n_ranks), new(self.n_rows, self.top_k)
-        else:
-            self.ends = new(n_local)
-            self.counts = new(n_local * (1 + self.comm.n_ranks))
-        self.src_info = new(max(1, self.n_rows), 2)
+            return base + ends, 0, base + ids, base + src_info
+        return base + ends, base + counts, 0, base + src_info
+
+    def _words(self, i: int) -> torch.Tensor:
+        first = self._at[i] // 4
+        return self.tables.view(torch.int32)[first : first + self._words_of[i]]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """Returns int32 ``[n_ranks]``, expanded ``[n_local]``."""
+        return self._words(0)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Returns int32 ``[n_local + n_local * n_ranks]``, of expanded rows."""
+        return self._words(1)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Returns int32 ``[n_rows, top_k]``, of plain rows."""
+        return self._words(2).view(self.n_rows, self.top_k)
+
+    @property
+    def src_info(self) -> torch.Tensor:
+        """Returns int32 ``[n_rows, 2]``, at least one row."""
+        return self._words(3).view(-1, 2)
 
     def settings(
         self, row_bytes: int, n_scales: int, combine: str, columns: int, partial: str
@@ -94,7 +144,7 @@ class Routing:
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Returns what launches use."""
-        return self.topk_idx, self.ends, self.counts, self.src_info, self.ids
+        return self.topk_idx, self.tables
 
     def is_latest(self, channel: Channel) -> bool:
         """Returns whether a region of a channel still has what this one dispatched."""
@@ -116,18 +166,18 @@ class Received:
     local_ids: torch.Tensor | None = None
 
 
-def open_channels(channels: Channels, *wanted: Settings) -> list[Channel]:
-    """Returns channels; opens those that are new, with all other ranks."""
-    found = []
-    for settings in wanted:
-        row = settings.hidden + 4 * settings.scales + 2 * settings.combine_hidden
-        n_bytes = settings.ranks * settings.tokens * row
-        fits = [n for n, most in _REGIONS_UP_TO.items() if n_bytes <= most]
-        n_regions = max([1, *fits])
-        if not channels.comm.is_gpu:  # nothing is captured
-            n_regions = max(1, n_regions // 2)
-        found += channels.open([settings], n_regions)
-    return found
+def open_channel(channels: Channels, settings: Settings) -> Channel:
+    """Returns a channel; opens a new one with all other ranks."""
+    found = channels.opened.get(settings)
+    if found is not None:
+        return found
+    row = settings.hidden + 4 * settings.scales + 2 * settings.combine_hidden
+    n_bytes = settings.ranks * settings.tokens * row
+    n_regions = max([1, *(n for n, most in _REGIONS_UP_TO.items() if n_bytes <= most)])
+    if not channels.comm.is_gpu:  # nothing is captured
+        n_regions = max(1, n_regions // 2)
+    (opened,) = channels.open([settings], n_regions)
+    return opened
 
 
 def _next_region(channel: Channel, captures: bool) -> Region:
@@ -165,37 +215,36 @@ def dispatch(
     comm = channel.comm
     captures = comm.streams.is_capturing()
     region = _next_region(channel, captures)
-    routing.region, routing.use = region, object()
+    routing.channel, routing.region, routing.use = channel, region, object()
     region.use, region.is_captured = routing.use, captures
     region.was_captured |= captures
-    new = routing.src_info.new_empty
-    n_rows = routing.n_rows
-    per_row = routing.top_k if routing.rows == PLAIN else 1
+    n_rows, top_k, is_plain = routing.n_rows, routing.top_k, routing.rows == PLAIN
     # Kernels write all of them.
-    recv_weights, local_ids = to.weights, to.local_ids
+    recv_weights, local_ids, scales = to.weights, to.local_ids, to.scales
     if recv_weights is None:
-        recv_weights = new(n_rows * per_row)
-    if local_ids is None:
-        local_ids = new(n_rows * routing.top_k if routing.rows == PLAIN else 0, 2)
-    scales = new((0, 0)) if to.scales is None else to.scales
+        n = n_rows * top_k if is_plain else n_rows
+        recv_weights = comm.empty((n,), (1,), torch.float32)
+    if local_ids is None and is_plain:
+        local_ids = comm.empty((n_rows * top_k,), (1,), torch.int64)
     if weights is None:
-        weights = channel.no_weights(routing.cap * routing.top_k)
+        weights = channel.no_weights(routing.cap * top_k)
+    ends, counts, kept, src_info = routing.addresses()
     region.dispatch(
         BOTH,
         sent.data_ptr(),
         (routing.topk_idx if ids is None else ids).data_ptr(),
         routing.n_tokens,
         to.rows.data_ptr(),
-        scales.data_ptr(),
-        routing.ends.data_ptr(),
-        0 if routing.counts is None else routing.counts.data_ptr(),
-        routing.src_info.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        ends,
+        counts,
+        src_info,
         n_rows,
         weights.data_ptr(),
         recv_weights.data_ptr(),
-        0 if routing.ids is None else routing.ids.data_ptr(),
-        local_ids.data_ptr(),
-        *scales.stride(),
+        kept,
+        0 if local_ids is None else local_ids.data_ptr(),
+        *((0, 0) if scales is None else scales.stride()),
         routing.topk_idx.data_ptr(),
     )
 
@@ -219,7 +268,7 @@ def combine(
     region.combine(
         BOTH,
         x.data_ptr(),
-        routing.src_info.data_ptr(),
+        routing.addresses()[3],
         y.data_ptr(),
         routing.n_tokens,
         0,  # rows have their weights

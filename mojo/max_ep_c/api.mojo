@@ -10,8 +10,9 @@ otherwise `max_ep_last_error` has the error.
                         combine returns rows. plain: a row for each token and rank, with
                         ids and weights. expanded: rows by expert. Of the last two,
                         combine returns sums
-    FORMAT              padded: a name of `formats/table.mojo`, what dispatch sends;
-                        else: given (`formats/given.mojo`)
+    FORMAT              padded: a name of `formats/table.mojo`, what dispatch sends, with
+                        `_forwarded` if tokens are given so; else: given
+                        (`formats/given.mojo`)
     HIDDEN              elements of a token; given: bytes of a row
     SCALES              given: words of scales of a row
     COMBINE             bfloat16 or float32: elements of expert rows and results
@@ -63,8 +64,12 @@ comptime N_RANKS = get_defined_int["RANKS"]()
 comptime HIDDEN = get_defined_int["HIDDEN"]()
 comptime TOP_K = get_defined_int["TOP_K"]()
 comptime WIDE_IDS = is_defined["WIDE_IDS"]()
-comptime SCALES = "packed" if is_defined["PACKED_SCALES"]() else "transposed"
 comptime FORMAT = get_defined_string["FORMAT"]()
+comptime SCALES = (
+    "packed" if is_defined["PACKED_SCALES"]() else "transposed" if FORMAT.startswith(
+        "fp8"
+    ) else "rows"
+)
 comptime N_EXPERTS = get_defined_int["EXPERTS"]()
 comptime GROUP_TOP_K = N_RANKS if IS_PLAIN else TOP_K
 comptime Format: TokenFormat = (
@@ -78,9 +83,8 @@ comptime Format: TokenFormat = (
     == "given" else FormatOf[FORMAT, HIDDEN, TOP_K, scales=SCALES]
 )
 comptime INPUT_DTYPE = (
-    DType.float32 if FORMAT
-    == "float32" else DType.uint8 if FORMAT
-    == "given" else DType.bfloat16
+    DType.float32 if FORMAT == "float32" else DType.uint8 if FORMAT == "given"
+    or FORMAT.endswith("_forwarded") else DType.bfloat16
 )
 comptime _dtype[name: StaticString] = (
     DType.float32 if name == "float32" else DType.bfloat16
@@ -115,9 +119,12 @@ def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) ->
 
 comptime COMBINE_HIDDEN = get_defined_int["COMBINE_HIDDEN"]()
 comptime COMBINE_BYTES = combine_msg_bytes[PARTIAL_DTYPE](COMBINE_HIDDEN)
-comptime DISPATCH = _group(Format.hidden_size, Format.msg_bytes, 0)
+comptime DISPATCH_HIDDEN = HIDDEN if FORMAT.endswith(
+    "_forwarded"
+) else Format.hidden_size
+comptime DISPATCH = _group(DISPATCH_HIDDEN, Format.msg_bytes, 0)
 comptime COMBINE = _group(COMBINE_HIDDEN, 0, COMBINE_BYTES)
-comptime REGION = _group(Format.hidden_size, Format.msg_bytes, COMBINE_BYTES)
+comptime REGION = _group(DISPATCH_HIDDEN, Format.msg_bytes, COMBINE_BYTES)
 comptime NEXT = " Call Buffer.reset() in every process, or restart the group."
 comptime TORCH = Caller("topk_idx", "num_experts", "Buffer's timeout_s", NEXT, True)
 
@@ -325,16 +332,17 @@ struct DispatchArguments(TrivialRegisterPassable):
     """The tensors of a dispatch, by address; 0: not there."""
 
     var tokens: Int
-    """`[n_tokens][HIDDEN]`, bfloat16, or float32 if that is the format. Given: rows of
-    bytes, and behind each its scales, of whole 16 bytes."""
+    """`[n_tokens][HIDDEN]`, bfloat16, or float32 if that is the format. Given and
+    forwarded: rows of bytes, and behind each its scales, of whole 16 bytes."""
     var topk_ids: Int
     """`[n_tokens][TOP_K]`, int32 or int64."""
     var n_tokens: Int
     var rows: Int
     """`[n_local_experts][capacity][HIDDEN]`; plain and expanded `[n_rows][HIDDEN]`."""
     var scales: Int
-    """Given: `[n_rows][SCALES]` words, of any strides. Padded: float32 `[n_local_experts][HIDDEN / 128][capacity]`; with `PACKED_SCALES` Int32,
-    `HIDDEN / 512`."""
+    """Given: `[n_rows][SCALES]` words, of any strides. Padded: float32
+    `[n_local_experts][HIDDEN / 128][capacity]`; with `PACKED_SCALES` Int32, `HIDDEN /
+    512`; of other formats bytes `[n_local_experts][capacity][n_blocks]`."""
     var recv_counts: Int
     """Int32 `[n_local_experts]`. Expanded: where the rows of each end. Plain: where
     those of each source rank end, `[n_ranks]`."""

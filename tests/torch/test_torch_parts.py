@@ -7,17 +7,28 @@ import contextlib
 import ctypes
 import importlib
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from max_ep import cli
 from max_ep.extension import mojo_dir
-from max_ep.torch import EventOverlap, dequantize, library
+from max_ep.torch import (
+    Buffer,
+    ElasticBuffer,
+    EventOverlap,
+    channel,
+    channels,
+    dequantize,
+    library,
+)
 from max_ep.torch.joining import checked_device
 from max_ep.torch.normal_layout import in_int32
 from max_ep.torch.streams import Streams, When
@@ -280,3 +291,62 @@ def test_build_takes_what_libraries_are_for(capsys: pytest.CaptureFixture) -> No
         cli.main(["build", "--dispatch", "unknown"])
     text = capsys.readouterr().err.partition("choose from")[2]
     assert re.findall(r"[\w-]+", text) == [*library.WIRE_FORMATS]
+
+
+def calls_of(work: Callable[[], None]) -> int:
+    """Counts the functions of Python that are called."""
+    events = []
+    sys.setprofile(lambda _, event, __: events.append(event))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return events.count("call")
+
+
+def test_an_eager_layer_makes_few_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of Python are most of what a layer of few tokens costs the host; a library
+    that does nothing is in the place of kernels."""
+    sizes = SimpleNamespace(
+        region_bytes=1 << 20,
+        counters_words=64,
+        failure_word=0,
+        n_failure_words=8,
+        masked_word=16,
+    )
+    functions = {name: lambda *_: 0 for name in library._FUNCTIONS}
+    functions |= dict(open=lambda *_: 1, sizes=sizes)
+    monkeypatch.setattr(channel, "load", lambda _: SimpleNamespace(**functions))
+    monkeypatch.setattr(channels, "build_all", lambda _: None)
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        buffer = Buffer(dist.group.WORLD, device="cpu")
+        elastic = ElasticBuffer(dist.group.WORLD, None, 0, 1, device="cpu")
+        x, ids = torch.zeros(1, 512).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+        weights = torch.ones(1, 2)
+
+        def low_latency() -> None:
+            rows, _, handle, *_ = buffer.low_latency_dispatch(
+                x, ids, 1, 8, use_fp8=False
+            )
+            buffer.low_latency_combine(rows, ids, weights, handle)
+
+        def of_elastic(expands: bool) -> None:
+            how = dict(num_experts=8, do_cpu_sync=False, do_expand=expands)
+            rows, *_, handle, _ = elastic.dispatch(x, ids, weights, **how)
+            elastic.combine(rows, handle)
+
+        for layer, most in (
+            (low_latency, 40),
+            (lambda: of_elastic(False), 80),
+            (lambda: of_elastic(True), 80),
+        ):
+            layer()  # opens the channel
+            assert 10 < calls_of(layer) <= most
+        buffer.destroy()
+        elastic.destroy()
+    finally:
+        dist.destroy_process_group()
