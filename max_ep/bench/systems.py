@@ -50,12 +50,16 @@ SYSTEMS = (
     System("sums", "fused", "max_ep, `sums`", "experts", ranks=(1, 8)),
     System("rows", "fused", "max_ep, `rows`", "experts", ranks=(1, 8)),
     System(
-        "buffer", "fused", "max_ep, `Buffer` from PyTorch", "experts", **_FROM_TORCH
+        "buffer",
+        "fused",
+        "max_ep, `Buffer` with rows, from PyTorch",
+        "experts",
+        **_FROM_TORCH,
     ),
     System(
         "buffer_sums",
         "fused",
-        "max_ep, `Buffer` with sums, from PyTorch",
+        "max_ep, `Buffer` from PyTorch",
         "experts",
         **_FROM_TORCH,
     ),

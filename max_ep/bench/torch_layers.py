@@ -196,8 +196,8 @@ class AllToAll(RowsOfRanks):
 
 
 class LowLatency(Layers):
-    """``low_latency_dispatch`` and ``low_latency_combine`` of ``Buffer``: with receive
-    hooks if ``split``."""
+    """``low_latency_dispatch`` and ``low_latency_combine`` of ``Buffer``, with rows:
+    with receive hooks if ``split``."""
 
     def open(self) -> None:
         self.ids = [ids.long() for ids in self.ids]
@@ -205,8 +205,11 @@ class LowLatency(Layers):
         self._how = dict(return_recv_hook=self.case.form == "split")
         self.buffer = self.make_buffer()
 
+    combine_mode = "rows"
+
     def make_buffer(self) -> Any:
-        return Buffer(dist.group.WORLD, low_latency_mode=True)
+        how = dict(low_latency_mode=True, combine_mode=self.combine_mode)
+        return Buffer(dist.group.WORLD, **how)
 
     def dispatch(self, layer: int) -> Any:
         rows, counts, handle, _, receive = self.buffer.low_latency_dispatch(
@@ -240,13 +243,10 @@ class LowLatency(Layers):
 
 
 class LowLatencySums(LowLatency):
-    """The same, with ``combine_mode="sums"``."""
+    """The same, with sums."""
 
     is_exact = False
-
-    def make_buffer(self) -> Any:
-        how = dict(low_latency_mode=True, combine_mode="sums")
-        return Buffer(dist.group.WORLD, **how)
+    combine_mode = "sums"
 
 
 class Elastic(RowsOfRanks):

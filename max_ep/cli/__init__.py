@@ -178,7 +178,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         "or expanded rows of ElasticBuffer (default: %(default)s)",
     )
     about = "Buffer(combine_mode=...) of low-latency calls (default: %(default)s)"
-    modes = dict(choices=["rows", "sums"], default="rows")
+    modes = dict(choices=["rows", "sums"], default="sums")
     build.add_argument("--combine-mode", **modes, help=about)
     about = "serve a model with MAX; other flags go to max serve"
     serve = command("serve", about)

@@ -72,10 +72,11 @@ class Buffer(Member):
             enable_shrink: Whether the low-latency calls mask a rank that is late, and
                 go on without it (docs/fault_tolerance.md).
             comm: Of mpi4py, instead of ``group``.
-            combine_mode: What ``low_latency_combine`` sends: ``"rows"``, one for each
-                choice, which the token's rank adds up; or ``"sums"``, one for each
-                token and rank, added up there in float32 and rounded to bfloat16.
-                None: rows.
+            combine_mode: What ``low_latency_combine`` sends: ``"sums"``, one row for
+                each token and rank, added up there in float32 and rounded to bfloat16;
+                or ``"rows"``, one for each choice, which the token's rank adds up.
+                None: sums, or rows with ``enable_shrink``, where ranks share a GPU, and
+                of one rank.
             timeout_s: How long a rank waits for another, at most a day; None:
                 ``MAX_EP_TIMEOUT_S``, or 30.
             device: Of the tensors; None: ``MAX_EP_TORCH_DEVICE``, or the current GPU,
@@ -103,11 +104,13 @@ class Buffer(Member):
 
     def _has_sums(self, combine_mode: str | None) -> bool:
         """Returns whether low-latency combine sends sums; raises where it cannot."""
-        if combine_mode != "sums":
-            return False
-        if self._comm.is_gpu and self._comm.shares_gpu:
+        share_gpus = self._comm.is_gpu and self._comm.shares_gpu
+        if combine_mode == "sums" and share_gpus:
             refuse("combine_mode", '="sums" needs a GPU for each rank; use "rows"')
-        return True
+        is_alone = self.group_size == 1 and combine_mode is None
+        return not (
+            combine_mode == "rows" or self.enable_shrink or share_gpus or is_alone
+        )
 
     # ---------------------------------------------------------- low-latency calls
 

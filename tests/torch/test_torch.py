@@ -24,7 +24,14 @@ MORE_RANKS = [2, *(pytest.param(n, marks=slow) for n in (1, 4, 8))]
 
 # Each number of ranks, format and call compiles libraries of its own.
 NORMAL = ["normal"] * ALL_CASES
-HEALTHY = ["low_latency", "sums", "compiled", "normal", *["normal_fp8"] * ALL_CASES]
+HEALTHY = [
+    "low_latency",
+    "sums",
+    "rows",
+    "compiled",
+    "normal",
+    *["normal_fp8"] * ALL_CASES,
+]
 KINDS = ["bf16", "round", "ue8m0"] if ALL_CASES else ["ue8m0"]
 RUNS = {
     1: (["low_latency", *NORMAL], ["bf16"]),

@@ -159,6 +159,13 @@ def sums(other: Buffer) -> None:
     buffer.destroy()
 
 
+def rows(_: Buffer) -> None:
+    """Combine of rows."""
+    buffer = open_buffer(combine_mode="rows")
+    low_latency(buffer, ["bf16"])
+    buffer.destroy()
+
+
 def normal(buffer: Buffer, is_fp8: bool = False) -> None:
     """Rows, ids and weights by source, and sums, also of an older handle."""
     rank, n_ranks = buffer.rank, buffer.group_size
@@ -324,6 +331,7 @@ def other_arguments(buffer: Buffer) -> str:
 SCENARIOS: dict[str, Callable[..., Any]] = {
     "low_latency": low_latency,
     "sums": sums,
+    "rows": rows,
     "normal": normal,
     "normal_fp8": lambda buffer: normal(buffer, True),
     "compiled": compiled,
