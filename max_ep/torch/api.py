@@ -164,7 +164,8 @@ class Buffer(Member):
         sizes = num_max_dispatch_tokens_per_rank, num_experts
         wire = Wire(use_fp8, round_scale, use_ue8m0)
         if format is not None:
-            wire = Wire(True) if format == "fp8" else Wire(format=format)
+            is_flag = format == "fp8" and not isinstance(x, tuple)
+            wire = Wire(True) if is_flag else Wire(format=format)
         stats = cumulative_local_expert_recv_stats
         if torch.compiler.is_compiling():
             given = x, topk_idx, *sizes, wire, stats, return_recv_hook
