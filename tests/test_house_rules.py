@@ -54,6 +54,28 @@ def test_mojo_is_formatted():
     assert done.returncode == 0, f"run `make format`:\n{done.stderr}"
 
 
+def pointers_of_kernel_arguments() -> Iterator[tuple[str, str]]:
+    """Yields each field that is memory, and the line behind it."""
+    memory = r"(?:[^=\n]*(?:Pointer|Array|Rows)|In|Out)\b"
+    field = re.compile(rf"^    var (\w+): {memory}.*\n(.*)", re.M)
+    for path in MOJO_FILES:
+        for struct in path.read_text().split("\nstruct ")[1:]:
+            head, _, body = struct.partition("):\n")
+            if "KernelArgument" in head:
+                for found, behind in field.findall(body.partition("\n    def ")[0]):
+                    yield (
+                        f"{re.match(r'[a-zA-Z0-9]+', head)[0]}.{found}",
+                        behind.strip(),
+                    )
+
+
+def test_memory_of_a_kernel_argument_has_its_shape():
+    """A reader of a kernel need not look for who made a pointer."""
+    fields = dict(pointers_of_kernel_arguments())
+    assert {"GivenTokens.tokens", "Buffers.counts", "DispatchedRows.rows"} <= {*fields}
+    assert not [x for x, behind in fields.items() if not behind.startswith('"""')]
+
+
 # What a new token format is read from: each parameter, argument and result has its
 # line. The launchers' and kernels' are listed once, in the docstrings of their modules.
 FULLY_DOCUMENTED = re.compile(r"/protocol/token_format\.mojo:")

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ..install import OF_MODULES
 from ..limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
@@ -31,11 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("max-ep: interrupted", file=sys.stderr)
         return 130  # as a shell reports it
     except BrokenPipeError:  # the reader is gone, as with `| head`
-        _close_stdout()
+        _close(sys.stdout)
         return 141  # as of a program that SIGPIPE ended
     except OSError as error:  # of the flush
-        print(f"max-ep: {_in_words(error)}", file=sys.stderr)
-        _close_stdout()
+        _close(sys.stdout)
+        try:
+            print(f"max-ep: {_in_words(error)}", file=sys.stderr, flush=True)
+        except OSError:  # the same disk is full
+            _close(sys.stderr)
         return 1
 
 
@@ -52,9 +56,9 @@ def _in_words(error: Exception) -> str:
     return str(error)
 
 
-def _close_stdout() -> None:
+def _close(stream: Any) -> None:
     """Sends nowhere what Python writes once more at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -186,7 +190,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     serve.add_argument("--gpus", type=int, help="default: all; 0: the CPU")
     about = "ranks on the CPU (default: the most, up to 4, that divide the experts)"
     serve.add_argument("--ranks", type=int, help=about)
-    serve.add_argument("--dry-run", action="store_true", help="only print the command")
+    about = "only print, also for GPUs that are not there"
+    serve.add_argument("--dry-run", action="store_true", help=about)
     about = "move experts while they are served, so that ranks get as many rows"
     serve.add_argument("--balance", action="store_true", help=about)
     who = command("who", "show which rank waits for which, in a hang")

@@ -56,9 +56,11 @@ def run_serve(options: Any) -> None:
     """Prints what was found and the command; runs it in this process's place."""
     gpus = gpus_of_machine()
     n_gpus = len(gpus) if options.gpus is None else options.gpus
-    if not 0 <= n_gpus <= len(gpus):
+    if n_gpus < 0 or n_gpus > len(gpus) and not options.dry_run:
         has = f"this machine has {len(gpus)}"
         raise ValueError(f"--gpus {n_gpus}: {has}; give no more, or 0 for its CPU")
+    if n_gpus > len(gpus):  # Their memory is not known.
+        gpus = []
     config, tensors, n_bytes = checkpoint_of(options.model, n_gpus, options.dry_run)
     _check_supported(config, gpus[:n_gpus])
     _check_token(config["hidden_size"], n_gpus)
@@ -70,13 +72,19 @@ def run_serve(options: Any) -> None:
     if n_ranks < 1 or n_experts % n_ranks:
         name = "--gpus" if n_gpus else "--ranks"
         raise ValueError(f"{name} {n_ranks} does not divide {n_experts} experts")
-    where = f"{n_gpus} of {len(gpus)} x {gpus[0].name}" if n_gpus else "the CPU"
+    where = "the CPU"
+    if n_gpus:
+        where = (
+            f"{n_gpus} of {len(gpus)} x {gpus[0].name}"
+            if gpus
+            else f"{n_gpus} GPUs that are not here"
+        )
     size = _gigabytes(n_bytes) if n_bytes else "unknown size"
     print(f"machine    {where}")
     print(f"model      {config['architectures'][0]}, {size} of weights")
     print(f"experts    {n_experts}, {n_experts // n_ranks} on each of {n_ranks} ranks")
     if n_gpus:
-        print(f"memory     {_memory(config, gpus[:n_gpus])}")
+        print(f"memory     {_memory(config, n_gpus, gpus[:n_gpus])}")
     if note := what_was_not_compared(config["architectures"][0], n_gpus):
         print(f"note       {note}")
     chosen = [*CUSTOM_ARCHITECTURES, *device_flags(n_gpus, n_ranks)]
@@ -233,17 +241,18 @@ def _check_supported(config: dict[str, Any], gpus: Sequence[Gpu]) -> None:
         )
 
 
-def _memory(config: dict[str, Any], gpus: Sequence[Gpu]) -> str:
-    """Says what weights take of a GPU's memory."""
-    in_fp8, wide = loaded_bytes(config, len(gpus))
-    least = min(gpu.n_bytes for gpu in gpus)
+def _memory(config: dict[str, Any], n_gpus: int, gpus: Sequence[Gpu]) -> str:
+    """Says what weights take of a GPU's memory, and what they leave of one that is
+    there."""
+    in_fp8, wide = loaded_bytes(config, n_gpus)
     kinds = f"{_gigabytes(wide)} in bfloat16"
     if in_fp8:
         kinds = f"{_gigabytes(in_fp8)} of experts in FP8, {kinds}"
-    return (
-        f"{_gigabytes(in_fp8 + wide)} of weights on each GPU ({kinds}), "
-        f"{_gigabytes(least - in_fp8 - wide)} left"
-    )
+    each = f"{_gigabytes(in_fp8 + wide)} of weights on each GPU ({kinds})"
+    if not gpus:
+        return each
+    least = min(gpu.n_bytes for gpu in gpus)
+    return f"{each}, {_gigabytes(least - in_fp8 - wide)} left"
 
 
 def _gigabytes(n_bytes: int) -> str:

@@ -10,6 +10,7 @@ layer's table changes. Captured graphs see it: what they read is changed in plac
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,18 @@ _LEAST_ROWS = 32
 """Rows of an expert, on average, from which on counts say something."""
 
 _logger = logging.getLogger("max.pipelines.max_ep")  # MAX shows only such names
+
+
+def start_planner(given: Path, planned: Path) -> subprocess.Popen[str]:
+    """Starts a process that plans, and imports what this one does: MAX sets variables
+    that keep another Python from its packages."""
+    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "max_ep.balance", str(given), str(planned)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 class Balancer:
@@ -137,8 +150,7 @@ class Balancer:
             top_k=config.top_k,
             max_replicas=config.max_replicas,
         )
-        command = [sys.executable, "-m", "max_ep.balance", str(given), str(planned)]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        with start_planner(given, planned) as process:
             while process.poll() is None:
                 yield
             if process.returncode:

@@ -273,7 +273,7 @@ class Buffer(Member):
 
     def _masks(self) -> Masks:
         if self._comm.masks is None:
-            refuse("enable_shrink", "is not set: this Buffer masks no ranks")
+            refuse("enable_shrink", "is not set: this buffer masks no ranks")
         return self._comm.masks
 
     # --------------------------------------------------------------- normal calls

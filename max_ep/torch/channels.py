@@ -73,7 +73,7 @@ class Channels:
         comm = self.comm
         if comm.has_ended:
             return
-        comm.end("max_ep: this Buffer was destroyed")
+        comm.end("max_ep: this buffer was destroyed")
         comm.streams.synchronize()
         for channel in self.opened.values():
             channel.close()

@@ -188,7 +188,7 @@ class Communicator:
         if dtype is not None and tensor.dtype != dtype:
             raise TypeError(f"max_ep: {name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
-            where = f"is on {tensor.device}, this Buffer on {self.device}"
+            where = f"is on {tensor.device}, this buffer on {self.device}"
             refuse(name, f"{where} (its argument device=)")
         found = tensor.shape
         if found != shape and (
@@ -311,7 +311,7 @@ _ALIVE: weakref.WeakSet[Communicator] = weakref.WeakSet()
 def _leave_to_parent() -> None:
     """Ends what a forked process has inherited; the memory stays with its parent."""
     for comm in list(_ALIVE):
-        comm.end("max_ep: this Buffer is of the process that was forked; make one here")
+        comm.end("max_ep: this buffer is of the process that was forked; make one here")
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -279,7 +279,7 @@ class LowLatency:
             raise TypeError("max_ep: x and topk_idx must be tensors")
         comm = self.comm
         if comm.is_gpu and torch._C._cuda_getDevice() != comm.index:
-            refuse("the current GPU", f"is not that of this Buffer, {comm.device}")
+            refuse("the current GPU", f"is not that of this buffer, {comm.device}")
         key = (
             *(x.shape, x.dtype, x.device, cap, n_experts),
             *(cap.__class__, n_experts.__class__),  # 128.0 is equal to 128

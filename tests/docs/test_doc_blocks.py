@@ -119,6 +119,8 @@ def test_the_balance_page_runs(tmp_path, monkeypatch, run_cli):
 
     page = ROOT / "docs/balance.md"
     lines = [words for name, words in commands(page) if name == "max-ep"]
+    assert ["serve", "MODEL", "--balance"] in lines
+    lines.remove(["serve", "MODEL", "--balance"])
     monkeypatch.chdir(tmp_path)
     counts = np.random.default_rng(0).integers(
         1, 99, (3, N_RANKS, N_EXPERTS // N_RANKS)

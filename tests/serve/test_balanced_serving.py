@@ -25,6 +25,7 @@ from max_ep.checkpoint import check_config, config_in, why_not_balanced
 from max_ep.cli import main
 from max_ep.limits import BALANCE_VARIABLE
 from max_ep.serve import balancer, settings
+from max_ep.serve.balancer import start_planner
 from tests.serve.decoders import SLICE_BYTES, Decoders
 from tests.serve.serving import model_of
 
@@ -188,16 +189,14 @@ def test_who_cannot_be_balanced(tmp_path, capsys, monkeypatch):
 
 def test_a_planner_s_process(tmp_path):
     """It reads what a server writes, and changes little where little is gained."""
-    import subprocess
-    import sys
-
     old = Placement(np.arange(20)[np.newaxis] % 16, 4)
     counts = np.full((1, 20), 100)
     counts[0, :2] = 3000
-    given, planned = str(tmp_path / "given.npz"), str(tmp_path / "planned.npz")
+    given, planned = tmp_path / "given.npz", tmp_path / "planned.npz"
     numbers = dict(n_ranks=4, top_k=4, max_replicas=4)
     np.savez(given, counts=counts, phy2log=old.phy2log, **numbers)
-    subprocess.run([sys.executable, "-m", "max_ep.balance", given, planned], check=True)
+    with start_planner(given, planned) as process:
+        assert process.wait(60) == 0
     new = Placement.load(planned)
     logical = old.logical_counts(counts)
     assert new.imbalance(logical)[0] < old.imbalance(logical)[0] - 0.3

@@ -168,6 +168,11 @@ def test_what_eight_gpus_hold_is_said_of_config_and_index(
     assert "--ep-size 8" in said
     # Without --dry-run files must be there.
     assert "which is not there" in run_cli("serve", tmp_path, status=1)
+    machine()  # The same weights are said where there are no GPUs.
+    said = run_cli("serve", tmp_path, "--dry-run", "--gpus", "8")
+    assert "machine    8 GPUs that are not here" in said and "--ep-size 8" in said
+    (line,) = [x for x in said.splitlines() if x.startswith("memory")]
+    assert [float(x) for x in re.findall(r"([\d.]+) GB", line)] == numbers[:3]
 
 
 def test_float32_is_halved_on_gpus(machine, tmp_path, run_cli):

@@ -48,10 +48,12 @@ struct SetUp(Copyable, KernelArgument):
     """What `setup` says, as a kernel takes it."""
 
     var region: BytePointer
+    """Symmetric memory of this rank, `Group.region_bytes` of it."""
     var my_rank: Int32
     var timeout_ms: Int32
     var was_used: Bool
     var group_words: Array[Int32, N_GROUP_WORDS]
+    """The words of `Group`, in its order."""
     var readmitted: Int32
     var dispatched: UInt32
     var combined: UInt32

@@ -70,7 +70,9 @@ struct Buffers[group: Group](Copyable, KernelArgument):
     var recv_bufs: Array[BytePointer, Self.group.n_mapped]
     """Recv buffers of the ranks that are mapped, of dispatch or of combine."""
     var counts: Array[FlagPointer, Self.group.n_mapped]
+    """Counts buffers of the same ranks."""
     var counters: Counters[Self.group]
+    """Words of this rank alone."""
 
 
 # -------------------------------------------------------------------------- checks
@@ -367,8 +369,11 @@ struct DispatchedRows[group: Group, Format: TokenFormat](
     """What a dispatch delivers."""
 
     var rows: Self.Format.Rows
+    """`[n_rows_max]` rows, and their scales where the format has any."""
     var n_rows_max: Int
+    """Rows that have a place."""
     var tables: RowTables[Self.group]
+    """Which row is whose."""
     var src_info: MutPointer[Int32]
     """`[n_rows_max][2]`: token on its source rank, and k; -1: of a shared expert."""
 
@@ -428,6 +433,7 @@ struct GivenRows(KernelArgument, TrivialRegisterPassable):
     """The expert rows of a combine."""
 
     var rows: LocalRows
+    """`[n_rows][hidden_size]` of the combine dtype."""
     var src_info: ImmPointer[Int32]
     """`[n_rows][2]`: token on its source rank, and k; a wait does not read it."""
 

@@ -290,6 +290,7 @@ struct EPLocalSyncCounters[n_experts: Int](KernelArgument, TrivialRegisterPassab
     """The local words of one rank, as MAX's kernels take them; see `Counters`."""
 
     var words: MutPointer[Int32]
+    """`[total_size(group)]`; `Word` has their places."""
 
     @staticmethod
     def total_size(group: Group) -> Int:
@@ -302,6 +303,7 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
     """View of the local words of one rank."""
 
     var words: MutPointer[Int32]
+    """`[local_sync_counters_words(group)]`; `Word` has their places."""
 
     @always_inline
     def at(self, word: Int) -> MutPointer[Int32]:
