@@ -422,6 +422,7 @@ class Buffer(Member):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Bounds the multiprocessors that normal calls use, by an even number; 0: all.
+        Fewer than 64 are taken as 64, because a link needs about so many.
 
         Until it is called they use all, unless a :class:`Config` is passed.
         """

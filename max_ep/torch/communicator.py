@@ -25,8 +25,9 @@ from .tables import allocator
 
 _CHECK_EVERY_S = 0.1
 _NOTHING = contextlib.nullcontext()
-SOME_SMS = 24
-"""Multiprocessors that leave most of a GPU to others, and still fill its links."""
+FEWEST_SMS = 64
+"""The fewest multiprocessors that a launch is given: with fewer the links of a GPU are
+not used well (docs/performance-notes.md, Few multiprocessors)."""
 RESET = "Call Buffer.reset() in every process, or restart the group."
 
 
@@ -135,12 +136,13 @@ class Communicator:
     def most_sms(self) -> int:
         """Returns the multiprocessors of this rank's GPU; on CPU a number above 0."""
         if not self.is_gpu:
-            return SOME_SMS
+            return FEWEST_SMS
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def using_sms(self, n: int) -> contextlib.AbstractContextManager[None]:
-        """Lets launches use at most so many multiprocessors; 0: all."""
-        return self._using_sms(n) if n else _NOTHING
+        """Lets launches use at most so many multiprocessors, or :data:`FEWEST_SMS` if
+        that is more; 0: all."""
+        return self._using_sms(max(n, FEWEST_SMS)) if n else _NOTHING
 
     @contextlib.contextmanager
     def _using_sms(self, n: int) -> Iterator[None]:

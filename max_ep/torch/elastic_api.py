@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ..limits import MAX_OF_ENTRY, checked_int
-from .communicator import SOME_SMS
 from .elastic import Elastic, Form, Sizes
 from .elastic_handle import EPHandle
 from .elastic_layout import (
@@ -75,8 +74,7 @@ class ElasticBuffer(Member):
             hidden: Only for ``num_bytes``, as ``num_topk`` and ``use_fp8_dispatch``.
             allow_multiple_reduction: Whether the sum of a rank's expanded rows is
                 rounded to bfloat16 on its way; otherwise it goes in float32.
-            prefer_overlap_with_compute: Whether :meth:`get_theoretical_num_sms` returns
-                few. Without ``num_sms`` calls use all multiprocessors either way.
+            prefer_overlap_with_compute: Only reported.
             explicitly_destroy: Whether only :meth:`destroy` frees the memory.
             timeout_s: How long a rank waits for another, at most a day; None:
                 ``MAX_EP_TIMEOUT_S``, or 30.
@@ -148,8 +146,8 @@ class ElasticBuffer(Member):
                 constructor's.
             expert_alignment: What counts are rounded up to, and where expanded rows of
                 an expert begin; None: 1.
-            num_sms: The most multiprocessors that kernels use; 0: all. The handle
-                reports it.
+            num_sms: The most multiprocessors that kernels use; 0: all; fewer than 64
+                are taken as 64. The handle reports it as given.
             num_qps: Ignored.
             previous_event: What the work waits for; None: the current stream.
             previous_event_before_epilogue: The same.
@@ -256,9 +254,8 @@ class ElasticBuffer(Member):
         return EventHandle()
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
-        """Returns what to pass as ``num_sms``: all multiprocessors, or few if the
-        constructor was told to ``prefer_overlap_with_compute``."""
-        return SOME_SMS if self.prefer_overlap_with_compute else self._comm.most_sms()
+        """Returns what to pass as ``num_sms``: all multiprocessors."""
+        return self._comm.most_sms()
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Returns 0: ranks of a host have no queue pairs."""

@@ -233,15 +233,16 @@ def handles(buffer: ElasticBuffer) -> None:
 
 
 def _check_num_sms(buffer: ElasticBuffer, case: Case) -> None:
-    """The library learns how many multiprocessors a call may use, 0: all."""
-    for asked in (8, 0, 24):
+    """The library learns how many multiprocessors a call may use, 0: all; not fewer
+    than fill most of a link."""
+    for asked, used in ((8, 64), (0, 0), (72, 72)):
         rows, ids, weights, handle, _ = case.dispatch(num_sms=asked)
         region = handle._routing.region
-        assert region._n_sms == asked
+        assert region._n_sms == used
         assert handle.num_sms == (asked or buffer._comm.most_sms())
         made = case.run_experts(rows, ids, weights, handle)
-        case.check_result(buffer.combine(made, handle, num_sms=4)[0])
-        assert region._n_sms == 4
+        case.check_result(buffer.combine(made, handle, num_sms=66)[0])
+        assert region._n_sms == 66
 
 
 def sizes(buffer: ElasticBuffer) -> None:
