@@ -9,6 +9,7 @@ import pytest
 
 from max_ep import EPConfig, LaunchError, launch
 from max_ep.limits import LINK_VARIABLE
+from tests.children import slow
 from tests.errors import raises, refused
 from tests.hosts.members import CASES, KILLED, N_GENERATIONS, run_seeds
 
@@ -22,7 +23,7 @@ SUMS = ("hosts_sums",)
     [
         pytest.param(4, 2, False, tuple(CASES), id="2x2"),
         pytest.param(4, 1, False, tuple(CASES), id="4x1"),
-        pytest.param(8, 4, True, SUMS, id="2x4-fused"),
+        pytest.param(8, 4, True, SUMS, id="2x4-fused", marks=slow),
     ],
 )
 def test_what_crosses_is_that_of_one_host(n_ranks, per_host, is_fused, cases):
