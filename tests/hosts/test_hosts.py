@@ -9,12 +9,12 @@ import pytest
 
 from max_ep import EPConfig, LaunchError, launch
 from max_ep.limits import LINK_VARIABLE
-from tests.children import slow
+from tests.children import ALL_CASES, slow
 from tests.errors import raises, refused
 from tests.hosts.members import CASES, KILLED, N_GENERATIONS, run_seeds
 
 pytestmark = pytest.mark.usefixtures("all_cores")
-N_SEEDS = 3
+N_SEEDS = 3 if ALL_CASES else 1
 SUMS = ("hosts_sums",)
 
 
