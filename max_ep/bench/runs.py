@@ -64,9 +64,8 @@ def merge(data: dict, new: dict) -> dict:
         added = new.get(kind, [])
         keys = {_key(new, kind, row) for row in added}
         kept = [r for r in data.get(kind, []) if _key(data, kind, r) not in keys]
-        if (
-            kind == "serving" and added
-        ):  # what a server's log said does not stand beside
+        if kind == "serving" and added:
+            # What a server's log said does not stand beside what clients saw.
             kept = [r for r in kept if "host" in data["runs"][r["run"]]]
         merged[kind] = kept + added
     used = {row.get("run") for kind in KINDS for row in merged[kind]}

@@ -18,7 +18,8 @@ from max_ep.bench.systems import DELIVERS
 from max_ep import limits
 from max_ep.config import EPConfig
 from max_ep.formats import BY_NAME, TokenFormat
-from max_ep.torch import normal_layout
+from max_ep.torch import Buffer, ElasticBuffer, normal_layout
+from max_ep.torch.communicator import FEWEST_SMS
 
 DOCS = ROOT / "docs"
 MOJO_FILES = sorted((ROOT / "mojo").rglob("*.mojo"))
@@ -226,11 +227,17 @@ def test_numbers_without_a_name_are_the_constants():
         "pytorch.md": [
             f"at most {limits.MAX_GPU_PAIRS} on GPUs",
             f"{limits.MAX_OF_ENTRY}, normal {normal_layout._MOST_TOKENS}",
+            f"fewer than {FEWEST_SMS} are taken as {FEWEST_SMS}",
         ],
+        "elastic.md": [f"fewer than {FEWEST_SMS} are taken as {FEWEST_SMS}"],
+        "performance-notes.md": [f"fewer than {FEWEST_SMS} gets {FEWEST_SMS}"],
     }
     for page, words in said.items():
         text = (DOCS / page).read_text()
         assert not [word for word in words if word not in text], page
+    for method in (Buffer.set_num_sms, ElasticBuffer.dispatch):
+        text = " ".join(method.__doc__.split())
+        assert re.search(rf"ewer than {FEWEST_SMS} are taken as {FEWEST_SMS}\b", text)
 
 
 def test_bytes_in_the_notes_are_those_of_the_benchmark():
