@@ -22,7 +22,7 @@ from max_ep.torch import ElasticBuffer
 _HIDDEN, _EXPERTS, _TOP_K = 7168, 256, 8
 _NUMBERS = (4, 8, 16, 24, 32, 64, 0)
 _BESIDE_MATMULS = 24
-_LAYERS, _REPLAYS, _SAMPLES = 4, 4, 5
+_LAYERS, _REPLAYS, _SAMPLES = 4, 4, 30
 _TOLERANCE = 2.0**-7
 
 

@@ -49,24 +49,17 @@ def publish_count[group: Group](expert: Int, n_choices: Int, block: Block[group]
     """Publishes to an expert's rank how many choices it gets, with one lane."""
     var dst_rank, local_expert = divmod_32(expert, group.n_local_experts())
     var pair = group.pair(local_expert, block.my_rank)
+    var rank = dst_rank
+    var offset = count_offset[group](pair)
     comptime if group.spans_hosts():
-        # What goes to another host waits for `put_index`.
-        var is_far = block.is_far(dst_rank)
-        var staged = group.staged_count_offset(expert)
-        store_relaxed_sys(
-            block.flag(
-                block.my_rank if is_far else dst_rank,
-                staged if is_far else count_offset[group](pair),
-            ),
-            block.sending(),
-            min(n_choices, group.max_tokens_per_rank),
-        )
-    else:
-        store_relaxed_sys(
-            block.flag(dst_rank, group.dispatch_count_offset(pair)),
-            block.sending(),
-            min(n_choices, group.max_tokens_per_rank),
-        )
+        if block.is_far(dst_rank):  # it waits for `put_index`
+            rank = block.my_rank
+            offset = group.staged_count_offset(expert)
+    store_relaxed_sys(
+        block.flag(rank, offset),
+        block.sending(),
+        min(n_choices, group.max_tokens_per_rank),
+    )
 
 
 @always_inline

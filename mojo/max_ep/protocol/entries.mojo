@@ -11,8 +11,9 @@ refuses sizes that do not fit. If combine sends sums, a second word follows:
     63         32 31                  0
     | generation | router weight      |
 
-If weights come late, at combine, such a word of their own brings them. In an all-gather, the routing metadata of a choice is two such words: expert id, which
-may be any 32 bits, and probability.
+If weights come late, at combine, such a word of their own brings them. In an
+all-gather, the routing metadata of a choice is two such words: expert id, which may be
+any 32 bits, and probability.
 """
 from std.memory import bitcast
 

@@ -51,10 +51,10 @@ its own region, no token is inline, and the counts of a source stand together:
     |                  as above, staged counts [n_ranks][n_local_experts]  |
     | combine recv     as above, then n_ranks times as much, staged        |
 
-Peers write everything but the dispatch send buffer and what is staged. A message is the encoded token
-(or expert row) followed by a source info of `SOURCE_INFO_BYTES`. In an all-gather,
-routing metadata stands between them: for each choice two words, generation and
-expert id, generation and probability. This file knows offsets and sizes: no
+Peers write everything but the dispatch send buffer and what is staged. A message is the
+encoded token (or expert row) followed by a source info of `SOURCE_INFO_BYTES`. In an
+all-gather, routing metadata stands between them: for each choice two words, generation
+and expert id, generation and probability. This file knows offsets and sizes: no
 pointers, no atomics. Who may write what is in `docs/protocol.md`.
 """
 from .addressing import Addressing
