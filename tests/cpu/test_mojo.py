@@ -33,7 +33,7 @@ def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
 
 
 PREAMBLE = """
-from max_ep.protocol.arguments import check_group
+from max_ep.protocol.call import check_group
 from max_ep.formats.block_numbers import BlockNumbers, BlockScale, checked_block
 from max_ep.formats.unused_words import unused_scales, unused_values
 from max_ep.protocol.layout import Addressing, Group

@@ -12,7 +12,7 @@ from max_ep import (
     Float32TokenFormat,
 )
 from max_ep.protocol.addressing import Addressing
-from max_ep.protocol.arguments import Call
+from max_ep.protocol.call import Call
 from max_ep.formats.plain import PlainRows
 from max_ep.protocol.layout import Group
 from ranks import Ranks, tensor, vector

@@ -25,7 +25,8 @@ from ..device.no_result import fill_with_nan
 from ..device.shared import own_of, SharedBuffers
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
-from ..protocol.arguments import Buffers, CombinedTokens, GivenRows
+from ..protocol.arguments import CombinedTokens, GivenRows
+from ..protocol.call import Buffers
 from ..protocol.failures import RECEIVE, SEND
 from ..protocol.kernel_argument import unused
 from ..protocol.layout import Group

@@ -30,7 +30,8 @@ from ..device.schedule import Schedule
 from ..device.shared import SharedBuffers
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
-from ..protocol.arguments import Buffers, CombinedTokens
+from ..protocol.arguments import CombinedTokens
+from ..protocol.call import Buffers
 from ..protocol.counters import Word
 from ..protocol.failures import Failure, RECEIVE, SEND
 from ..protocol.layout import Group

@@ -10,20 +10,18 @@ After `combine_async`: all rows or sums have reached their sources, and counts
 announce them. After `combine_wait`: the result is complete, and every owner may
 overwrite what it sent.
 """
-from std.math import fma, gcd
 from std.sys import size_of
 
 from ..formats.quantized_sums import QuantizedSums
 from ..protocol.arguments import CombinedTokens, GivenRows
-from ..protocol.counters import NO_ROW, Word
-from ..protocol.entries import value_of_word, value_word
+from ..protocol.counters import Word
+from ..protocol.entries import value_word
 from ..protocol.failures import Failure
 from ..protocol.flags import (
     count_of,
     flag_at,
     flag_word,
     generation_of,
-    load_acquire_sys,
     message_flag,
     next_generation,
     store_relaxed_sys,
@@ -34,124 +32,7 @@ from ..protocol.token_format import BytePointer, LocalRows
 from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
 from .rank import CpuRank
-
-
-struct _Terms[dtype: DType, n_max: Int](Movable):
-    var rows: Array[Int, Self.n_max]
-    var weights: Array[Float32, Self.n_max]
-    var n: Int
-
-    @always_inline
-    def __init__(out self):
-        self.rows = Array[Int, Self.n_max](fill=0)
-        self.weights = Array[Float32, Self.n_max](fill=0)
-        self.n = 0
-
-    @always_inline
-    def append(mut self, row: BytePointer, weight: Float32):
-        self.rows[self.n] = Int(row)
-        self.weights[self.n] = weight
-        self.n += 1
-
-    @always_inline
-    def add_to[
-        width: Int
-    ](self, acc: SIMD[DType.float32, width], column: Int) -> SIMD[DType.float32, width]:
-        """Adds some columns of the weighted rows to a sum, in order."""
-        var result = acc
-        for i in range(self.n):
-            var row = BytePointer(unsafe_from_address=self.rows[i])
-            var x = _columns[Self.dtype, width](row, column)
-            var weight = SIMD[DType.float32, width](self.weights[i])
-            result = fma(weight, x, result)
-        return result
-
-
-@always_inline
-def _columns[
-    dtype: DType, width: Int
-](row: BytePointer, column: Int) -> SIMD[DType.float32, width]:
-    return (
-        row.unsafe_bitcast[Scalar[dtype]]()
-        .unsafe_load[width=width](column)
-        .cast[DType.float32]()
-    )
-
-
-@always_inline
-def _own_terms[
-    group: Group, //, dtype: DType
-](
-    expert_rows: LocalRows,
-    given_weights: ImmPointer[Float32],
-    source: Int,
-    token_idx: Int,
-    rank: CpuRank[group],
-) -> _Terms[dtype, group.top_k]:
-    """Finds the rows of a token that the last `dispatch_wait` put here. `given_weights`:
-    those of this rank's tokens."""
-    var terms = _Terms[dtype, group.top_k]()
-    var n_tokens = rank.counters.received_tokens()[unsafe_offset=source]
-    if token_idx >= Int(n_tokens):
-        return terms^
-    var rows = rank.counters.received_rows(source)
-    var weights = rank.counters.received_weights(source)
-    for k in range(group.top_k):
-        var choice = group.choice(token_idx, k)
-        var row = rows[unsafe_offset=choice]
-        if row != NO_ROW:
-            var weight: Float32 = 1
-            comptime if group.late_weights:
-                # Source 0 is this rank.
-                weight = given_weights[unsafe_offset=choice] if source == 0 else (
-                    _late_weight(source, choice, rank)
-                )
-            elif not group.is_given():
-                weight = weights[unsafe_offset=choice]
-            terms.append(_row[group, dtype](expert_rows, Int(row)), weight)
-    return terms^
-
-
-@always_inline
-def _late_weight[
-    group: Group, //
-](source: Int, choice: Int, rank: CpuRank[group]) -> Float32:
-    """Reads a weight that was awaited."""
-    var src_rank = group.rank_of_relative(rank.my_rank, source)
-    var offset = group.late_weight_offset(src_rank, choice)
-    return value_of_word[DType.float32](
-        load_acquire_sys(flag_at(rank.recv_buf(), offset))
-    )
-
-
-def _publish_weights[
-    group: Group, //
-](weights: ImmPointer[Float32], n_tokens: Int, rank: CpuRank[group]):
-    """Publishes the weights of all choices to every rank, and 0 for those of tokens that
-    there are not: each word is awaited."""
-    for choice in range(group.n_choices()):
-        var weight: Float32 = 0
-        if choice < group.choice(n_tokens, 0):
-            weight = weights[unsafe_offset=choice]
-        var offset = group.late_weight_offset(rank.my_rank, choice)
-        for dst_rank in range(group.n_ranks):
-            # I1: only this rank writes the weights of its choices.
-            store_relaxed_sys(
-                flag_at(rank.recv_bufs[dst_rank], offset),
-                rank.generation,
-                count_of(value_word(rank.generation, weight)),
-            )
-
-
-@always_inline
-def _row[group: Group, dtype: DType](expert_rows: LocalRows, row: Int) -> BytePointer:
-    return expert_rows.rows.unsafe_offset(
-        row * group.hidden_size * size_of[Scalar[dtype]]()
-    )
-
-
-comptime _width[hidden_size: Int] = gcd(hidden_size, 32)
-"""Columns of a row that are added at once."""
+from .terms import columns_at_once, columns_of, own_terms, row_at, Terms
 
 
 def cpu_combine_async[
@@ -181,6 +62,25 @@ def cpu_combine_async[
         Word.COMBINE_OF, rank.counters.generation(Word.DISPATCH_RECEIVED)
     )
     # AFTER: this generation's rows or sums are with their sources.
+
+
+def _publish_weights[
+    group: Group, //
+](weights: ImmPointer[Float32], n_tokens: Int, rank: CpuRank[group]):
+    """Publishes the weights of all choices to every rank, and 0 for those of tokens that
+    there are not: each word is awaited."""
+    for choice in range(group.n_choices()):
+        var weight: Float32 = 0
+        if choice < group.choice(n_tokens, 0):
+            weight = weights[unsafe_offset=choice]
+        var offset = group.late_weight_offset(rank.my_rank, choice)
+        for dst_rank in range(group.n_ranks):
+            # I1: only this rank writes the weights of its choices.
+            store_relaxed_sys(
+                flag_at(rank.recv_bufs[dst_rank], offset),
+                rank.generation,
+                count_of(value_word(rank.generation, weight)),
+            )
 
 
 def _check_rows[
@@ -230,7 +130,7 @@ def _send_rows[
             var message = rank.recv_bufs[rank.near(src_rank)].unsafe_offset(offset)
             copy_bytes(
                 dest=message,
-                src=_row[group, dtype](expert_rows, at.row),
+                src=row_at[group, dtype](expert_rows, at.row),
                 count=group.hidden_size * size_of[Scalar[dtype]](),
                 is_streaming=is_streaming,
             )
@@ -250,7 +150,7 @@ def _send_sums[
     var n_tokens = 0
     for source in range(group.n_ranks):
         n_tokens += Int(n_tokens_of[unsafe_offset=source])
-    comptime width = _width[group.hidden_size]
+    comptime width = columns_at_once[group.hidden_size]
     comptime is_quantized = group.partial_block > 0
     comptime sum_dtype = DType.float32 if is_quantized else partial_dtype
     var is_streaming = should_stream(n_tokens, msg_bytes) and not is_quantized
@@ -265,7 +165,7 @@ def _send_sums[
             while first + Int(n_tokens_of[unsafe_offset=source]) <= i:
                 first += Int(n_tokens_of[unsafe_offset=source])
                 source += 1
-            var terms = _own_terms[dtype](
+            var terms = own_terms[dtype](
                 expert_rows, combined.router_weights, source, i - first, rank
             )
             # Source 0 is this rank: it sends itself nothing.
@@ -307,11 +207,11 @@ def _store_own_sums[
 ](expert_rows: LocalRows, combined: CombinedTokens[dtype], rank: CpuRank[group]):
     """Puts this rank's sums into the result, until others are added: its rows may change
     before that."""
-    comptime width = _width[group.hidden_size]
+    comptime width = columns_at_once[group.hidden_size]
 
     def store_sums(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
-            var terms = _own_terms[dtype](
+            var terms = own_terms[dtype](
                 expert_rows, combined.router_weights, 0, token_idx, rank
             )
             for column in range(0, group.hidden_size, width):
@@ -362,7 +262,7 @@ def cpu_combine_wait[
     dtype: DType, group: Group, //, partial_dtype: DType
 ](combined: CombinedTokens[dtype], expert_rows: LocalRows, rank: CpuRank[group]) raises:
     var n_tokens = combined.n_tokens
-    comptime width = _width[group.hidden_size]
+    comptime width = columns_at_once[group.hidden_size]
     comptime has_sums = group.has_sums
     comptime sent_dtype = partial_dtype if has_sums else dtype
     comptime n_places = group.n_ranks if has_sums else group.top_k
@@ -375,12 +275,12 @@ def cpu_combine_wait[
 
     def reduce_tokens(begin: Int, end: Int) {imm}:
         for token_idx in range(begin, end):
-            var own = _Terms[dtype, group.top_k]()
+            var own = Terms[dtype, group.top_k]()
             comptime if has_sums:
-                own = _own_terms[dtype](
+                own = own_terms[dtype](
                     expert_rows, combined.router_weights, 0, token_idx, rank
                 )
-            var received = _Terms[sent_dtype, n_places]()
+            var received = Terms[sent_dtype, n_places]()
             var n_found = own.n
             for place in range(n_places * n_owners):
                 var i, owner = divmod(place, n_owners)
@@ -425,9 +325,9 @@ def cpu_combine_wait[
                 else:
                     acc = received.add_to[width](acc, column)
                 comptime if group.fused_shared_expert:
-                    var shared = _row[group, dtype](expert_rows, token_idx)
+                    var shared = row_at[group, dtype](expert_rows, token_idx)
                     acc = acc.cast[dtype]().cast[DType.float32]()
-                    acc += _columns[dtype, width](shared, column)
+                    acc += columns_of[dtype, width](shared, column)
                 comptime if group.is_given():
                     for i in range(combined.n_biases):
                         acc += (

@@ -20,7 +20,6 @@ from ..protocol.arguments import (
     DispatchedRows,
     GivenTokens,
     InputScales,
-    load_router_id,
     n_choices_of,
     place_all_scales,
 )
@@ -35,6 +34,7 @@ from ..protocol.entries import (
 from ..protocol.flags import count_of, flag_at, flag_word, generation_of, message_flag
 from ..protocol.layout import count_offset, Group
 from ..protocol.peer_words import FLAG_BYTES
+from ..protocol.router_ids import load_router_id
 from ..protocol.token_format import BytePointer, TokenFormat
 from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan

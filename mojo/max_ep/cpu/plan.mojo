@@ -4,11 +4,11 @@
 Positions are in token order, and rows are sorted by local expert, source rank, token,
 choice. So results do not depend on timing.
 """
-from ..protocol.arguments import given_id, load_id
 from ..protocol.counters import Counters
 from ..protocol.failures import Failure, what_failed
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import count_offset, Group, round_up
+from ..protocol.router_ids import given_id, load_id
 from ..protocol.row_tables import RowTables
 from ..row_limit.kept_rows import keep_rows
 from .rank import CpuRank

@@ -3,7 +3,7 @@
 
 docs/fault_tolerance.md says when a peer is late for ranks that mask it.
 """
-from ..protocol.arguments import Call
+from ..protocol.call import Call
 from ..protocol.counters import Counters, N_FAILURE_WORDS, Word
 from ..protocol.failures import Caller, Failure, place_of, raise_failure, what_failed
 from ..protocol.flags import (

@@ -5,7 +5,7 @@ from max.gpu import block_dim, thread_idx
 from std.memory import unsafe_stack_allocation
 from std.sys import align_of
 
-from ..protocol.arguments import Buffers
+from ..protocol.call import Buffers
 from ..protocol.counters import Word
 from ..protocol.flags import SharedPointer
 from ..protocol.kernel_argument import MutPointer

@@ -27,7 +27,8 @@ from ..device.kernel import Kernel
 from ..device.shared import own_of, SharedBuffers
 from ..device.start import await_launch_before, header_word
 from ..device.warp import in_32_bits
-from ..protocol.arguments import Buffers, DispatchedRows, GivenTokens, InputScales
+from ..protocol.arguments import DispatchedRows, GivenTokens, InputScales
+from ..protocol.call import Buffers
 from ..protocol.counters import Word
 from ..protocol.failures import Failure, RECEIVE, SEND
 from ..protocol.flags import SharedWord

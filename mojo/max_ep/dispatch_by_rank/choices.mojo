@@ -12,12 +12,12 @@ from std.memory import bitcast
 
 from ..device.shared import shared, SharedInts
 from ..device.warp import divmod_32, has_bit, sum_of_lanes
-from ..protocol.arguments import load_id, load_router_id
 from ..protocol.counters import NO_EXPERT
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.router_ids import load_id, load_router_id, rank_of_id
 from .roles import N_INDEX_WARPS
-from .token_ranks import n_held, rank_of_id, RouterLane
+from .token_ranks import n_held, RouterLane
 
 comptime N_LANE_CHOICES = 256
 """Choices up to which the lanes of a warp hold all ids."""

@@ -56,7 +56,8 @@ from ..device.kernel import Kernel
 from ..device.shared import SharedBuffers
 from ..device.start import await_launch_before, header_word, mask_word
 from ..device.warp import in_32_bits
-from ..protocol.arguments import Buffers, DispatchedRows, GivenTokens, n_choices_of
+from ..protocol.arguments import DispatchedRows, GivenTokens, n_choices_of
+from ..protocol.call import Buffers
 from ..protocol.failures import RECEIVE, SEND
 from ..protocol.layout import Group
 from ..protocol.token_format import TokenFormat

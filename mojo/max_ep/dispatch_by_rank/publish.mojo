@@ -10,12 +10,12 @@ from std.memory import bitcast
 from ..device.block import Block
 from ..device.done_words import await_readers
 from ..device.warp import bytes_at, divmod_32, has_bit
-from ..protocol.arguments import load_router_id
 from ..protocol.counters import NO_EXPERT, sent_choice
 from ..protocol.entries import entry_word, NO_ENTRY_EXPERT, NO_POSITION, value_word
 from ..protocol.failures import Failure, SEND
 from ..protocol.flags import count_of, flag_at, store_relaxed_sys, store_relaxed_sys_16
 from ..protocol.layout import count_offset, Group
+from ..protocol.router_ids import load_router_id
 from ..protocol.token_format import LaneBytes
 from .choices import Choice, Choices
 from .roles import N_INDEX_WARPS

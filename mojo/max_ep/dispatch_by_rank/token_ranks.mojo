@@ -9,10 +9,10 @@ import max.gpu.primitives.warp as warp
 from max.gpu import lane_id, WARP_SIZE
 from std.bit import log2_ceil
 
-from ..protocol.arguments import load_router_id
 from ..protocol.counters import NO_EXPERT
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import Group
+from ..protocol.router_ids import load_router_id, rank_of_id
 
 
 def n_lanes_of_token[router_top_k: Int]() -> Int:
@@ -80,12 +80,3 @@ struct RouterLane[router_top_k: Int](TrivialRegisterPassable):
         comptime for step in range(log2_ceil(Self.router_top_k)):
             bits |= warp.shuffle_xor(bits, UInt32(1 << step))
         return bits
-
-
-@always_inline
-def rank_of_id[group: Group](id: Int32) -> Int32:
-    """Returns the rank of an expert that the router chose, or `NO_EXPERT`."""
-    comptime n_local = group.router_experts // group.n_ranks
-    if id < 0 or id >= Int32(n_local * group.n_ranks):
-        return NO_EXPERT
-    return Int32(UInt32(id) // UInt32(n_local))

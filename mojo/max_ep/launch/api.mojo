@@ -68,19 +68,17 @@ from max.gpu.host.info import is_gpu
 
 from ..protocol.addressing import Addressing
 from ..protocol.arguments import (
-    Call,
     combined_tokens,
     CombinedTokens,
     dispatched_rows,
     DispatchedRows,
-    Form,
     given_rows,
     given_tokens,
     GivenRows,
     GivenTokens,
     InputScales,
-    peer_buffers,
 )
+from ..protocol.call import Call, Form, peer_buffers
 from ..protocol.kernel_argument import ImmPointer, unused
 from ..protocol.layout import Group
 from ..protocol.message_sizes import combine_msg_bytes

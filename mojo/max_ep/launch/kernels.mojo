@@ -23,13 +23,12 @@ from ..combine_rows.kernel import CombineRows
 from ..dispatch_by_expert.kernel import DispatchByExpert
 from ..protocol.addressing import Addressing
 from ..protocol.arguments import (
-    Buffers,
     CombinedTokens,
     DispatchedRows,
     GivenTokens,
-    imm,
     InputScales,
 )
+from ..protocol.call import Buffers, imm
 from ..protocol.counters import EPLocalSyncCounters
 from ..protocol.flags import FlagPointer
 from ..protocol.kernel_argument import ImmPointer, MutPointer, unused

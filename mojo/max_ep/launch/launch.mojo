@@ -12,17 +12,13 @@ from ..device.kernel import enqueue, Queue
 from ..dispatch_by_expert.kernel import DispatchByExpert
 from ..dispatch_by_rank.kernel import DispatchByRank
 from ..protocol.arguments import (
-    Call,
-    check_dispatch,
-    check_group,
     CombinedTokens,
     DispatchedRows,
-    Form,
     GivenRows,
     GivenTokens,
     InputScales,
-    mapped_buffers,
 )
+from ..protocol.call import Call, check_dispatch, check_group, Form, mapped_buffers
 from ..protocol.counters import Word
 from ..protocol.failures import place_of
 from ..protocol.flags import now_ns

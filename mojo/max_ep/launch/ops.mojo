@@ -21,23 +21,17 @@ from max.gpu.host import DeviceContext
 from ..formats.forwarded import JoinWords, QuantizeTokens
 from ..formats.table import NumbersOf
 from ..protocol.arguments import (
-    Call,
-    check_shape,
-    check_size,
     combined_tokens,
     CombinedTokens,
     dispatched_rows,
     DispatchedRows,
-    Form,
     given_rows,
     given_tokens,
     GivenTokens,
-    imm,
     InputScales,
-    mut_,
     n_choices_of,
-    peer_buffers,
 )
+from ..protocol.call import Call, check_shape, check_size, Form, imm, mut_, peer_buffers
 from ..protocol.kernel_argument import unused
 from ..protocol.token_format import BytePointer, OutputTensors
 from ..row_limit.missing import CountDropped, FindDegraded

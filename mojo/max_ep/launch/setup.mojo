@@ -6,7 +6,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu as is_gpu_target
 from std.sys import is_gpu
 
-from ..protocol.arguments import mut_
+from ..protocol.call import mut_
 from ..protocol.counters import (
     local_sync_counters_words,
     masked_word,

@@ -18,7 +18,7 @@ from std.time import sleep
 from ..device.kernel import Queue
 from ..device.shared import own_of, shared
 from ..device.warp import bytes_at
-from ..protocol.arguments import Buffers, Call
+from ..protocol.call import Buffers, Call
 from ..protocol.counters import Counters, N_HEADER_WORDS, NO_EXPERT, wanted_word, Word
 from ..protocol.flags import (
     Deadline,
