@@ -176,24 +176,56 @@ def checkpoint_of(
         tensors = read_tensors(folder)
         check_tensors(config, tensors, kept_in_fp8(shape_of(config), n_gpus))
         return config, tensors, sum(tensor.n_bytes for tensor in tensors.values())
+    if folder.exists():
+        raise ValueError(f"{model} is a file; name the folder it is in")
     try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub import errors, hf_hub_download
 
         files = Path(hf_hub_download(model, "config.json")).parent
         n_bytes = 0
         try:
             n_bytes = _bytes_of_index(Path(hf_hub_download(model, INDEX)))
-        except EntryNotFoundError:
+        except errors.EntryNotFoundError:
             pass
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{model} is no folder, and the Hugging Face hub does not give it: {reason}"
-        ) from error
+        raise ValueError(_why_not_there(model, error)) from error
     config = check_config(config_in(files))
     check_place(config["architectures"][0], n_gpus)
     return config, {}, n_bytes
+
+
+def _why_not_there(model: str, error: Exception) -> str:
+    """Says why a model cannot be had, in one sentence."""
+    try:
+        from huggingface_hub import errors
+    except ImportError:
+        return f"{model} is no folder, and huggingface_hub is not installed"
+    hub, none = "the Hugging Face hub", f"there is no folder {model}, and"
+    kinds = (
+        (errors.HFValidationError, f"{none} {hub} has no such names"),
+        (
+            errors.GatedRepoError,
+            f"{model} is gated on {hub}; accept its terms there, then `hf auth login`",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            f"{none} {hub} has no such model, or a private one; correct the name, or "
+            "`hf auth login`",
+        ),
+        (
+            errors.LocalEntryNotFoundError,
+            f"{none} {hub} cannot be reached, from which it was not downloaded yet",
+        ),
+        (
+            errors.EntryNotFoundError,
+            f"{model} on {hub} has no config.json; name a model for transformers",
+        ),
+    )
+    for kind, why in kinds:
+        if isinstance(error, kind):
+            return why
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"{none} {hub} does not give it: {reason}"
 
 
 def _bytes_of_index(path: Path) -> int:

@@ -9,6 +9,7 @@ import struct
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from max_ep import cli
@@ -254,13 +255,36 @@ def test_a_file_that_is_cut_is_refused(machine, tmp_path, run_cli):
 
 
 def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, run_cli):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "has no config.json" in run_cli("serve", tmp_path, status=1)
     for text, said in (("{", "config.json is not JSON: "), ("[]", "holds no names")):
         (tmp_path / "config.json").write_text(text)
         assert said in run_cli("serve", tmp_path, "--dry-run", status=1)
-    said = run_cli("serve", "nobody/nothing", status=1)
-    assert "the Hugging Face hub does not give it" in said
+    said = run_cli("serve", tmp_path / "config.json", status=1)
+    assert "config.json is a file; name the folder it is in" in said
+    said = run_cli("serve", tmp_path / "none", status=1)
+    assert f"there is no folder {tmp_path / 'none'}, and the" in said
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "hub cannot be reached" in run_cli("serve", "nobody/nothing", status=1)
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("GatedRepoError", "nobody/x is gated on the Hugging Face hub; accept"),
+        ("RepositoryNotFoundError", "hub has no such model, or a private one; corr"),
+        ("RemoteEntryNotFoundError", "nobody/x on the Hugging Face hub has no conf"),
+        ("HfHubHTTPError", "hub does not give it: HfHubHTTPError"),
+    ],
+)
+def test_why_the_hub_does_not_give_a_model(kind, words, machine, monkeypatch, run_cli):
+    """Fails if the first line of its error is shown, which is only a number."""
+
+    def refuse(*_: object) -> None:
+        of = getattr(huggingface_hub.errors, kind)
+        raise of.__new__(of)  # made of an answer of the hub
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    assert words in run_cli("serve", "nobody/x", status=1)
 
 
 def test_what_is_supported_is_said_once():
