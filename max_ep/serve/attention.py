@@ -144,10 +144,11 @@ class HeadsAttention(Module, Shardable):
 
     def _is_plain(self) -> bool:
         """Whether heads are normalized and rotated as a whole, of sizes that are few
-        in models."""
-        of = self._of
+        in models, and one over the norm's epsilon is an integer, as the op has it."""
+        of, of_one = self._of, 1 / self._eps
         return (
-            of.norm == "head"
+            abs(round(of_one) - of_one) < 1e-6 * of_one
+            and of.norm == "head"
             and of.clip is None
             and of.rope.dim == of.head_dim
             and of.head_dim in (32, 64, 128, 256)

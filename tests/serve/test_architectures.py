@@ -13,8 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from max.dtype import DType
+from max.graph import DeviceRef
 
 from graphs.serve.checkpoint import OTHER_SIZES, make_checkpoint
+from max_ep.checkpoint import Rope
+from max_ep.checkpoint.decoder import Attention
+from max_ep.serve.attention import HeadsAttention
 from tests.children import ALL_CASES
 from tests.serve.decoders import Decoders
 from tests.serve.serving import model_of
@@ -74,6 +79,16 @@ def test_logits_are_those_of_transformers(size, decoders):
         n_cached = [len(text) for text in texts]
         new = [[int(row.argmax())] for row in logits]
         texts = [text + token for text, token in zip(texts, new)]
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 1e-3, 0.02, 0.3, 0.7, 3e-3, 2.5])
+def test_epsilons_of_heads_on_gpus(eps):
+    """The op that normalizes, rotates and caches has one over an integer; others take
+    more ops. Fails if the integer is only near."""
+    rope = Rope("default", 64, {})
+    of = Attention(4, 2, 64, rope, norm="head")
+    heads = HeadsAttention(of, 128, eps, None, DType.bfloat16, DeviceRef.GPU())
+    assert heads._is_plain() == (eps in (1e-6, 1e-5, 1e-3, 0.02))
 
 
 def test_each_size_is_compared():
