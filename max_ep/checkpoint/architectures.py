@@ -48,6 +48,7 @@ _ALL_FULL = each(only("full_attention"), default=None)
 _LAYER_TYPES = each(only("full_attention", "sliding_attention"), default=None)
 _MLP_TYPES = each(only("dense", "sparse"), default=None)
 
+_FLOAT32 = ("enable_attention_fp32_softmax", "enable_lm_head_fp32")
 _RMS_1E5 = real(1e-5)
 _TRAINING = {
     "output_router_logits": flag(False),
@@ -199,7 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "moe_intermediate_size": whole(),
             "norm_topk_prob": flag(False),
             "num_experts": whole(),
-            "num_local_experts": free(),  # must be num_experts
+            "num_local_experts": only(None),  # transformers does not read it
             "qkv_bias": flag(True),
             "shared_expert_intermediate_size": whole(5632),
             "sliding_window": optional(whole(4096, least=0))._replace(
@@ -279,18 +280,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             "model_type": only("hy_v3"),
             "attention_bias": only(False),
-            "enable_moe_fp32_combine": flag(True),  # as far as sums are rounded
+            **dict.fromkeys(_FLOAT32, free()),  # as far as results are rounded
+            "enable_moe_fp32_combine": flag(True),  # the same
+            "eod_token_id": free(),  # ends documents in training
+            "expert_hidden_dim": free(),  # must be moe_intermediate_size
+            "first_k_dense_replace": free(),  # must be what mlp_layer_types says
             "head_dim": whole(128),
             "initializer_range": free(0.006, float),
             "mlp_bias": only(False),
             "mlp_layer_types": optional(_MLP_TYPES),
             "moe_intermediate_size": whole(),
+            "moe_router_enable_expert_bias": only(True),
+            "moe_router_use_sigmoid": only(True),
             "num_experts": whole(),
             "num_local_experts": free(),  # must be num_experts
+            "num_nextn_predict_layers": whole(0, least=0),  # whose layers are skipped
             "num_shared_experts": whole(1),
             "output_router_logits": flag(False),
+            "qk_norm": only(True),
             "rms_norm_eps": _RMS_1E5,
+            "route_norm": only(True),
             "router_scaling_factor": real(2.826),
+            "use_grouped_mm": free(),
         },
         compared=PLACES[:2],
     ),
@@ -302,10 +313,13 @@ ARCHITECTURES: dict[str, Architecture] = {
             **_TRAINING,
             "model_type": only("laguna"),
             "attention_bias": only(False),
-            "gating": only(True),
+            "decoder_sparse_step": only(1),
+            "gating": only(True, "per-head"),
+            "gating_types": optional(each(only("per_head"))),
             "head_dim": whole(128),
             "layer_types": optional(_LAYER_TYPES),
             "mlp_layer_types": optional(_MLP_TYPES),
+            "mlp_only_layers": free(),  # must be what mlp_layer_types says
             "moe_apply_router_weight_on_input": only(False),
             "moe_intermediate_size": whole(),
             "moe_routed_scaling_factor": real(1.0),
@@ -314,13 +328,17 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "a number from 0 on with a decimal point",
                 0.0,
             ),
+            "moe_router_use_sigmoid": only(True),
             "norm_topk_prob": only(True),
             "num_attention_heads_per_layer": optional(each(whole())),
+            "partial_rotary_factor": only(None),  # may replace those of kinds
+            "qkv_bias": only(False),
             "rope_scaling": only(None),
             "num_experts": whole(),
-            "num_local_experts": free(),  # must be num_experts
+            "num_local_experts": only(None),  # transformers does not read it
             "shared_expert_intermediate_size": whole(512),
             "sliding_window": _window(512),
+            "swa_attention_sink_enabled": only(False),
         },
     ),
     "Qwen3VLMoeForConditionalGeneration": Architecture(

@@ -201,7 +201,9 @@ def laguna(config: Config) -> Decoder:
                 f"config.json: rope_parameters has {kind}={shown(found)}; it must be "
                 "an object with rope_type and rope_theta, for each of layer_types"
             )
-        outside = dict.fromkeys(("rope_theta", "partial_rotary_factor"))
+        # transformers reads none of these for them.
+        names = "rope_theta", "partial_rotary_factor", "max_position_embeddings"
+        outside = dict.fromkeys(names)
         ropes[kind] = Rope.of({**config, **outside, "rope_parameters": found})
     heads = config["num_attention_heads_per_layer"]
     heads = heads or [config["num_attention_heads"]] * n_layers

@@ -62,8 +62,9 @@ def check_config(config: Any) -> dict[str, Any]:
         _check_quantization(quantization, architecture)
     full = {name: rule.default for name, rule in entry.fields.items()} | config
     _check_sizes(full, full[experts], architecture)
-    layers = entry.decoder(full).layers  # refuses rotary embeddings
-    if all(layer.moe is None for layer in layers):
+    model = entry.decoder(full)  # refuses rotary embeddings
+    _check_same(full, model.dense_layers)
+    if len(model.dense_layers) == len(model.layers):
         _refuse("no layer with experts", f"{experts}={full[experts]}")
     return full
 
@@ -177,22 +178,44 @@ def _check_sizes(config: dict[str, Any], n_experts: int, architecture: str) -> N
     if config.get("experts_per_token") not in (None, top_k):
         given = shown(config["experts_per_token"])
         _refuse(f"experts_per_token={given}", f"num_experts_per_tok={top_k}")
-    if architecture == "DeepseekV3ForCausalLM":
-        _check_deepseek(config)
     if "n_group" in config:
         _check_groups(config, n_experts, top_k)
 
 
-def _check_deepseek(config: dict[str, Any]) -> None:
-    nope, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    same = {
-        "head_dim": ("qk_rope_head_dim", rotated),
-        "qk_head_dim": ("qk_nope_head_dim + qk_rope_head_dim", nope + rotated),
-        "num_key_value_heads": ("num_attention_heads", config["num_attention_heads"]),
-    }
-    for name, (other, wanted) in same.items():
+def _check_same(config: dict[str, Any], dense: list[int]) -> None:
+    """Refuses other values than those that other fields say; ``dense`` are the layers
+    without experts."""
+    for name, (other, wanted) in _said_twice(config, dense).items():
         if config.get(name) not in (None, wanted):
             _refuse(f"{name}={shown(config[name])}", f"{other}={wanted}")
+
+
+def _said_twice(config: dict[str, Any], dense: list[int]) -> dict[str, Any]:
+    """Returns fields that other fields decide, those and their values."""
+    architecture = config["architectures"][0]
+    if architecture == "DeepseekV3ForCausalLM":
+        nope, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        return {
+            "head_dim": ("qk_rope_head_dim", rotated),
+            "qk_head_dim": ("qk_nope_head_dim + qk_rope_head_dim", nope + rotated),
+            "num_key_value_heads": (
+                "num_attention_heads",
+                config["num_attention_heads"],
+            ),
+        }
+    without = "layers without experts by mlp_layer_types"
+    if architecture == "HYV3ForCausalLM":
+        is_prefix = dense == [*range(len(dense))]
+        return {
+            "expert_hidden_dim": (
+                "moe_intermediate_size",
+                config["moe_intermediate_size"],
+            ),
+            "first_k_dense_replace": (without, len(dense) if is_prefix else dense),
+        }
+    if architecture == "LagunaForCausalLM":
+        return {"mlp_only_layers": (without, dense)}
+    return {}
 
 
 def _check_groups(config: dict[str, Any], n_experts: int, top_k: int) -> None:

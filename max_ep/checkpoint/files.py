@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headers of a checkpoint's safetensors files, and its index; no weight is read.
+"""Headers of a checkpoint's safetensors files, and its index; weights are not read.
 
 A file is 8 bytes with the length of a header, the header in JSON, and the tensors'
 bytes, without a hole. The index says which file has which tensor; what other files have
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ DTYPE_BYTES = {
 _MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 
+_PIECE_BYTES = 1 << 24
+"""What is read at once."""
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -53,6 +56,8 @@ class Tensor:
     """A key of :data:`DTYPE_BYTES`."""
     shape: tuple[int, ...]
     file: Path
+    begin: int = field(compare=False)
+    """Its first byte in the file."""
 
     @property
     def n_bytes(self) -> int:
@@ -166,7 +171,7 @@ def _header_of(file: Path) -> dict[str, Tensor]:
         )
     spans, tensors = [], {}
     for name, entry in header.items():
-        tensor, span = _entry_of(file, name, entry)
+        tensor, span = _entry_of(file, name, entry, 8 + n_header)
         tensors[name] = tensor
         spans.append((*span, name))
     end = 0
@@ -187,8 +192,11 @@ def _header_of(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _entry_of(file: Path, name: str, entry: Any) -> tuple[Tensor, tuple[int, int]]:
-    """Returns a tensor of a header, and where its bytes begin and end."""
+def _entry_of(
+    file: Path, name: str, entry: Any, data: int
+) -> tuple[Tensor, tuple[int, int]]:
+    """Returns a tensor of a header, and where its bytes begin and end behind ``data``,
+    the header's bytes."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape = fields.get("dtype"), fields.get("shape")
     span = fields.get("data_offsets")
@@ -202,13 +210,28 @@ def _entry_of(file: Path, name: str, entry: Any) -> tuple[Tensor, tuple[int, int
         raise ValueError(
             f"{file}: {named(name)} has dtype {shown(dtype)}, which is not supported"
         )
-    tensor = Tensor(name, dtype, tuple(shape), file)
+    begin = data + span[0] if span else data
+    tensor = Tensor(name, dtype, tuple(shape), file, begin)
     if len(span) != 2 or span[1] - span[0] != tensor.n_bytes:
         raise ValueError(
             f"{file}: {named(name)} has data_offsets {shown(span)}, and {dtype} of "
             f"shape {shape} has {tensor.n_bytes} bytes; download it again"
         )
     return tensor, (span[0], span[1])
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bytes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        for done in range(0, one.n_bytes, _PIECE_BYTES):
+            n = min(_PIECE_BYTES, one.n_bytes - done)
+            if first.read(n) != second.read(n):
+                return False
+    return True
 
 
 def _is_size(value: Any) -> bool:

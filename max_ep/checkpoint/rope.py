@@ -18,6 +18,7 @@ _DEFAULT_THETA = {
     "MixtralForCausalLM": 1e6,
     "GptOssForCausalLM": 150000.0,
     "HYV3ForCausalLM": 11158840.0,
+    "LagunaForCausalLM": None,  # none
     "Qwen3VLMoeForConditionalGeneration": 500000.0,
 }
 """In transformers, where it is not 1e4."""
@@ -203,6 +204,12 @@ def _parameters(
     for name in _OUTSIDE:
         if config.get(name) is not None:
             found.setdefault(name, config[name])
+    factor, outside = (x.get("partial_rotary_factor") for x in (found, config))
+    if outside not in (None, factor):  # which one counts depends on the kind
+        raise ValueError(
+            f"config.json: {field} has partial_rotary_factor={shown(factor)}, and "
+            f"beside it is {shown(outside)}; remove the wrong one"
+        )
     found.setdefault("rope_theta", _DEFAULT_THETA.get(architecture, 1e4))
     if architecture in _DEFAULT_FACTOR:
         found.setdefault("partial_rotary_factor", _DEFAULT_FACTOR[architecture])

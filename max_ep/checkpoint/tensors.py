@@ -17,7 +17,7 @@ from typing import Any
 from ..moe_shape import MoeShape, fp8_block
 from .architectures import ARCHITECTURES
 from .decoder import Attention, Decoder, LatentAttention, Moe, Names
-from .files import Tensor, and_others
+from .files import Tensor, and_others, are_equal
 
 SCALES = "_scale_inv"
 """Behind the name of a matrix."""
@@ -35,6 +35,7 @@ scales of a KV cache in FP8."""
 _FUSED = "mlp", "gate_up_proj", "down_proj"
 """What transformers 5 calls the MoE layer, and its tensors of all experts."""
 
+_HEAD = "lm_head.weight"
 
 _ONE_MORE = ("DeepseekV3ForCausalLM", "HYV3ForCausalLM")
 """Architectures with a layer behind the last one that ``config.json`` may not name."""
@@ -207,6 +208,7 @@ def check_tensors(
             f"{folder} has no tensor {missing[0]} of shape {shape}"
             f"{and_others(missing)}, which its config.json asks for"
         )
+    _check_copy(config, tensors)
     is_leftover = _leftovers_of(config)
     more = [t for n, t in tensors.items() if n not in used and not is_leftover(n)]
     if more:
@@ -238,6 +240,18 @@ def _find(name: str, needed: Needed, tensors: Mapping[str, Tensor]) -> Stored | 
         raise ValueError(f"{tensors[part.name]} is in MXFP4 without {part.scales}")
     _check_shape(scales, part.shape[:-1])
     return Stored(tensors[part.name], needed.here, part, needed.shape, scales)
+
+
+def _check_copy(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuses another ``lm_head`` than the embedding that is tied to it: transformers
+    does not tie them then."""
+    copy = tensors.get(_HEAD)
+    embedding = tensors[f"{described(config).names.model}.embed_tokens.weight"]
+    if copy and config["tie_word_embeddings"] and not are_equal(copy, embedding):
+        raise ValueError(
+            f"{copy} is not {embedding.name}, and config.json says "
+            "tie_word_embeddings=true; say false, or remove the tensor"
+        )
 
 
 def _check_shape(tensor: Tensor, wanted: tuple[int, ...]) -> None:
@@ -272,7 +286,7 @@ def _leftovers_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
     is_tied = config["tie_word_embeddings"]
 
     def is_leftover(name: str) -> bool:
-        if _LEFTOVERS.fullmatch(name) or (is_tied and name == "lm_head.weight"):
+        if _LEFTOVERS.fullmatch(name) or (is_tied and name == _HEAD):
             return True
         if name.startswith(_OF_IMAGES):
             return True
@@ -294,7 +308,7 @@ def _needed(config: Mapping[str, Any]) -> Iterator[tuple[str, Needed]]:
     yield f"{names.model}.embed_tokens.weight", Needed(embedding)
     yield f"{names.model}.norm.weight", Needed((hidden,))
     if not model.is_tied:
-        yield "lm_head.weight", Needed(embedding)
+        yield _HEAD, Needed(embedding)
     for i, layer in enumerate(model.layers):
         prefix = f"{names.model}.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):

@@ -59,6 +59,7 @@ MINIMAX, DEEPSEEK = PUBLISHED["MiniMax-M2"], PUBLISHED["DeepSeek-V3"]
 MIXTRAL, GPT_OSS = PUBLISHED["Mixtral-8x7B-v0.1"], PUBLISHED["gpt-oss-20b"]
 GLM4, OLMOE = PUBLISHED["GLM-4.5-Air"], PUBLISHED["OLMoE-1B-7B-0924"]
 QWEN2 = PUBLISHED["Qwen1.5-MoE-A2.7B"]
+HYV3, LAGUNA = PUBLISHED["Hy3"], PUBLISHED["Laguna-XS-2.1"]
 FP8 = {"quant_method": "fp8"}
 
 
@@ -71,6 +72,11 @@ def test_each_field_of_transformers_is_on_the_list(architecture):
         assert field.name in rules
         default = rules[field.name].default
         assert default is NEEDED or default == field.default, field.name
+    known = {field.name for field in dataclasses.fields(IN_TRANSFORMERS[architecture])}
+    aliases = IN_TRANSFORMERS[architecture].attribute_map
+    known |= {*aliases, *aliases.values()}
+    for alias in {"num_experts", "num_local_experts"} - known:
+        assert alias not in rules or not rules[alias].takes(8), alias
     outer = ARCHITECTURES[architecture].outer_fields
     if outer is not None:
         of_all = {field.name for field in dataclasses.fields(Qwen3VLMoeConfig)}
@@ -86,6 +92,8 @@ def test_published_checkpoints_are_served(name):
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 DEEPSEEK_YARN = DEEPSEEK["rope_scaling"]
+HALF = {"partial_rotary_factor": 0.5}
+LAGUNA_ROPE = LAGUNA["rope_parameters"]["full_attention"]
 
 
 def without(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -135,11 +143,32 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (GPT_OSS | {"experts_per_token": 2}, "experts_per_token=2 does not fit"),
         (GPT_OSS | {"layer_types": ["full_attention"]}, "layer_types has 1 elements"),
         (GPT_OSS | {"quantization_config": FP8}, "quant_method='fp8' is not served"),
+        (
+            GLM4 | {"rope_scaling": YARN | HALF, "partial_rotary_factor": 1.0},
+            "rope_scaling has partial_rotary_factor=0.5, and beside it is 1.0",
+        ),
         (GLM4 | {"n_group": 3}, "n_group=3 does not fit to n_routed_experts=128"),
         (GLM4 | {"n_group": 128, "topk_group": 8}, "have two experts or more"),
         (GLM4 | {"first_k_dense_replace": 46}, "first_k_dense_replace=46 does not"),
         (QWEN2 | {"use_sliding_window": True}, "use_sliding_window=True"),
         (OLMOE | {"head_dim": 64}, "head_dim=64 is not on max_ep's list"),
+        (HYV3 | {"first_k_dense_replace": 3}, "first_k_dense_replace=3 does not fit"),
+        (HYV3 | {"expert_hidden_dim": 512}, "expert_hidden_dim=512 does not fit to m"),
+        (HYV3 | {"route_norm": False}, "route_norm=False is not served"),
+        (LAGUNA | {"mlp_only_layers": []}, r"mlp_only_layers=.. does not .*=\[0\]"),
+        (LAGUNA | HALF, "partial_rotary_factor=0.5 is not served with Laguna"),
+        (LAGUNA | {"gating": "per-element"}, "gating='per-element' is not served"),
+        *(
+            (LAGUNA | {"rope_theta": 5e5, "rope_parameters": of}, f"has {name}=None")
+            for name in ("rope_theta", "original_max_position_embeddings")
+            for of in [
+                {
+                    "full_attention": without(LAGUNA_ROPE, name),
+                    "sliding_attention": LAGUNA_ROPE,
+                    "original_max_position_embeddings": 4096,
+                }
+            ]
+        ),
         # What no model has.
         ([], "holds no names"),
         ({}, "'no architecture' is not supported; there are Qwen3MoeForCausalLM"),
@@ -342,11 +371,17 @@ def test_leftovers_are_skipped(made, tmp_path):
     save_file(weights, tmp_path / SINGLE)
     with pytest.raises(ValueError, match=r"model.safetensors: .*q_proj.bias: Qwen3Moe"):
         check(tmp_path)
-    # The copy of tied embeddings does not count.
+    # The copy of tied embeddings does not count. Another matrix does in transformers.
     del weights[f"{attention}.q_proj.bias"]
-    save_file(weights, tmp_path / SINGLE)
     change_config(tmp_path, tie_word_embeddings=True)
+    copy = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": copy}, tmp_path / SINGLE)
     assert set(before) - set(check(tmp_path)) == {"lm_head.weight"}
+    copy[-1, -1] += 1
+    for other in (copy, copy.half()):
+        save_file(weights | {"lm_head.weight": other}, tmp_path / SINGLE)
+        with pytest.raises(ValueError, match="lm_head.weight is not model.embed_tok"):
+            check(tmp_path)
 
 
 def test_layers_that_predict_further_tokens_are_skipped(made, tmp_path):
