@@ -73,7 +73,7 @@ sanitize: .venv/.installed-dev
 	PYTHON=$(BIN)/python tests/gpu/sanitize.sh $(CHECK)
 
 bench: .venv/.installed-torch
-	$(BIN)/python -m bench.cpu_round_trip
+	$(BIN)/max-ep bench
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m pytest tests/test_house_rules.py

@@ -5,8 +5,8 @@ ask first, docs/serving.md ratios of servers, docs/measurements.md every row.
     python -m bench.report              # writes the tables and the plots
     python -m bench.report --add FILE   # first takes the runs of FILE into the JSON
 
-``bench.gpu_round_trip``, ``bench.cpu_round_trip`` and ``bench.serving`` write such
-files, see ``bench/runs.py``.
+``bench.gpu_round_trip`` and ``bench.serving`` write such files, see
+``max_ep/bench/runs.py``.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def serving_tables(rows: list[dict]) -> list[str]:
         return SERVING_PEERS[row["peer"]] + ", FP8 checkpoint" * ("dtype" in row)
 
     def spread(row: dict, name: str) -> str:
-        if name not in row:  # transformers is no server, a CPU replays no graph
+        if name not in row:  # transformers is no server
             return ""
         low, median, high = row[name]
         return f"{median:.2f} ({low:.2f} to {high:.2f})"
@@ -224,14 +224,13 @@ def serving_tables(rows: list[dict]) -> list[str]:
         if "prompt" in row
     ]
     of_prompts = table(columns, cells) if cells else []
-    columns = ["server", "clients", "a step, ms (quartiles)", "GPU time of a step, ms"]
-    columns += ["first token, ms", "between tokens, ms", "tokens/s", "commit"]
+    columns = ["server", "clients", "a step, ms (quartiles)", "first token, ms"]
+    columns += ["between tokens, ms", "tokens/s", "commit"]
     cells = []
     for row in rows:
         if "clients" not in row:
             continue
-        cells.append([name_of(row), str(row["clients"])])
-        cells[-1] += [spread(row, "step_ms"), number(row.get("graph_ms"))]
+        cells.append([name_of(row), str(row["clients"]), spread(row, "step_ms")])
         for name, n_digits in (("first_ms", 1), ("between_ms", 2)):
             cells[-1].append(f"{row[name]:.{n_digits}f}")
         cells[-1] += [f"{row['tokens_per_s']:.0f}", row["run"]]
@@ -265,25 +264,10 @@ def _cores_of(name: str, run: dict) -> list[str]:
     return [f"{name}: {run['host']}; {how}.", ""]
 
 
-def cpu_table(rows: list[dict]) -> list[str]:
-    """Lays out rows of ``bench.cpu_round_trip``."""
-    names = {"by_expert": "by_expert", "by_rank": "by_rank"}
-    names |= {"memcpy_1": "memcpy, 1 thread", "memcpy_all": "memcpy, all cores"}
-    columns = ["tokens per rank", "dispatch", "MB", *names.values(), "commit"]
-    cells = [
-        [str(row["tokens"]), row["wire"], f"{row['mb']:.1f}"]
-        + [f"{row[f'{n}_ms']:.2f} ({row[f'{n}_p95_ms']:.2f})" for n in names]
-        + [row["run"]]
-        for row in rows
-    ]
-    return table(columns, cells, 2)
-
-
 def _runs(data: dict) -> list[str]:
     lines = []
     for name, run in data["runs"].items():
-        where = run.get("cpu") or f"{run['n_gpus']} x {run['gpu']}, driver "
-        where += "" if "cpu" in run else run["driver"]
+        where = f"{run['n_gpus']} x {run['gpu']}, driver {run['driver']}"
         samples = f", {run['samples']} samples" if "samples" in run else ""
         replays = (
             f", {run['replays']} replays in each" if run.get("replays", 1) > 1 else ""
@@ -302,7 +286,6 @@ def made_of(data: dict) -> dict[str, list[str]]:
         "gpus": _gpu_sections(data),
         "experts": experts_sections(data),
         "serving": _serving_sections(data),
-        "cpu": cpu_table(data["cpu"]),
         "runs": _runs(data),
     }
 

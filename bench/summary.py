@@ -108,22 +108,6 @@ def _steps(data: dict) -> dict[tuple, dict[int, float]]:
     return found
 
 
-def _serving(data: dict) -> list[str]:
-    """Lays out steps of max_ep beside those of MAX, of one run each."""
-    clients, lines = (1, 16, 64), []
-    steps = _steps(data)
-    runs = {key[:4] for key in steps if key[4] != "max_ep"}
-    for of in sorted(key for key in {key[:4] for key in steps} if key in runs):
-        first = [machine(of[1], of[0]), str(of[2])]
-        for peer, name in SERVING_PEERS.items():
-            if ms := steps.get((*of, peer)):
-                cells = [f"{ms[n]:.2f}" if n in ms else "" for n in clients]
-                lines.append([*first, name, *cells])
-                first = ["", ""]
-    columns = ["machine", "layers", "server", *(f"{n} clients" for n in clients)]
-    return table([c.replace("1 clients", "1 client") for c in columns], lines, 3)
-
-
 def ratios(data: dict) -> list[str]:
     """Lays out times of max_ep over those of MAX, of one run each: steps, and the
     prefill of a prompt that is not cached."""
@@ -192,6 +176,5 @@ def tables(data: dict) -> dict[str, list[str]]:
     return {
         "speed": _speed(data),
         "others": _others(data),
-        "steps": _serving(data),
         "slower": _slower(data),
     }

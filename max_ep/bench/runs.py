@@ -19,7 +19,7 @@ from .. import __version__
 from .cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("gpu", "experts", "cpu", "serving")
+KINDS = ("gpu", "experts", "serving")
 CPU_RANKS = "cpu_ranks"
 """The kind of rows that ``max-ep bench`` writes where there are no GPUs."""
 
@@ -76,9 +76,9 @@ def merge(data: dict, new: dict) -> dict:
 def _key(data: dict, kind: str, row: dict) -> tuple:
     """Returns what a row is of: its machine, and all of it that is no time."""
     run = data["runs"].get(row.get("run"), {})
-    names = ("peer", "form", "ranks", "shape", "dtype", "routing", "tokens", "wire")
+    names = ("peer", "form", "ranks", "shape", "dtype", "routing", "tokens")
     names += ("clients", "prompt")
-    machine = run.get("gpu", run.get("cpu"))
+    machine = run.get("gpu")
     model = "layers" in run and (run["layers"], run["n_gpus"])  # that is served
     return kind, machine, model, *(row.get(name) for name in names)
 

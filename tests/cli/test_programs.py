@@ -300,19 +300,3 @@ def test_demo_notices_a_wrong_result(monkeypatch):
 
     monkeypatch.setattr(demo, "run_layer", lose_a_token)
     assert demo.run_demo() == 1
-
-
-def test_benchmark_checks_and_measures(monkeypatch):
-    """Its smallest row, of two ranks and one protocol; `make bench` runs them all."""
-    from max.driver import CPU
-    from max.engine import InferenceSession
-
-    from bench.cpu_round_trip import PROTOCOLS, measure
-
-    monkeypatch.delitem(PROTOCOLS, "by_expert")  # compiling is what costs
-    session = InferenceSession(devices=[CPU()])
-    row = measure(session, "decode", "bfloat16", 1, n_ranks=2)
-    # 2 ranks x 8 tokens x 8 choices, 4096 bytes there and back.
-    assert row["mb"] == 2 * 8 * 8 * 2 * 4096 / 1e6
-    for name in ("by_rank", "memcpy_1"):
-        assert row[f"{name}_ms"] > 0
