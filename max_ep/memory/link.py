@@ -70,6 +70,16 @@ class Link:
         """Returns the address of each local rank's queue."""
         return {rank: ctypes.addressof(q) for rank, q in self._queues.items()}
 
+    def settle(self, timeout_s: float) -> None:
+        """Returns once all is carried that was asked for, or the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            queues = self._queues.values()  # What is taken is pending before that.
+            is_taken = all(q[_TAKEN] == q[_APPENDED] for q in queues)
+            if is_taken and not self._pending:
+                return
+            time.sleep(_IDLE_S)
+
     def close(self) -> None:
         """Carries what is left, and ends; no rank may ask for more."""
         self._is_closing = True
@@ -127,11 +137,15 @@ class Link:
         n = next((i for i, x in enumerate(requests) if x.epoch != first), len(requests))
         i = draw.randrange(n)
         to, of, n_bytes = requests[i].pieces.pop()
-        if n_bytes:
-            ctypes.memmove(to, of, n_bytes)
-        else:
-            ctypes.c_uint64.from_address(to).value = of
+        self._write(pair[1], to, of, n_bytes)
         if not requests[i].pieces:
             del requests[i]
         if not requests:
             del self._pending[pair]
+
+    def _write(self, peer: int, to: int, of: int, n_bytes: int) -> None:
+        """Writes a piece of a put into a peer's region, or the word of a signal."""
+        if n_bytes:
+            ctypes.memmove(to, of, n_bytes)
+        else:
+            ctypes.c_uint64.from_address(to).value = of

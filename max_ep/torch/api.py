@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..limits import checked_int, is_integer
-from .communicator import Masks, refuse, refuse_arguments, refuse_hosts
+from .communicator import Masks, refuse, refuse_arguments
 from .compiled import Compiled
 from .low_latency import Handle, How, LowLatency, Wire
 from .member import Member, not_compiled
@@ -83,7 +83,7 @@ class Buffer(Member):
                 or the CPU if there is none.
 
         Raises:
-            NotImplementedError: For ranks on several hosts.
+            NotImplementedError: For GPUs of several hosts.
             TimeoutError: If a rank does not come; names it.
         """
         num_nvl_bytes = checked_int("max_ep: num_nvl_bytes", num_nvl_bytes, 0, None)
@@ -355,8 +355,6 @@ class Buffer(Member):
             the id is -1; a list of rows for each local expert; the handle; the event.
             With ``handle`` all but the first and the last are None.
         """
-        if num_tokens_per_rdma_rank is not None:
-            refuse_hosts("num_tokens_per_rdma_rank: ranks of several hosts")
         there = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         layout = Layout(*there, topk_idx, topk_weights)
         when = When(previous_event, async_finish, allocate_on_comm_stream)

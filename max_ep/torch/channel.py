@@ -57,6 +57,7 @@ class Region:
         if not self.handle:
             raise RuntimeError("max_ep: a region cannot be opened; see above")
         self._n_sms = 0  # as the library knows it
+        self._queue = 0
         self.use: object = None  # identifies the last dispatch
         # Whether a CUDA graph captured that, or any before: replays dispatch, too.
         self.is_captured = self.was_captured = False
@@ -64,10 +65,18 @@ class Region:
         self.hook: Callable[[], None] | None = None
         self.hook_is_of_dispatch = False
 
-    def connect(self, addresses: list[int]) -> None:
-        """Stores the address of every rank's part."""
+    def connect(self, addresses: list[int], queue: int) -> None:
+        """Stores the address of every rank's part, 0 for those of other hosts, to which
+        what is in the queue goes; 0: there is none."""
         regions = (ctypes.c_uint64 * len(addresses))(*addresses)
         self.library.connect(self.handle, addressof(regions))
+        self._queue = queue
+        self._use_queue()
+
+    def _use_queue(self) -> None:
+        if self._queue:
+            at = self.counters.data_ptr() + 4 * self.library.sizes.link_word
+            ctypes.c_uint64.from_address(at).value = self._queue
 
     def dispatch(self, form: int, *arguments: int) -> None:
         """Launches on the current stream, with the fields of ``DispatchArguments``; 0
@@ -137,8 +146,11 @@ class Region:
         """Puts this rank before the first launch; no rank may be in one."""
         self.use = self.hook = None
         self.is_captured = self.was_captured = False
+        if self._queue:  # what was staged for other hosts, too
+            ctypes.memset(self._address, 0, self.library.sizes.region_bytes)
         if self.library.clear(self.handle):
             self._raise()
+        self._use_queue()
 
     def close(self) -> None:
         if self.handle:
@@ -172,8 +184,9 @@ class Channel:
                 self.regions.append(Region(library, comm, settings, at))
             absent = comm.masks.absent if comm.masks else ()
             bases = self.memory.connect(comm.timeout_s, absent)
+            queue = self.memory.queue if comm.hosts else 0
             for i, region in enumerate(self.regions):
-                region.connect([base + i * n_bytes for base in bases])
+                region.connect([base and base + i * n_bytes for base in bases], queue)
                 for rank in absent:
                     region.masked[rank] = 1
             comm.regions += self.regions

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .channel import Channel
@@ -22,6 +23,8 @@ class Channels:
 
     def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
         """Returns channels; opens those that are new, with all other ranks."""
+        if hosts := self.comm.hosts:
+            wanted = [replace(x, mapped=hosts.ranks_per_host) for x in wanted]
         new = [settings for settings in wanted if settings not in self.opened]
         if new:
             comm = self.comm
@@ -54,6 +57,9 @@ class Channels:
         if comm.has_ended:
             comm.raise_failure()
         comm.streams.synchronize()  # who is here writes to no rank any more
+        if comm.hosts:
+            for channel in self.opened.values():
+                channel.memory.settle(comm.timeout_s)
         names = [settings.name() for settings in self.opened]
         all_ = gather((comm.board.n_exchanges, self.cap, names))
         # A rank may have missed exchanges.
@@ -78,4 +84,6 @@ class Channels:
         for channel in self.opened.values():
             channel.close()
         self.opened = {}
+        if comm.hosts:
+            comm.hosts.close()
         comm.board.close()

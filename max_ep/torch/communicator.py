@@ -19,6 +19,7 @@ from ..memory.symmetric_memory import SharedMemory
 from ..processes.meeting import differing
 from ..waits import RankWait, Waits
 from .board import Board
+from .hosts import Hosts
 from .library import Settings
 from .streams import Streams
 from .tables import allocator
@@ -72,12 +73,6 @@ def refuse_arguments(call: str, given: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"max_ep: {call}({name}=...): {_OF_FORKS[name]}")
 
 
-def refuse_hosts(what: str) -> NoReturn:
-    """Raises the error of what needs ranks on several hosts."""
-    where = "MAX graphs reach them (EPConfig.n_nodes, docs/several_hosts.md)"
-    raise NotImplementedError(f"max_ep: {what}; {where}")
-
-
 class Region(Protocol):
     """What a communicator asks of the regions that are in use (``channel.py``)."""
 
@@ -98,9 +93,11 @@ class Communicator:
         device: torch.device,
         group: Any,
         masks: bool,
+        hosts: Hosts | None = None,
     ) -> None:
-        """``masks``: whether the others go on without a rank that is late."""
-        self.board = board
+        """``masks``: whether the others go on without a rank that is late; ``hosts``:
+        how ranks of other hosts are reached, if there are some."""
+        self.board, self.hosts = board, hosts
         self.rank, self.n_ranks = board.rank, board.n_ranks
         self.others = [r for r in range(self.n_ranks) if r != self.rank]
         self.timeout_s = board.timeout_s
@@ -238,6 +235,8 @@ class Communicator:
 
     def allocate(self, n_bytes: int, same: str) -> Any:
         name = f"{self.board.name}-{self.board.n_exchanges}-{len(self.regions)}"
+        if self.hosts:
+            return self.hosts.allocate(name, n_bytes, same)
         if not self.is_gpu:
             return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, same)
         return GpuSharedMemory(name, self.rank, self.n_ranks, n_bytes, same, self.index)

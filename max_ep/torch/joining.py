@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ..extension import sources_hash
-from ..limits import checked_timeout_s, timeout_s_of_environment
+from ..limits import LINK_VARIABLE, checked_timeout_s, timeout_s_of_environment
 from ..memory.answering import answer_for
 from ..processes.meeting import differing
-from .board import Board
-from .communicator import Communicator, refuse, refuse_hosts
+from .board import Board, SharedNotes, StoredNotes
+from .communicator import Communicator, refuse
+from .hosts import GroupStore, Hosts, check_hosts, name_of_host, ranks_per_host
 
 
 def gatherer(group: Any, comm: Any) -> Callable[[Any], list[Any]]:
@@ -52,11 +52,11 @@ def join(
         timeout_s = timeout_s_of_environment()
     timeout_s = checked_timeout_s(timeout_s)
     mine = dict(device=where.type, **facts, sources_hash=sources_hash())
+    if link := os.environ.get(LINK_VARIABLE):
+        mine[LINK_VARIABLE] = link
     same = ", ".join(f"{name}={value}" for name, value in mine.items())
-    note = (socket.gethostname(), uuid.uuid4().hex[:12], same)
+    note = (name_of_host(rank, n_ranks), uuid.uuid4().hex[:12], same)
     all_ = gatherer(group, comm)(note)
-    if len({host for host, *_ in all_}) > 1:
-        refuse_hosts("ranks on several hosts")
     for peer, (*_, theirs) in enumerate(all_):
         if theirs != same:
             other, own = differing(theirs, same)
@@ -64,8 +64,16 @@ def join(
                 f"max_ep: rank {peer} has {other}, this rank ({rank}) {own}; "
                 "pass the same on all ranks"
             )
-    board = Board(f"torch-{all_[0][1]}", rank, n_ranks, timeout_s)
-    joined = Communicator(board, where, group, masks)
+    of_board = f"torch-{all_[0][1]}", rank, n_ranks, timeout_s
+    per_host, hosts = ranks_per_host([host for host, *_ in all_]), None
+    if per_host < n_ranks:
+        check_hosts(where, group, masks)
+        store = GroupStore(group, of_board[0])
+        hosts = Hosts(store, rank, n_ranks, per_host, timeout_s)
+        board = Board(*of_board, StoredNotes(store, rank))
+    else:
+        board = Board(*of_board, SharedNotes(*of_board))
+    joined = Communicator(board, where, group, masks, hosts)
     answer_for(joined)
     return joined
 

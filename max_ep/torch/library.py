@@ -88,6 +88,8 @@ class Settings:
     alignment: int = 0
     sums: bool = False
     """Padded rows: whether their rank adds up those of a token."""
+    mapped: int = 0
+    """Ranks of a host, if there are several; a link reaches the others."""
 
     def defines(self) -> list[str]:
         options = []

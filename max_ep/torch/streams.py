@@ -104,7 +104,7 @@ class Config:
         return 2 * checked_int("max_ep: num_ranks", num_ranks) * 4096 * n_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Returns 0: all ranks are on one host."""
+        """Returns 0: a buffer allocates by itself."""
         return 0
 
 

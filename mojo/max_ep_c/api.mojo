@@ -71,14 +71,15 @@ def max_ep_open(
 
 @export
 def max_ep_connect(handle: Int, regions: Int) abi("C"):
-    """Takes the address of every rank's region, uint64 `[n_ranks]`."""
+    """Takes the address of every rank's region, uint64 `[n_ranks]`; 0: of another host.
+    """
     ref rank = _rank(handle)[]
     var bases = at[UInt64](regions)
     for i in range(6):
+        var offset = UInt64(REGION.buffer_offset(i))
         for peer in range(N_RANKS):
-            rank.addresses[i * N_RANKS + peer] = bases[unsafe_offset=peer] + UInt64(
-                REGION.buffer_offset(i)
-            )
+            var base = bases[unsafe_offset=peer]
+            rank.addresses[i * N_RANKS + peer] = base + offset if base != 0 else 0
 
 
 @export

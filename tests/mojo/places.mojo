@@ -149,13 +149,13 @@ def check(group: Group) raises:
             for t in range(group.max_tokens_per_rank):
                 var partial = group.partial_offset(owner, t)
                 c.take(recv + partial, group.combine_msg_bytes)
-        for src in range(group.n_ranks if group.late_weights else 0):
-            for choice in range(group.n_choices()):
-                c.take(recv + group.late_weight_offset(src, choice), FLAG_BYTES)
         for src in range(group.n_ranks if group.is_linked() else 0):
             for t in range(group.max_tokens_per_rank):
                 var staged = group.staged_partial_offset(src, t)
                 c.take(recv + staged, group.combine_msg_bytes)
+        for src in range(group.n_ranks if group.late_weights else 0):
+            for choice in range(group.n_choices()):
+                c.take(recv + group.late_weight_offset(src, choice), FLAG_BYTES)
     else:
         for owner in range(group.n_ranks if group.masks else 1):
             for t in range(group.max_tokens_per_rank):
@@ -216,7 +216,7 @@ def main() raises:
                         if late and not axes[1]:
                             continue
                         var is_linked = axes[0] == Addressing.BY_RANK
-                        is_linked = is_linked and not (masks or late)
+                        is_linked = is_linked and not masks
                         var group = Group(
                             n_experts=n_experts,
                             n_ranks=n_ranks,

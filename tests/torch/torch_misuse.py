@@ -157,7 +157,6 @@ d(x, **layout, topk_weights=w) | topk_weights are sent with
 d(x, **with_ids, num_worst_tokens=-9) | num_worst_tokens=-9
 d(None, **layout) | x; must be
 d([x], **layout) | x; must be
-d(x, None, x, x) | several hosts
 d(x) | needs a handle
 l(None, ids, CAP, E) | x; must be
 l([x], ids, CAP, E) | x; must be

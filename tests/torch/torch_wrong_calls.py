@@ -112,7 +112,6 @@ def calls_of(buffer: Buffer) -> Calls:
                 handle=[h for h in no_handles if h is not None],
                 expert_alignment=NO_SIZES[:-2],
                 num_worst_tokens=["a", 2.5, -1, None, torch.tensor(8)],
-                num_tokens_per_rdma_rank=[waits],
                 previous_event=no_events,
             ),
         ),

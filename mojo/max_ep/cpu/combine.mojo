@@ -27,7 +27,7 @@ from ..protocol.flags import (
     store_relaxed_sys,
 )
 from ..protocol.kernel_argument import ImmPointer
-from ..protocol.layout import Group, MESSAGE_ALIGN
+from ..protocol.layout import ENTRY_BYTES, Group, MESSAGE_ALIGN
 from ..protocol.token_format import BytePointer, LocalRows
 from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
@@ -66,21 +66,30 @@ def cpu_combine_async[
 
 def _publish_weights[
     group: Group, //
-](weights: ImmPointer[Float32], n_tokens: Int, rank: CpuRank[group]):
+](weights: ImmPointer[Float32], n_tokens: Int, rank: CpuRank[group]) raises:
     """Publishes the weights of all choices to every rank, and 0 for those of tokens that
-    there are not: each word is awaited."""
+    there are not: each word is awaited. To other hosts all go in one put."""
     for choice in range(group.n_choices()):
         var weight: Float32 = 0
         if choice < group.choice(n_tokens, 0):
             weight = weights[unsafe_offset=choice]
         var offset = group.late_weight_offset(rank.my_rank, choice)
         for dst_rank in range(group.n_ranks):
+            if rank.is_far(dst_rank):
+                continue
             # I1: only this rank writes the weights of its choices.
             store_relaxed_sys(
                 flag_at(rank.recv_bufs[dst_rank], offset),
                 rank.generation,
                 count_of(value_word(rank.generation, weight)),
             )
+    comptime if group.is_linked():
+        var own = rank.recv_buf().unsafe_offset(
+            group.late_weight_offset(rank.my_rank, 0)
+        )
+        for dst_rank in range(group.n_ranks):
+            if rank.is_far(dst_rank):
+                rank.put(dst_rank, own, own, group.n_choices() * ENTRY_BYTES)
 
 
 def _check_rows[

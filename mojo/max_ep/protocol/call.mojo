@@ -97,18 +97,21 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         "max_ep: hidden_size must be a multiple of ", hidden_multiple
     )
     comptime assert not group.is_linked() or not (
-        group.masks or group.chooses_ranks() or group.is_given() or group.late_weights
-    ), "max_ep: masks, all-gathers and PyTorch are for one host"
+        group.masks or group.sends_to_all()
+    ), "max_ep: masks and all-gathers are for one host"
+    comptime is_of_torch = group.finds_ranks() or group.is_given() or group.late_weights
+    comptime assert not (
+        is_gpu[target]() and group.is_linked() and is_of_torch
+    ), "max_ep: what only PyTorch has is for GPUs of one host"
     comptime assert (
         is_gpu[target]() or group.is_by_rank() or not group.spans_hosts()
     ), "max_ep: CPU ranks of several hosts dispatch by rank"
     comptime assert (
         group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"
-    comptime is_more = group.masks or group.drops_rows or group.spans_hosts()
     comptime assert not group.late_weights or (
-        group.has_sums and not (is_more or group.shares_gpu)
-    ), "max_ep: only sums get weights at combine, of a host's ranks with a GPU each"
+        group.has_sums and not (group.masks or group.drops_rows or group.shares_gpu)
+    ), "max_ep: only sums get weights at combine, of ranks with a GPU each"
 
 
 def check_dispatch[

@@ -417,9 +417,10 @@ struct Group(TrivialRegisterPassable):
         ) * self.combine_msg_bytes
 
     def late_weight_offset(self, src_rank: Int, choice: Int) -> Int:
-        """Locates the word of a choice's weight, behind the partial sums."""
+        """Locates the word of a choice's weight, behind all partial sums."""
         var place = src_rank * self.n_choices() + choice
-        return self.partial_offset(self.n_ranks, 0) + place * ENTRY_BYTES
+        var n_staged = self.n_ranks if self.is_linked() else 0
+        return self.staged_partial_offset(n_staged, 0) + place * ENTRY_BYTES
 
     def staged_partial_offset(self, src_rank: Int, token_idx: Int) -> Int:
         """Locates a partial sum that waits to be put, in the owner's recv buffer."""
@@ -454,8 +455,6 @@ struct Group(TrivialRegisterPassable):
     def combine_recv_bytes(self) -> Int:
         var n_staged = self.n_ranks if self.is_linked() else 0
         if self.has_sums:
-            if self.is_linked():
-                return self.partial_offset(2 * self.n_ranks, 0)
             return self.late_weight_offset(self.n_ranks if self.late_weights else 0, 0)
         if self.masks:
             return self.combine_message_offset(0, 0, self.n_ranks)

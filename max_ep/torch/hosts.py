@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on several hosts: which rank is on which, and how they are reached.
+
+What processes of different hosts must know of each other goes through the store of
+``torch.distributed``, which ``torchrun`` starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..limits import LINK_VARIABLE, link_of_environment
+from ..memory.wires import WiredMemory, Wires
+
+
+def refuse_hosts(what: str, instead: str) -> NoReturn:
+    """Raises the error of what ranks on several hosts cannot have."""
+    text = f"max_ep: {what} with ranks on several hosts; {instead}"
+    raise NotImplementedError(f"{text} (docs/several_hosts.md#from-pytorch)")
+
+
+def name_of_host(rank: int, n_ranks: int) -> str:
+    """Names the kernel that a rank's process runs on, and the host that tests have it
+    stand for."""
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as text:
+        boot = text.read().strip()
+    name = f"{socket.gethostname()} {boot}"
+    per_host, _ = link_of_environment(n_ranks, 1)
+    return name if per_host == n_ranks else f"{rank // per_host} of {name}"
+
+
+def ranks_per_host(names: Sequence[str]) -> int:
+    """Returns how many ranks each host has; raises unless all have as many, and those
+    of a host are numbered one after another."""
+    hosts = [*dict.fromkeys(names)]
+    n = len(names) // len(hosts)
+    if [*names] != [host for host in hosts for _ in range(n)]:
+        places = ", ".join(f"{rank}: {hosts.index(x)}" for rank, x in enumerate(names))
+        raise ValueError(
+            "max_ep: each host must have as many ranks as the others, numbered one "
+            f"after another, as torchrun does; hosts of the ranks are {places}"
+        )
+    return n
+
+
+class GroupStore:
+    """The store of a group, for the processes of one buffer."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        of_group = dist.distributed_c10d._get_process_group_store(group)
+        self._store = dist.PrefixStore(f"max_ep/{name}", of_group)
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._asking():
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        with self._asking():
+            return self._store.get(key) if self._store.check([key]) else None
+
+    @contextlib.contextmanager
+    def _asking(self) -> Any:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"max_ep: the store of the group does not answer: {error}. The process "
+                "that has it, that of rank 0 or its torchrun, has ended"
+            ) from error
+
+
+class Hosts:
+    """What a rank has if other hosts have ranks, too."""
+
+    def __init__(
+        self, store: GroupStore, rank: int, n_ranks: int, n: int, timeout_s: float
+    ) -> None:
+        """Connects all ranks, ``n`` of each host."""
+        self.ranks_per_host = n
+        first_host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+        self._wires = Wires(store, rank, n_ranks, n, timeout_s, first_host)
+
+    def allocate(self, name: str, n_bytes: int, same: str) -> WiredMemory:
+        _, seed = link_of_environment(self._wires.n_ranks, 1)
+        return WiredMemory(self._wires, name, n_bytes, same, seed)
+
+    def close(self) -> None:
+        self._wires.close()
+
+
+def check_hosts(device: torch.device, group: Any, masks: bool) -> None:
+    """Refuses what ranks on several hosts cannot have."""
+    if device.type == "cuda":
+        instead = "MAX graphs reach GPUs there (EPConfig.n_nodes)"
+        refuse_hosts("PyTorch's calls are not connected to NVSHMEM yet: GPUs", instead)
+    if not os.environ.get(LINK_VARIABLE):
+        refuse_hosts("CPU tensors", f"for tests set {LINK_VARIABLE}=RANKS_OF_A_HOST:1")
+    if group is None:
+        refuse_hosts("comm=", "pass group=, whose store the processes meet in")
+    if masks:
+        refuse_hosts("enable_shrink", "leave it out")

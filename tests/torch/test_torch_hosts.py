@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From PyTorch: CPU ranks of several hosts, which processes stand for. They share a
+store, as `torchrun` has one, and nothing else that one machine has.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from max_ep import LaunchError, launch
+from max_ep.limits import LINK_VARIABLE
+from max_ep.torch.hosts import check_hosts, ranks_per_host
+from tests.children import slow
+from tests.errors import raises, refused
+from tests.torch import torch_elastic, torch_hosts, torch_member
+
+pytestmark = pytest.mark.usefixtures("all_cores")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the store of a launch is; it ends with the test."""
+    monkeypatch.setenv("MAX_EP_TORCH_DEVICE", "cpu")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv(LINK_VARIABLE, "2:7")
+    kept = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    yield f"tcp://127.0.0.1:{kept.port}"
+
+
+def test_calls_over_two_hosts(store: str) -> None:
+    """Rows and results are those of one host, bit for bit, also after a reset. Fails if
+    weights are not put, or if a reset leaves what was staged.
+    """
+    launch(torch_hosts.member, 4, (4, store), timeout_s=600)
+
+
+@slow
+@pytest.mark.parametrize("link", ["2:3", "1:5"])
+@pytest.mark.parametrize("interface", ["Buffer", "ElasticBuffer"])
+def test_scenarios_over_hosts(
+    interface: str, link: str, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that ranks of one host do."""
+    monkeypatch.setenv(LINK_VARIABLE, link)
+    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "60")
+    if interface == "Buffer":
+        names = ["low_latency", "rows", "normal", "other_arguments"]
+        given = 4, store, names, ["bf16", "ue8m0"]
+        done = launch(torch_member.member, 4, given, timeout_s=1800)
+        errors = [{n: error for n, (error, _) in x.items() if error} for x in done]
+    else:
+        names = [x.__name__ for x in torch_elastic.SCENARIOS]
+        given = 4, store, names
+        errors = launch(torch_elastic.member, 4, given, timeout_s=1800)
+    assert errors == [{}] * 4, "\n".join(t for x in errors for t in x.values())
+
+
+def failures(store: str, fault: str) -> dict[int, str]:
+    """Runs with a fault till each process has failed; returns what they say."""
+    with pytest.raises(LaunchError) as caught:
+        launch(torch_hosts.member, 4, (4, store, fault), timeout_s=600)
+    return caught.value.failures
+
+
+@slow
+def test_a_link_without_fences_is_noticed(store: str) -> None:
+    """Counts come before what they announce."""
+    assert failures(store, "no fences")
+
+
+@slow
+def test_who_is_killed_is_named(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rank of its host, and by those that only the link reaches."""
+    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 20.0)
+    said = failures(store, "killed")
+    assert "died without a result (exit code -9)" in said.pop(torch_hosts.KILLED)
+    assert sorted(said) == [0, 1, 3]
+    for rank, text in said.items():
+        assert re.search(rf"on rank {rank}: timed out .* from rank \d", text), text
+    assert any(f"from rank {torch_hosts.KILLED}" in text for text in said.values())
+
+
+@refused("""
+cpu, None, False | NotImplementedError; comm=
+cpu, 1, True | NotImplementedError; enable_shrink
+cuda, 1, False | NotImplementedError; NVSHMEM
+""")
+def test_what_several_hosts_cannot_have(arguments, words, monkeypatch):
+    monkeypatch.setenv(LINK_VARIABLE, "2:1")
+    device, group, masks = arguments.split(", ")
+    with raises(NotImplementedError, words.partition("; ")[2]):
+        check_hosts(torch.device(device), eval(group), eval(masks))
+
+
+def test_cpu_ranks_of_several_hosts_need_the_variable(monkeypatch):
+    monkeypatch.delenv(LINK_VARIABLE, raising=False)
+    with raises(NotImplementedError, f"for tests set {LINK_VARIABLE}"):
+        check_hosts(torch.device("cpu"), 1, False)
+
+
+def test_hosts_have_as_many_ranks():
+    assert ranks_per_host("aabb") == 2 and ranks_per_host("abcd") == 1
+    for names in ("aab", "abab", "abba"):
+        with raises(ValueError, "as many ranks as the others"):
+            ranks_per_host(names)

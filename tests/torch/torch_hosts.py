@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes of `test_torch_hosts.py` do: CPU ranks of several hosts."""
+
+import functools
+import os
+import random
+import signal
+import threading
+
+import torch.distributed as dist
+
+from max_ep.memory import wires
+from max_ep.torch import ElasticBuffer
+from tests.torch import torch_elastic, torch_member
+from tests.torch.torch_member import check_low_latency, low_latency, open_buffer
+
+KILLED = 2
+
+
+def both(timeout_s: float) -> None:
+    """Low-latency calls, after each of some a reset, and layers of plain rows."""
+    buffer = open_buffer(timeout_s=timeout_s)
+    for generation in range(4):
+        check_low_latency(buffer, generation, "bf16", False)
+        buffer.reset()
+    low_latency(buffer, ["bf16"])
+    buffer.destroy()
+    how = dict(num_max_tokens_per_rank=torch_elastic.CAP, timeout_s=timeout_s)
+    elastic = ElasticBuffer(dist.group.WORLD, **how)
+    for seed in range(4):
+        case = torch_elastic.Case(elastic, seed)
+        rows, ids, weights, handle, _ = case.dispatch(do_cpu_sync=seed % 2 == 0)
+        case.check_plain(rows, ids, weights, handle)
+        made = case.run_experts(rows, ids, weights, handle)
+        case.check_result(elastic.combine(made, handle)[0])
+    elastic.destroy()
+
+
+def member(rank: int, n_ranks: int, store: str, fault: str = "") -> None:
+    """Does both; with a fault goes on until something is wrong."""
+    torch_member.open_group(rank, n_ranks, store)
+    if fault == "no fences":
+        wires.WiredLink = functools.partial(wires.WiredLink, keeps_fences=False)
+    if not fault:
+        both(60)
+        return
+    buffer = open_buffer(timeout_s=5)
+    check_low_latency(buffer, 0, "bf16", False)
+    if fault == "killed" and rank == KILLED:
+        delay_s = random.Random(n_ranks).random()
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for generation in range(1000):
+        check_low_latency(buffer, generation, "bf16", generation % 2 == 0)
