@@ -19,6 +19,7 @@ from max_ep.bench.checks import CheckError
 from max_ep.bench.peer_graphs import GraphPeer
 from max_ep.bench.torch_layers import Layers
 from max_ep.cli import bench
+from tests.children import slow
 
 
 def swapped(rows: torch.Tensor) -> torch.Tensor:
@@ -26,6 +27,7 @@ def swapped(rows: torch.Tensor) -> torch.Tensor:
     return rows[[1, 0, *range(2, len(rows))]]
 
 
+@slow
 def test_a_swapped_row_is_found(tmp_path, monkeypatch, capsys):
     """Ranks of the CPU pass; then two rows that dispatch delivers change places, then
     two sums. The command fails, and says which rank has what is wrong."""

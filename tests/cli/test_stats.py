@@ -11,6 +11,7 @@ from max.graph import Graph, Module, TensorValue
 
 from max_ep import EPBatchManager, EPCommInitializer
 from max_ep.stats import Statistics
+from tests.children import slow
 from tests.cli.test_programs import run
 from tests.codegen.assembly import parse_ptx
 from tests.codegen.kernels import compiled
@@ -238,6 +239,7 @@ def test_statistics_are_numbers(arguments, words):
         replace(some_statistics(), **arguments_of(arguments, globals()))
 
 
+@slow
 def test_a_late_rank_is_seen(tmp_path):
     """graphs/who_waits.py, whose rank 2 comes 5 ms late, and the command for it."""
     path = tmp_path / "waits.npz"

@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 
-from tests.children import MOJO_PROGRAMS, ran
+from tests.children import MOJO_PROGRAMS, ran, slow
 from tests.codegen import same_code
 
 PROGRAM = """
@@ -65,6 +65,7 @@ FOUND = dict.fromkeys(
 )
 
 
+@slow
 def test_planted_changes(tmp_path):
     for i, name in enumerate(("base", "new")):
         programs = tmp_path / name / "tests" / "mojo"

@@ -19,7 +19,7 @@ from max_ep import EPCommInitializer, extension_path, limits, shmem_parts
 from max_ep.extension import mojo_dir, run_mojo
 from max_ep.graph.ops import group_of_ops
 from max_ep.memory import shmem
-from tests.children import MOJO_PROGRAMS, WHERE_WE_IMPORT, printed
+from tests.children import MOJO_PROGRAMS, WHERE_WE_IMPORT, printed, slow
 from tests.oracle.cases import CASES
 
 
@@ -74,6 +74,7 @@ def test_mojo_and_python_agree(tmp_path):
     assert f"_SIGNAL_SET = Int32({number})\n" in transport
 
 
+@slow
 def test_kernels_link_with_nvshmem():
     """What is installed has functions that Mojo's PTX can be assembled with."""
     where = "-I", ".", "-I", str(MOJO_PROGRAMS), "--bitcode-libs"

@@ -66,7 +66,8 @@ def compile_graphs(path: Path, session: InferenceSession) -> dict[str, Model]:
     for case in MASKING.values():
         add_phases(module, case, on_timeout="mask")
     setup_graph(config_of(SMALL, 0), module)
-    late_rank.build(module)
+    if ALL_CASES:
+        late_rank.build(module)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
     return session.init_all(compiled)

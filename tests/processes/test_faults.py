@@ -83,6 +83,7 @@ def late_member(rank: int, graphs: str) -> list[int]:
     return late_rank.run_rank(rank)
 
 
+@slow
 def test_the_program_of_the_page(group):
     """The late rank is masked, expelled and taken in again; no sum is wrong."""
     n_degraded = launch(late_member, late_rank.N_RANKS, (group.graphs,))

@@ -20,25 +20,22 @@ from graphs.serve.checkpoint import OTHER_SIZES, make_checkpoint
 from max_ep.checkpoint import Rope
 from max_ep.checkpoint.decoder import Attention
 from max_ep.serve.attention import HeadsAttention
-from tests.children import ALL_CASES
+from tests.children import slow
 from tests.serve.decoders import Decoders
 from tests.serve.serving import model_of
 
-TOGETHER = [("glm4_tiny",)]
+TOGETHER = [
+    ("glm4_tiny",),
+    ("qwen2_tiny", "mixtral_tiny"),
+    ("hyv3_tiny", "qwen3_vl_tiny"),
+    ("minimax_tiny", "tiny_uncommon"),
+    ("olmoe_tiny",),
+]
 """Checkpoints whose decoders are compiled together: a compiler of more than two takes
-more memory than most machines have. The first has most of what is special; Qwen3's is
-in `test_balanced_serving.py`."""
+more memory than most machines have. Qwen3's is in `test_balanced_serving.py`."""
 
 ON_GPUS = {"gpt_oss_tiny", "laguna_tiny"}
 """Windows are not compiled for the CPU: it takes more memory still."""
-
-if ALL_CASES:
-    TOGETHER += [
-        ("qwen2_tiny", "mixtral_tiny"),
-        ("hyv3_tiny", "qwen3_vl_tiny"),
-        ("minimax_tiny", "tiny_uncommon"),
-        ("olmoe_tiny",),
-    ]
 
 LENGTHS = (1, 40, 23)
 """Tokens of prompts; windows have 16."""
@@ -55,6 +52,7 @@ def decoders(request, session, tmp_path_factory) -> Iterator[tuple[Decoders, Pat
     made.close()
 
 
+@slow
 @pytest.mark.parametrize(
     "decoders, size",
     [(sizes, size) for sizes in TOGETHER for size in sizes],
@@ -92,8 +90,7 @@ def test_epsilons_of_heads_on_gpus(eps):
 
 
 def test_each_size_is_compared():
-    """In `make test-all`."""
     sizes = {size for sizes in TOGETHER for size in sizes}
     tiny = {size for size in OTHER_SIZES if size.endswith("tiny")}
     assert sizes <= {*tiny, "minimax_tiny", "tiny_uncommon"}
-    assert not ALL_CASES or tiny <= sizes | ON_GPUS
+    assert tiny <= sizes | ON_GPUS

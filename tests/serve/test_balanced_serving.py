@@ -30,6 +30,8 @@ from tests.serve.decoders import SLICE_BYTES, Decoders
 from tests.serve.serving import model_of
 
 N_RANKS, SIZE = 4, "tiny"
+LIMIT_S = 300.0
+"""How long a plan may take on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +90,10 @@ def test_experts_move_and_tokens_stay(decoders, monkeypatch, caplog):
     before = ours.placement.phy2log.copy()
     assert before.shape == (2, 20)
     tables = [[t.to_numpy().copy() for t in of_rank] for of_rank in ours._tables]
-    for _ in range(3000):
+    end = time.monotonic() + LIMIT_S
+    while "moved" not in caplog.text and time.monotonic() < end:
         np.testing.assert_allclose(watched.step(texts), wanted, rtol=1e-3, atol=1e-4)
-        if "moved" in caplog.text:
-            break
-        if ours._work is not None:
-            time.sleep(0.002)  # for the process that plans
+        time.sleep(0.002)  # for the process that plans
     after = ours.placement
     assert (after.phy2log != before).any()
     # A slice, or all that a layer puts into place on its ranks.
@@ -151,10 +151,9 @@ def test_no_plan_no_move(decoders, monkeypatch, caplog):
     monkeypatch.setattr(ours, "_looked", 0.0)
     was = ours.placement.phy2log.copy()
     monkeypatch.setattr(balancer.sys, "executable", "false")
-    for _ in range(1000):
+    end = time.monotonic() + LIMIT_S
+    while "no plan" not in caplog.text and time.monotonic() < end:
         ours.between_steps()
-        if "no plan" in caplog.text:
-            break
         time.sleep(0.005)
     assert "no plan for experts was made: nothing" in caplog.text
     assert ours._work is None and (ours.placement.phy2log == was).all()

@@ -49,6 +49,13 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
+slow_on_cpu = pytest.mark.parametrize(
+    "place",
+    [pytest.param("cpu", marks=slow), pytest.param("gpu", marks=pytest.mark.gpu(1))],
+    indirect=True,
+)
+
+
 @pytest.mark.parametrize(
     "n_ranks, place",
     [
@@ -98,11 +105,7 @@ def test_killed(phase: str, place: str, tmp_path: Path, monkeypatch) -> None:
     assert caught.value.failures[1] == "died without a result (exit code -9)"
 
 
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param("cpu", marks=slow), pytest.param("gpu", marks=pytest.mark.gpu(1))],
-    indirect=True,
-)
+@slow_on_cpu
 @pytest.mark.parametrize("n_ranks", MORE_RANKS)
 def test_deep_ep(place: str, n_ranks: int, tmp_path: Path) -> None:
     """Programs of vLLM, SGLang and Megatron-core, as far as they call it."""
@@ -152,6 +155,7 @@ def test_no_max_is_loaded() -> None:
     assert ran(sys.executable, "-c", program).returncode == 0
 
 
+@slow_on_cpu
 def test_shrink(place: str, tmp_path: Path) -> None:
     """Ranks fail at the first dispatch, combine and clean; the rest goes on, and waits
     once for each that it has not masked."""
