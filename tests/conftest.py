@@ -39,7 +39,8 @@ collect_ignore = [] if "MAX_EP_ENGINES" in os.environ else ["torch/test_engines.
 
 LONGEST = (
     "test_round_trip test_torch test_emulated test_mutations test_processes "
-    "test_codegen test_faults test_serve test_gpu_changed_import test_model"
+    "test_codegen test_faults test_serve test_served_parts test_gpu_changed_import "
+    "test_model"
 ).split()
 """Files that take minutes: first, so that no process waits for another at the end."""
 

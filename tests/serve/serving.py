@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -17,7 +18,9 @@ from transformers import (
     AutoTokenizer,
 )
 
+from graphs.serve.checkpoint import DEEPSEEK_SIZES, SIZES
 from graphs.serve.server import Server
+from max_ep.balance import Placement, plan
 
 # Tokens of the bfloat16 model in transformers are up to 0.128 worse, in logits, than
 # the float32 model's first choice (H200), the first of 4000 answers up to 0.115; what
@@ -33,6 +36,8 @@ draws in which the float32 model may choose a token that is less likely
 _DRAWS = 16
 """With each noise at once: in all more than a prompt has answers under load, for what
 one of 100 answers has, few draws may not."""
+
+READY_S = 900
 
 _WORDS = (
     "a rank sends each token once to the experts that its router has chosen".split()
@@ -51,6 +56,18 @@ class Tally:
     """``n_ties`` of transformers in bfloat16 after the same tokens, if counted."""
     n_by_noise: int = 0
     """The part of ``n_ties`` that is beyond the tolerance, but not with some noise."""
+
+
+def placement_of(size: str, n_ranks: int) -> Placement:
+    """Gives the busy experts of a model replicas, a quarter more."""
+    n_layers, top_k = 2, 8
+    if size in DEEPSEEK_SIZES:
+        sizes = DEEPSEEK_SIZES[size]
+        n, n_layers = sizes["n_routed_experts"], sizes["num_hidden_layers"] - 1
+    else:
+        n, top_k = (SIZES[size][f"num_experts{x}"] for x in ("", "_per_tok"))
+    counts = np.outer(1 + np.arange(n_layers), 1000 / np.arange(1, n + 1))
+    return plan(counts, n_ranks, n // 4, top_k=top_k)
 
 
 def prompts(n: int, seed: int = 0) -> list[str]:
