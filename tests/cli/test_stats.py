@@ -254,13 +254,7 @@ def test_a_late_rank_is_seen(tmp_path):
 
 
 def test_command_says_what_is_wrong(tmp_path, monkeypatch, run_cli):
-    other, empty = tmp_path / "other.npz", tmp_path / "empty"
-    np.savez(other, x=np.zeros(3))
-    empty.touch()
-    for path in (other, empty, __file__):
-        said = run_cli("stats", path, status=1)
-        assert f"{path} is no file of max_ep.stats" in said
-    assert "No such file" in run_cli("stats", tmp_path / "nowhere.npz", status=1)
+    """About pictures. Files that cannot be read are in `test_command_line.py`."""
     good = tmp_path / "good.npz"
     some_statistics().save(good)
     for picture in ("nowhere/x.png", "x.doc"):

@@ -41,14 +41,6 @@ RUNS = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where tensors are."""
-    if request.param == "cpu":
-        monkeypatch.setenv("MAX_EP_TORCH_DEVICE", "cpu")
-    return request.param
-
-
 slow_on_cpu = pytest.mark.parametrize(
     "place",
     [pytest.param("cpu", marks=slow), pytest.param("gpu", marks=pytest.mark.gpu(1))],

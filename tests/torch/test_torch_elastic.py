@@ -15,14 +15,6 @@ from tests.torch import torch_elastic
 pytestmark = pytest.mark.usefixtures("all_cores")
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu(1))])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where tensors are."""
-    if request.param == "cpu":
-        monkeypatch.setenv("MAX_EP_TORCH_DEVICE", "cpu")
-    return request.param
-
-
 HAVE_LIBRARIES = ["pairs", "unrounded"]
 """Scenarios with libraries of their own, whose kernels the emulator runs, too."""
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from max_ep.memory import wires
 from max_ep.torch import ElasticBuffer
-from tests.torch import torch_elastic, torch_member
+from tests.torch import torch_member
+from tests.torch.elastic_case import CAP, Case
 from tests.torch.torch_member import check_low_latency, low_latency, open_buffer
 
 KILLED = 2
@@ -25,10 +26,10 @@ def both(timeout_s: float) -> None:
         buffer.reset()
     low_latency(buffer, ["bf16"])
     buffer.destroy()
-    how = dict(num_max_tokens_per_rank=torch_elastic.CAP, timeout_s=timeout_s)
+    how = dict(num_max_tokens_per_rank=CAP, timeout_s=timeout_s)
     elastic = ElasticBuffer(dist.group.WORLD, **how)
     for seed in range(4):
-        case = torch_elastic.Case(elastic, seed)
+        case = Case(elastic, seed)
         rows, ids, weights, handle, _ = case.dispatch(do_cpu_sync=seed % 2 == 0)
         case.check_plain(rows, ids, weights, handle)
         made = case.run_experts(rows, ids, weights, handle)

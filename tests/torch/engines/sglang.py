@@ -17,6 +17,7 @@ from tests.torch.engines import (
     K,
     close,
     folder,
+    fp8_in_blocks,
     given_to,
     leave_out,
     padded_experts,
@@ -90,17 +91,10 @@ def _server() -> dict[str, Any]:
     replace("sglang.srt.utils.common", log_info_on_rank0=None)
     replace(
         "sglang.kernels.ops.quantization.fp8_kernel",
-        sglang_per_token_group_quant_fp8=_quantized,
+        sglang_per_token_group_quant_fp8=fp8_in_blocks,
     )
     leave_out("sglang.srt.eplb", "sglang.srt.configs")
     return server
-
-
-def _quantized(x: torch.Tensor, block: int, **_: Any) -> tuple[Any, Any]:
-    blocks = x.float().unflatten(1, (-1, block))
-    scales = blocks.abs().amax(2, keepdim=True).clamp(1e-4) / 448
-    values = (blocks / scales).to(torch.float8_e4m3fn)
-    return values.flatten(1), scales.squeeze(2)
 
 
 def _module(name: str) -> ModuleType:

@@ -18,6 +18,7 @@ from tests.torch.engines import (
     E,
     K,
     close,
+    fp8_in_blocks,
     given_to,
     leave_out,
     padded_experts,
@@ -90,13 +91,7 @@ def _replace_kernels(vllm: SimpleNamespace) -> None:
 
     vllm.reduce.ops.moe_sum = add_up
 
-    def in_blocks(x: torch.Tensor, block: int, **_: Any) -> tuple[Any, Any]:
-        blocks = x.float().unflatten(1, (-1, block))
-        scales = blocks.abs().amax(2, keepdim=True).clamp(1e-4) / 448
-        values = (blocks / scales).to(torch.float8_e4m3fn)
-        return values.flatten(1), scales.squeeze(2)
-
-    vllm.fused.per_token_group_quant_fp8 = in_blocks
+    vllm.fused.per_token_group_quant_fp8 = fp8_in_blocks
 
     def mxfp8(x: torch.Tensor, *_: Any) -> tuple[Any, Any]:
         blocks = x.float().unflatten(1, (-1, 32))
