@@ -148,6 +148,14 @@ class Rope:
                 f"config.json: {field} of type {shown(kind)} is not served with "
                 f"{architecture}; served is {' or '.join(types)}"
             )
+        factor, beside = (x.get("partial_rotary_factor") for x in (found, config))
+        beside = beside or _DEFAULT_FACTOR.get(architecture)
+        # transformers takes the second of them, and of the kind default the first.
+        if kind != "default" and beside not in (None, factor):
+            raise ValueError(
+                f"config.json: {field} has partial_rotary_factor={shown(factor)}, and "
+                f"beside it is {shown(beside)}; write the right one twice"
+            )
         rules = _ANY_TYPE | types[kind]
         if "original_max_position_embeddings" in rules:
             original = config.get("max_position_embeddings")
@@ -204,12 +212,6 @@ def _parameters(
     for name in _OUTSIDE:
         if config.get(name) is not None:
             found.setdefault(name, config[name])
-    factor, outside = (x.get("partial_rotary_factor") for x in (found, config))
-    if outside not in (None, factor):  # which one counts depends on the kind
-        raise ValueError(
-            f"config.json: {field} has partial_rotary_factor={shown(factor)}, and "
-            f"beside it is {shown(outside)}; remove the wrong one"
-        )
     found.setdefault("rope_theta", _DEFAULT_THETA.get(architecture, 1e4))
     if architecture in _DEFAULT_FACTOR:
         found.setdefault("partial_rotary_factor", _DEFAULT_FACTOR[architecture])

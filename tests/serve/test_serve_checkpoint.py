@@ -93,6 +93,7 @@ def test_published_checkpoints_are_served(name):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 DEEPSEEK_YARN = DEEPSEEK["rope_scaling"]
 HALF = {"partial_rotary_factor": 0.5}
+ALL = {"partial_rotary_factor": 1.0}
 LAGUNA_ROPE = LAGUNA["rope_parameters"]["full_attention"]
 
 
@@ -146,6 +147,10 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (
             GLM4 | {"rope_scaling": YARN | HALF, "partial_rotary_factor": 1.0},
             "rope_scaling has partial_rotary_factor=0.5, and beside it is 1.0",
+        ),
+        (
+            without(GLM4, "partial_rotary_factor") | {"rope_scaling": YARN | ALL},
+            "rope_scaling has partial_rotary_factor=1.0, and beside it is 0.5",
         ),
         (GLM4 | {"n_group": 3}, "n_group=3 does not fit to n_routed_experts=128"),
         (GLM4 | {"n_group": 128, "topk_group": 8}, "have two experts or more"),
