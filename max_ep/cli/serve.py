@@ -97,6 +97,7 @@ def run_serve(options: Any) -> None:
     print(f"command    {set_before}{shlex.join(command)}", flush=True)
     if options.dry_run:
         return
+    _check_tokenizer(Path(options.model))
     beside = Path(sys.executable).with_name("max")
     program = str(beside) if beside.exists() else shutil.which("max")
     if not program:
@@ -245,6 +246,16 @@ def _weight_paths(flags: Sequence[str], tensors: dict[str, Tensor]) -> list[str]
         return []
     files = sorted({str(tensor.file.absolute()) for tensor in tensors.values()})
     return [word for file in files for word in ("--weight-path", file)]
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Refuses a folder without a tokenizer, which MAX would miss late."""
+    kinds = ("*token*", "vocab*", "*.model")
+    if folder.is_dir() and not any(any(folder.glob(kind)) for kind in kinds):
+        raise ValueError(
+            f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
+            "of the model into it"
+        )
 
 
 def _check_token(hidden_size: int, n_gpus: int) -> None:

@@ -267,6 +267,19 @@ def test_what_is_no_model_is_refused(machine, tmp_path, monkeypatch, run_cli):
     assert "hub cannot be reached" in run_cli("serve", "nobody/nothing", status=1)
 
 
+def test_a_folder_without_a_tokenizer_is_refused(
+    machine, tmp_path, monkeypatch, run_cli
+):
+    """MAX ends with a traceback, after a minute. A dry run needs none."""
+    model = checkpoint(tmp_path, QWEN)
+    run_cli("serve", model, "--dry-run")
+    said = run_cli("serve", model, status=1)
+    assert f"{model} has no tokenizer; copy tokenizer.json and" in said
+    monkeypatch.setattr(os, "execv", lambda program, command: print("started"))
+    (Path(model) / "tokenizer.json").touch()
+    assert run_cli("serve", model).endswith("started\n")
+
+
 @pytest.mark.parametrize(
     "kind, words",
     [
