@@ -7,43 +7,30 @@ import random
 import signal
 import threading
 
-import torch.distributed as dist
-
 from max_ep.memory import wires
-from max_ep.torch import ElasticBuffer
 from tests.torch import torch_member
-from tests.torch.elastic_case import CAP, Case
 from tests.torch.torch_member import check_low_latency, low_latency, open_buffer
 
 KILLED = 2
 
 
-def both(timeout_s: float) -> None:
-    """Low-latency calls, after each of some a reset, and layers of plain rows."""
+def calls(timeout_s: float) -> None:
+    """Low-latency calls, after each of some a reset."""
     buffer = open_buffer(timeout_s=timeout_s)
     for generation in range(4):
         check_low_latency(buffer, generation, "bf16", False)
         buffer.reset()
     low_latency(buffer, ["bf16"])
     buffer.destroy()
-    how = dict(num_max_tokens_per_rank=CAP, timeout_s=timeout_s)
-    elastic = ElasticBuffer(dist.group.WORLD, **how)
-    for seed in range(4):
-        case = Case(elastic, seed)
-        rows, ids, weights, handle, _ = case.dispatch(do_cpu_sync=seed % 2 == 0)
-        case.check_plain(rows, ids, weights, handle)
-        made = case.run_experts(rows, ids, weights, handle)
-        case.check_result(elastic.combine(made, handle)[0])
-    elastic.destroy()
 
 
 def member(rank: int, n_ranks: int, store: str, fault: str = "") -> None:
-    """Does both; with a fault goes on until something is wrong."""
+    """Makes calls; with a fault goes on until something is wrong."""
     torch_member.open_group(rank, n_ranks, store)
     if fault == "no fences":
         wires.WiredLink = functools.partial(wires.WiredLink, keeps_fences=False)
     if not fault:
-        both(60)
+        calls(60)
         return
     buffer = open_buffer(timeout_s=5)
     check_low_latency(buffer, 0, "bf16", False)
