@@ -18,6 +18,8 @@ from max.pipelines.architectures.qwen3.model import Qwen3Model
 
 from max_ep.serve.replaced import replaced
 
+from . import graph_times
+
 
 class Qwen3MoeModel(Qwen3Model):
     """MAX's, with matmuls that are right on Hopper."""
@@ -37,3 +39,5 @@ class Qwen3MoeModel(Qwen3Model):
 
 ARCHITECTURES = [replace(qwen3_moe_arch, pipeline_model=Qwen3MoeModel)]
 """What MAX registers, in place of its own architecture of this name."""
+
+graph_times.install()

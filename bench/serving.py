@@ -22,8 +22,9 @@ A *prefill* is a long prompt of which one token is asked: *cold* the first time,
 streamed, and asks again; throughput is that of the time in which all have their second
 answer or a later one. A *step* is the time between a client's tokens while all clients
 receive tokens: from the latest first token to the earliest last one; each answer of all
-gives one. Greedy tokens of all servers are compared with those of transformers, and
-only then are rows written.
+gives one. At the end each captured graph is replayed back to back, without a host
+between: its *GPU time* (``bench/graph_times.py``). Greedy tokens of all servers are
+compared with those of transformers, and only then are rows written.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import count
+from itertools import count, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,12 @@ from graphs.serve.server import POOL_VARIABLE, Server
 from max_ep.cli.serve import CAPTURED_DECODE, device_flags
 
 from .cores import Shares, host, move
+from .graph_times import LOOK_EVERY_S, VARIABLE
 
 _FP8 = "max_ep_fp8"
 PEERS = ("max_ep", _FP8, "max_expert_parallel", "max_tensor_parallel")
 _PLAIN = "transformers"
-_OURS = ("--custom-architectures", "max_ep.serve")
+_OURS = ("--custom-architectures", "bench.served_max_ep")
 _ON_HOPPER = ("--custom-architectures", "bench.max_on_hopper")
 _PROMPT, _ANSWER, _REQUESTS = 128, 128, 4
 """Tokens of a request that decodes, and how many each client sends."""
@@ -179,6 +181,23 @@ def step_of(answers: Sequence[list[float]]) -> float | None:
     return statistics.median(steps)
 
 
+def time_graphs(
+    pool: ProcessPoolExecutor, server: Server, n_clients: int, path: Path
+) -> dict:
+    """Lets a server time the captured graph of so many clients; milliseconds."""
+    path.write_text("")
+    try:
+        time.sleep(2 * LOOK_EVERY_S)
+        seeds = [[next(_seeds)] for _ in range(n_clients)]
+        run_clients(pool, server, (_PROMPT, _ANSWER), seeds)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    finally:
+        path.unlink()
+        time.sleep(2 * LOOK_EVERY_S)
+    most = max((row["requests"] for row in rows), default=0)
+    return {"graph_ms": [row["ms"] for row in rows if row["requests"] == most]}
+
+
 def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
     """Sums up all rounds: quartiles, or of a few values the median."""
     row: dict[str, Any] = {"peer": peer, size: n}
@@ -248,7 +267,8 @@ def main() -> None:
             if args.mefs:
                 flags += ["--precompiled-mefs", str(args.mefs / peer)]
             log = args.logs / f"serving_{peer}.log"
-            server = Server(models[peer], flags, log, env)
+            timed = {VARIABLE: str(args.logs / f"graphs_{peer}")}
+            server = Server(models[peer], flags, log, env | timed)
             servers[peer] = stack.enter_context(server)
         for peer, server in servers.items():
             print(f"{peer}: ready, {server.wait_until_ready(1200):.0f} s", flush=True)
@@ -275,6 +295,12 @@ def main() -> None:
                 )
                 for n in args.clients:
                     add(peer, "clients", n, decode(pool, servers[peer], n))
+        for peer, n in product(peers if args.gpus else (), args.clients):
+            path = args.logs / f"graphs_{peer}"
+            try:
+                add(peer, "clients", n, time_graphs(pool, servers[peer], n, path))
+            except (OSError, RuntimeError) as error:  # the steps stay
+                print(f"{peer}: no GPU time of {n} clients: {error}", flush=True)
     if _PLAIN in args.peers:
         device = "cuda" if args.gpus else "cpu"
         times = prefill_in_transformers(model, args.prompt, device)

@@ -2,6 +2,7 @@
 """The serving benchmark without a server: its clients, their cores, its rows."""
 
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -12,13 +13,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench import cores, report, serving, summary
+from bench import cores, graph_times, report, serving, summary
 from graphs.serve.checkpoint import make_checkpoint, to_blockwise_fp8
 from max_ep.bench import runs
 from tests.serve.serving import NOISES, Reference, Tally
@@ -79,12 +82,12 @@ def test_servers_swap_their_cores():
 
 def test_tables_say_host_and_cores():
     run = {"gpu": "NVIDIA H100", "layers": 16, "n_gpus": 2, "host": "a CPU"}
-    row = {"peer": "max_ep", "clients": 1, "step_ms": 3 * [1.0]}
+    row = {"peer": "max_ep", "clients": 1, "step_ms": 3 * [1.0], "graph_ms": 0.5}
     row |= {"first_ms": 1.0, "between_ms": 1.0, "tokens_per_s": 1.0}
     runs_of = {"a": run | {"cores": 5}, "b": run | {"cores": 0}}
     data = {"runs": runs_of, "serving": [row | {"run": name} for name in runs_of]}
     lines = report._serving_sections(data)
-    assert "| max_ep | 1 | 1.00 (1.00 to 1.00) | 1.0 | 1.00 | 1 | a |" in lines
+    assert "| max_ep | 1 | 1.00 (1.00 to 1.00) | 0.50 | 1.0 | 1.00 | 1 | a |" in lines
     of_a, of_b = (line for line in lines if "a CPU" in line)
     assert of_a.startswith("a: a CPU; 5 cores for each server, swapped")
     assert of_b == "b: a CPU; servers and clients shared its cores."
@@ -104,6 +107,70 @@ def test_all_threads_of_a_server_move():
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@dataclass(frozen=True)
+class Batch:
+    batch_size: int
+
+
+class _Runner:
+    """Replays as MAX's runner of captured graphs."""
+
+    def __init__(self) -> None:
+        self.replayed: list[tuple] = []
+        self._records, self._signal_buffers = {"two": "key"}, ["signals"]
+        self.synchronized = 0
+        device = SimpleNamespace(id=0, is_host=False, synchronize=self._synchronize)
+        self._signal_buffers = [SimpleNamespace(device=device)]
+        self.graph_entries = {"key": ((), "outputs")}
+        self._engine_model = self
+
+    def _synchronize(self) -> None:
+        self.synchronized += 1
+
+    def replay(self, *given: Any) -> None:
+        self.replayed.append(given)
+
+    def of_max(self, *, batch_characteristics: Any) -> str:
+        self.replay(batch_characteristics)
+        return "outputs"
+
+
+def test_graphs_are_timed_only_while_their_file_is_there(tmp_path, monkeypatch):
+    """A step has its own outputs in any case."""
+    monkeypatch.setattr(graph_times, "LOOK_EVERY_S", 0)
+    path, runner = tmp_path / "times", _Runner()
+    of_max = SimpleNamespace(_pack_model_graph_key=lambda key: f"packed {key}")
+    replay = graph_times.timing(_Runner.of_max, path, of_max)
+    batch = Batch(2)
+    runner._records = {batch: "key"}
+    assert replay(runner, batch_characteristics=batch) == "outputs"
+    assert len(runner.replayed) == 1
+    path.write_text("")
+    for _ in range(9):
+        assert replay(runner, batch_characteristics=batch) == "outputs"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["requests"] for row in rows} == {2} and len(rows) == 3
+    assert len(runner.replayed) == 10 + 3 * 20
+    assert runner.replayed[-1] == (batch,)
+    assert runner.replayed[-10] == ("packed key", *runner._signal_buffers)
+    assert runner.synchronized == 6
+    path.unlink()
+    assert replay(runner, batch_characteristics=batch) == "outputs"
+    assert not path.exists()
+
+
+def test_what_is_timed_of_max_is_there():
+    """Fails if a version of MAX replays graphs in another way."""
+    from max.pipelines.lib import graph_capture
+
+    runner = graph_capture.ServeGraphCaptureRunner
+    source = inspect.getsource(runner)
+    for name in ("graph_entries[", "_records.get(", "_signal_buffers", "_engine_model"):
+        assert f"self.{name}" in source, name
+    assert callable(graph_capture._pack_model_graph_key)
+    assert "batch_characteristics" in inspect.signature(runner.replay).parameters
 
 
 class _Peer:

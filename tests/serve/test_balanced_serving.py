@@ -26,6 +26,7 @@ from max_ep.cli import main
 from max_ep.limits import BALANCE_VARIABLE
 from max_ep.serve import balancer, settings
 from max_ep.serve.balancer import start_planner
+from tests.children import slow
 from tests.serve.decoders import SLICE_BYTES, Decoders
 from tests.serve.serving import model_of
 
@@ -76,6 +77,7 @@ class _Watched:
         return self._made.step(SIZE, texts, [0] * len(texts))
 
 
+@slow
 def test_experts_move_and_tokens_stay(decoders, monkeypatch, caplog):
     """Fails if a layer's table changes before its weights are there, if a weight is cut
     wrongly, or if a replica gets the weights of another expert."""
@@ -121,6 +123,7 @@ def test_experts_move_and_tokens_stay(decoders, monkeypatch, caplog):
     assert first > 1.25 and last < 1.12 and last < first - 0.15
 
 
+@slow
 def test_counts_stay_right_when_they_overflow(decoders, monkeypatch):
     """They are 32 bits, and a server runs for months."""
     made, _ = decoders
@@ -141,6 +144,7 @@ def test_counts_stay_right_when_they_overflow(decoders, monkeypatch):
     assert found[0].sum() == 3 * 40 * 4 * 2
 
 
+@slow
 def test_no_plan_no_move(decoders, monkeypatch, caplog):
     """A server goes on where the planning process fails, and says why."""
     made, _ = decoders
