@@ -72,6 +72,10 @@ LINK_VARIABLE = "MAX_EP_LINK"
 """Environment variable for tests of CPU ranks, ``ranks of a host:seed``: processes of
 one machine stand for several hosts, which a link joins that is as bad as a network."""
 
+STORE_VARIABLE = "MAX_EP_STORE"
+"""Environment variable for the ``HOST:PORT`` of the store that processes of several
+hosts share (``max_ep/processes/store.py``)."""
+
 TIMEOUT_VARIABLE = "MAX_EP_TIMEOUT_S"
 """Environment variable for ``timeout_s``; unset or empty: 30. Of programs that make no
 ``EPConfig``: those of PyTorch, and served models."""

@@ -14,6 +14,7 @@ from .. import limits
 from ..balance import Placement
 from ..formats import PLAIN_DTYPES
 from ..limits import checked_int, shown
+from ..processes.store import store_of_environment
 from .fields import ConfigFields
 from .protocol import USUAL
 
@@ -126,11 +127,13 @@ def check_sizes(config: ConfigFields) -> None:
             "SHMEM has one rank on each GPU; pass ranks_per_gpu=1"
         )
     sends_to_some = not (config.router_top_k or config.use_allreduce)
-    if config.masks and (spans_hosts or not sends_to_some):
+    if config.masks and not sends_to_some:
         raise ValueError(
-            "on_timeout='mask' is for one host, and neither for an all-gather nor for "
+            "on_timeout='mask' is neither for an all-gather nor for "
             "use_allreduce=True; pass 'raise'"
         )
+    if config.masks and spans_hosts:
+        _check_masks_of_hosts(config)
     is_uneven = config.n_nodes > 1 or config.n_experts % config.n_ranks != 0
     has_more = config.fused_shared_expert or config.router_top_k
     if config.use_allreduce and (is_uneven or has_more):
@@ -146,6 +149,24 @@ def check_sizes(config: ConfigFields) -> None:
         raise ValueError(
             f"n_experts={config.n_experts} on {config.n_ranks} GPU ranks is above "
             f"{limits.MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
+        )
+
+
+def _check_masks_of_hosts(config: ConfigFields) -> None:
+    """Refuses masks where processes cannot leave and join, or cannot agree."""
+    if config.target == "gpu":
+        raise ValueError(
+            f"on_timeout='mask' with n_nodes={config.n_nodes} hosts of GPUs: they "
+            "reach each other through NVSHMEM, which no process can leave or join. All "
+            "processes start and end it together, and keep their numbers meanwhile. "
+            "Pass 'raise', and start all processes again after one has died"
+        )
+    if not store_of_environment():
+        raise ValueError(
+            "on_timeout='mask' with ranks of several hosts: set "
+            f"{limits.STORE_VARIABLE}=HOST:PORT, where `python -m "
+            "max_ep.processes.store PORT` runs, so that the processes can agree on who "
+            "goes on"
         )
 
 

@@ -70,15 +70,22 @@ class Link:
         """Returns the address of each local rank's queue."""
         return {rank: ctypes.addressof(q) for rank, q in self._queues.items()}
 
-    def settle(self, timeout_s: float) -> None:
-        """Returns once all is carried that was asked for, or the time is over."""
+    def reach(self, rank: int, region: int) -> None:
+        """Carries to a rank at another address of its region. All that was asked for
+        must have been carried."""
+        self._regions[rank] = region
+
+    def settle(self, timeout_s: float) -> bool:
+        """Returns once all is carried that was asked for, or the time is over; whether
+        it is carried."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             queues = self._queues.values()  # What is taken is pending before that.
             is_taken = all(q[_TAKEN] == q[_APPENDED] for q in queues)
             if is_taken and not self._pending:
-                return
+                return True
             time.sleep(_IDLE_S)
+        return False
 
     def close(self) -> None:
         """Carries what is left, and ends; no rank may ask for more."""

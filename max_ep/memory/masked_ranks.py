@@ -17,9 +17,14 @@ from max.driver import CPU, Buffer
 
 from ..limits import NUM_GROUPS, is_integer, link_of_environment
 from ..processes.membership import MEMBER, Decision, Membership, RankExpelled, notes_of
+from ..processes.notes import Notes, NotesInStore
+from ..processes.store import store_of_environment
 from ..waits import Words, at_address, named, place
 from .link import Link
 from .local_ranks import LocalRanks
+
+_SETTLE_S = 10.0
+"""How long a link may take to carry what it was asked for."""
 
 
 class MaskedRanks:
@@ -30,6 +35,8 @@ class MaskedRanks:
         self._link: Link | None = None
         self._members: Membership | None = None
         """The processes' agreement on who is in the group, if there is one."""
+        self._heard: dict[int, tuple[int, float]] = {}
+        """Last heartbeats of ranks of other hosts, and when they were seen."""
         n_ranks = self.config.n_ranks
         self._pointers = np.zeros((NUM_GROUPS, 3, n_ranks), np.uint64)
         # Made once: a served step of one client takes a millisecond or two.
@@ -42,33 +49,50 @@ class MaskedRanks:
     def meet_peers(self) -> None:
         """Finds the memory of all ranks, as one that begins or as one that joins."""
         config, memory = self.config, self._memory
+        if config.spans_hosts and config.target == "cpu":
+            self._make_link()
         if config.n_nodes == 1:
             self._point_to(range(config.n_ranks), self.local.regions)
         elif config.masks:
             self._begin_or_join()
         else:
             regions = memory.connect(config.start_timeout_s)
-            if config.spans_hosts and config.target == "cpu":
-                regions = self._link_to(regions)
             self._point_to(range(config.n_ranks), regions)
 
-    def _link_to(self, regions: Sequence[int]) -> list[int]:
-        """Joins other hosts, which tests stand for, by a link; returns the addresses
-        with 0 for ranks that only it reaches."""
+    def _make_link(self) -> None:
+        """Joins other hosts, which tests stand for, by a link."""
         config, local = self.config, self.local
-        n, seed = link_of_environment(config.n_ranks, config.n_gpus_per_node)
-        ranks = [local.rank_of(i) for i in range(config.n_gpus_per_node)]
+        _, seed = link_of_environment(config.n_ranks, config.n_gpus_per_node)
+        ranks, regions = self._ranks([config.node_id]), [0] * config.n_ranks
+        for rank, region in zip(ranks, local.regions):
+            regions[rank] = region
         self._link = Link(ranks, regions, seed)
-        for counters, queue in zip(local.counters[0], self._link.queues().values()):
-            at = counters._data_ptr() + 4 * config.sizes().link_word
+        self._tell_of_link()
+
+    def _tell_of_link(self) -> None:
+        """Writes into the ranks' counters, which were prepared, where the link is."""
+        if self._link is None:
+            return
+        queues = self._link.queues().values()
+        for counters, queue in zip(self.local.counters[0], queues):
+            at = counters._data_ptr() + 4 * self.config.sizes().link_word
             ctypes.c_uint64.from_address(at).value = queue
-        return [x if i // n == ranks[0] // n else 0 for i, x in enumerate(regions)]
+
+    def _is_far(self, rank: int) -> bool:
+        """Returns whether only the link reaches a rank."""
+        n, mine = self.config.ranks_per_host, self.local.rank_of(0)
+        return self._link is not None and rank // n != mine // n
 
     def _begin_or_join(self) -> None:
         """Begins a group that masks, with all others, or joins one that runs."""
         config, memory = self.config, self._memory
         known = memory.group, config.node_id, config.n_nodes, memory.owner
-        notes = notes_of(memory.group, config.n_nodes, config.start_timeout_s)
+        if config.spans_hosts:
+            address = store_of_environment()
+            notes = NotesInStore(address, memory.group, config.node_id)
+        else:
+            handed = notes_of(memory.group, config.n_nodes, config.start_timeout_s)
+            notes = None if handed is None else Notes(handed, config.n_nodes)
         if notes is not None:
             self._members = Membership(*known, config.timeout_s, notes)
             if self._members.is_running():
@@ -76,11 +100,17 @@ class MaskedRanks:
                 self._join()
                 self._members.hand_on()
                 return
-            members, self._members = self._members, None
-            members.close()
-        regions = memory.connect(config.start_timeout_s, makes_notes=True)
+            if config.spans_hosts:
+                self._members.begin()
+            else:  # its processes have ended
+                members, self._members = self._members, None
+                members.close()
+        makes_notes = self._members is None
+        regions = memory.connect(config.start_timeout_s, makes_notes=makes_notes)
         self._point_to(range(config.n_ranks), regions)
-        self._members = Membership(*known, config.timeout_s, memory.take_notes())
+        if makes_notes:
+            notes = Notes(memory.take_notes(), config.n_nodes)
+            self._members = Membership(*known, config.timeout_s, notes)
         self._members.publish(state=MEMBER)
         self._members.hand_on()
 
@@ -88,6 +118,10 @@ class MaskedRanks:
         """Writes ranks' addresses into the table that the graphs' inputs share."""
         # [group][send, recv, counts][rank]; 0: not reached by an address.
         addresses = np.array(regions, np.uint64)
+        for i, rank in enumerate(ranks):
+            if self._is_far(rank):
+                self._link.reach(rank, regions[i])
+                addresses[i] = 0
         pointers = (self.local.offsets[:, :, None] + addresses) * (addresses != 0)
         self._pointers[:, :, list(ranks)] = pointers
 
@@ -153,15 +187,24 @@ class MaskedRanks:
         return [int(word) % 2**32 for word in words]
 
     def _heard_s(self, nodes: Iterable[int]) -> float:
-        """Returns when the ranks of some nodes have given their last sign of life."""
+        """Returns when the ranks of some nodes have given their last sign of life; of
+        other hosts, whose clocks differ, when this was first asked after it came."""
         if self.config.target == "gpu":
             return 0
         beat = named(self.config.sizes().cpu, "heartbeat")
         read = at_address(self.local.regions[0])
         words = Words(read, read)
-        beats_ms = [words.flag(place(beat, x, 0)) >> 32 for x in self._ranks(nodes)]
-        now_s = time.monotonic()  # after them
-        return now_s - min((int(1000 * now_s) - ms) % 2**32 for ms in beats_ms) / 1000
+        ranks = self._ranks(nodes)
+        beats_ms = {x: words.flag(place(beat, x, 0)) >> 32 for x in ranks}
+        now_s, heard_s = time.monotonic(), []  # after them
+        for rank, ms in beats_ms.items():
+            if self._is_far(rank):
+                if self._heard.get(rank, (-1, 0))[0] != ms:
+                    self._heard[rank] = ms, now_s
+                heard_s.append(self._heard[rank][1])
+            else:
+                heard_s.append(now_s - (int(1000 * now_s) - ms) % 2**32 / 1000)
+        return max(heard_s)
 
     def reconcile(self) -> list[int]:
         """Agrees with the other processes on who goes on; returns the active ranks."""
@@ -169,6 +212,7 @@ class MaskedRanks:
         if self._members is None:
             return self.active_ranks()
         nodes = {rank // self.config.n_gpus_per_node for rank in masked}
+        self._end_puts()
         try:
             decision = self._members.reconcile(
                 nodes, self._generations(), self._heard_s
@@ -191,9 +235,17 @@ class MaskedRanks:
         self._join()
         return self.active_ranks()
 
+    def _end_puts(self) -> None:
+        """Has nothing come late to other hosts: a rank that joins clears its memory,
+        and the others clear what it wrote."""
+        if self._link is not None and not self._link.settle(_SETTLE_S):
+            raise RuntimeError("max_ep: the link to other hosts carries no more")
+
     def _join(self) -> None:
+        self._end_puts()
         decision = self._members.join(self.config.start_timeout_s)
         self.local.prepare(was_used=True, generations=decision.generations[::2])
+        self._tell_of_link()
         mine = self.config.node_id
         self._point_to(self._ranks([mine]), self._memory.local_addresses())
         others = set(range(self.config.n_nodes)) - {mine}
@@ -204,7 +256,8 @@ class MaskedRanks:
         lost = set()
         peers = {*nodes} & {*decision.members}
         if peers:
-            lost = self._memory.trade(peers, decision.epoch, decision.deadline_s)
+            deadline_s = time.monotonic() + self._members.left_s()
+            lost = self._memory.trade(peers, decision.epoch, deadline_s)
         for node in nodes:
             self._point_to(self._ranks([node]), self._memory.map(node))
         return lost

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Membership of a group: processes agree, outside of any launch, on who goes on.
 
-The group has notes in shared memory (``notes.py``), one of each process. Between two
+The group has notes (``notes.py``), one of each process: in shared memory, or in a store
+if its processes are on several hosts. Between two
 steps a process writes there whom it masks, and waits until the others have done so. Who
 need not wait any longer adds a decision to the log. The first one of an epoch counts. A
 process that wants to join gets the notes from a member, says so in its own, and is let
@@ -10,6 +11,8 @@ in by the next decision. This file needs nothing but Python.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import selectors
 import socket
@@ -21,8 +24,9 @@ from typing import Any
 
 from .meeting import Owner, differing, is_there, process_state
 from .messages import said, taken
-from .notes import Notes, damaged
+from .notes import Notes, NotesInStore, damaged
 from .sockets import Answering, call, found, group_name, listen, process_at
+from .store import StoreLost
 
 _POLL_S, _SPINS = 0.0005, 200
 _JOIN_POLL_S = 0.005
@@ -56,13 +60,7 @@ class Note:
     """The decision that it has carried out."""
 
     def is_alive(self) -> bool:
-        return self.state != GONE and self.owner.is_alive()
-
-    def is_member(self) -> bool:
-        return self.state == MEMBER and self.is_alive()
-
-    def is_joining(self) -> bool:
-        return self.state == JOINING and self.is_alive()
+        return self.state != GONE
 
 
 @dataclass
@@ -172,19 +170,21 @@ class Membership:
         n_nodes: int,
         owner: Owner,
         timeout_s: float,
-        descriptor: int,
+        notes: Notes | NotesInStore,
     ) -> None:
-        """Takes the place of a process; the ``descriptor``, of notes, is taken over."""
+        """Takes the place of a process; the ``notes`` are taken over."""
         self._group, self._node, self._n_nodes = group, node, n_nodes
         self._timeout_s = timeout_s
         self._note = Note(owner)
-        self._notes = Notes(descriptor, n_nodes)
+        self._notes = notes
         self._answering: Answering | None = None
         self._latest = self.decision = Decision(members=list(range(n_nodes)))
         self._latest_at = 0
 
     def hand_on(self) -> None:
-        """Gives the notes, from now on, to processes that join."""
+        """Gives the notes, from now on, to processes that join; a store has them."""
+        if not isinstance(self._notes, Notes):
+            return
 
         def reply(guest: socket.socket) -> None:
             socket.send_fds(guest, [b"notes"], [self._notes.descriptor])
@@ -200,7 +200,7 @@ class Membership:
                 f" is alive, {old.owner.pid}, and can still write: end it, or let it"
                 " rejoin()"
             )
-        members = [note for note in self.notes().values() if note.is_member()]
+        members = [note for note in self.notes().values() if note.state == MEMBER]
         if members and members[0].owner.fingerprint != own:
             theirs, own = differing(members[0].owner.fingerprint, own)
             raise ValueError(
@@ -209,19 +209,30 @@ class Membership:
             )
         return bool(members)
 
+    def begin(self) -> None:
+        """Begins the group with all nodes, after the decisions of one that has ended.
+        No process decides before all have called it."""
+        self.decision = replace(self.decision, epoch=self.latest().epoch)
+
     # ---------------------------------------------------------------------- notes
 
     def note(self, node: int) -> Note | None:
         """Returns the note of a process; None: it has written none."""
         text = self._notes.read(node)
-        note = None if text is None else taken(Note, text)
-        if text is not None and note is None:
+        return None if text is None else self._taken(node, text)
+
+    def _taken(self, node: int, text: bytes) -> Note:
+        """Returns what a process said; one that does not live is gone."""
+        note, lives = taken(Note, text), self._notes.lives(node)
+        if note is None:
             raise damaged(f"that of node {node} is none")
+        if not (note.owner.is_alive() if lives is None else lives):
+            note.state = GONE
         return note
 
     def notes(self) -> dict[int, Note]:
-        nodes = range(self._n_nodes)
-        return {node: note for node in nodes if (note := self.note(node))}
+        texts = self._notes.read_all()
+        return {node: self._taken(node, text) for node, text in texts.items()}
 
     def publish(self, **fields: Any) -> None:
         """Changes this process's note."""
@@ -241,7 +252,7 @@ class Membership:
 
     def _decide(self, decision: Decision) -> None:
         """Adds a decision, which counts if there is none of its epoch."""
-        self._notes.append(said(decision))
+        self._notes.append(said(decision), decision.epoch)
 
     def reconcile(
         self,
@@ -251,25 +262,26 @@ class Membership:
     ) -> Decision:
         """Takes part in the next decision, and returns it.
 
-        ``heard_s`` says when one of some nodes was last heard of: those that still wait
-        in a launch, for one that has died, are not late. A ``TimeoutError``: fewer than
-        half of the processes alive have come.
+        ``heard_s`` says when one of some nodes was last heard of, by this process's
+        clock: those that still wait in a launch, for one that has died, are not late. A
+        ``TimeoutError``: fewer than half of the processes alive have come.
         """
         epoch, n_polls = self.decision.epoch + 1, 0
         said = dict(masked=sorted(masked), generations=generations)
-        self.publish(time_s=time.monotonic(), epoch=epoch, state=MEMBER, **said)
+        self.publish(time_s=self._notes.now_s(), epoch=epoch, state=MEMBER, **said)
         while (decision := self.latest()).epoch < epoch:
             notes, members = self.notes(), self.decision.members
-            now_s = time.monotonic()
-            here = {n: notes[n] for n in members if n in notes and notes[n].is_member()}
+            now_s = self._notes.now_s()
+            here = {
+                n: notes[n] for n in members if n in notes and notes[n].state == MEMBER
+            }
             present = {n: note for n, note in here.items() if note.epoch == epoch}
             # One that is joining is another process than the member was.
             awaited = [n for n in members if n not in present]
             awaited = [n for n in awaited if n in here or n not in notes]
             deadline_s = min(n.time_s for n in present.values()) + self._timeout_s
-            is_late = now_s > deadline_s and (
-                not awaited or now_s > heard_s(awaited) + self._timeout_s
-            )
+            silent_s = time.monotonic() - heard_s(awaited) if awaited else math.inf
+            is_late = now_s > deadline_s and silent_s > self._timeout_s
             if is_late and len(awaited) > len(present):
                 self.publish(epoch=epoch - 1)
                 raise TimeoutError(
@@ -281,7 +293,7 @@ class Membership:
                 is_early = now_s < deadline_s - self._timeout_s / 2
                 # One that is stopped would hold up all.
                 recent = [n for n in notes if now_s - notes[n].time_s < self._timeout_s]
-                joining = [n for n in recent if notes[n].is_joining()]
+                joining = [n for n in recent if notes[n].state == JOINING]
                 decision = decide(epoch, members, present, joining if is_early else [])
                 self._decide(replace(decision, deadline_s=deadline_s))
                 continue
@@ -304,12 +316,12 @@ class Membership:
         report_at_s = began_s + _REPORT_EVERY_S
         while True:
             now_s = time.monotonic()
-            self.publish(state=JOINING, time_s=now_s)
+            self.publish(state=JOINING, time_s=self._notes.now_s())
             decision = self.latest()
             if decision.epoch > before and self._node in decision.joined:
                 break
             notes = self.notes().items()
-            members = [node for node, note in notes if note.is_member()]
+            members = [node for node, note in notes if note.state == MEMBER]
             if not members:
                 raise RuntimeError("max_ep: the group ended before this process joined")
             waits = (
@@ -332,19 +344,24 @@ class Membership:
         epoch, missing = self.decision.epoch, self.decision.members
         self.publish(ready=epoch)
         while True:
-            notes = {node: self.note(node) for node in missing}
-            missing = [n for n, note in notes.items() if not note or note.ready < epoch]
-            alive = [n for n in missing if notes[n] is None or notes[n].is_alive()]
-            if not alive or time.monotonic() > self.decision.deadline_s:
+            notes = self.notes()
+            missing = [n for n in missing if n not in notes or notes[n].ready < epoch]
+            alive = [n for n in missing if n not in notes or notes[n].is_alive()]
+            if not alive or self.left_s() < 0:
                 return missing
             time.sleep(_POLL_S)
+
+    def left_s(self) -> float:
+        """Returns how long members still wait for each other after a decision."""
+        return self.decision.deadline_s - self._notes.now_s()
 
     def close(self) -> None:
         """Leaves; the notes end with their last process."""
         try:
-            note = self.note(self._node)
-            if note is not None and note.owner == self._note.owner:
-                self.publish(state=GONE)
+            with contextlib.suppress(StoreLost):  # which has seen this line end
+                note = self.note(self._node)
+                if note is not None and note.owner == self._note.owner:
+                    self.publish(state=GONE)
         finally:
             if self._answering is not None:
                 self._answering.close()

@@ -16,6 +16,9 @@ import stat
 import struct
 import time
 import zlib
+from typing import Any
+
+from .store import State, Store
 
 _NOTE_BYTES = 64 << 10
 _HEADER = struct.Struct("QII")  # number, bytes, checksum of both and the text
@@ -31,6 +34,7 @@ class Notes:
     def __init__(self, descriptor: int, n_nodes: int) -> None:
         """Takes a descriptor over."""
         self.descriptor, self._n_notes_bytes = descriptor, _n_bytes(n_nodes)
+        self._n_nodes = n_nodes
         self._map = mmap.mmap(descriptor, self._n_notes_bytes)
         self._at = self._n_notes_bytes
         """Where the log goes on that this process has not read."""
@@ -98,9 +102,23 @@ class Notes:
         _HEADER.pack_into(self._map, place, 0, len(text), checksum)
         struct.pack_into("Q", self._map, place, number)
 
-    def append(self, text: bytes) -> None:
+    def read_all(self) -> dict[int, bytes]:
+        """Returns the notes of all nodes that have written one."""
+        texts = {node: self.read(node) for node in range(self._n_nodes)}
+        return {node: text for node, text in texts.items() if text is not None}
+
+    def lives(self, node: int) -> bool | None:
+        """Returns whether a node's process lives; None: ask the system."""
+        return None
+
+    def now_s(self) -> float:
+        """Returns the time of the group's clock."""
+        return time.monotonic()
+
+    def append(self, text: bytes, number: int = 0) -> None:
         """Adds a line to the log. One write: others' lines stand before or behind it;
-        the first line break ends what a killed process may have begun."""
+        the first line break ends what a killed process may have begun. What numbers it
+        stands in it, too."""
         os.write(self.descriptor, b"\n" + text + b"\n")
 
     def appended(self) -> list[tuple[int, bytes]]:
@@ -131,6 +149,54 @@ class Notes:
     def close(self) -> None:
         self._map.close()
         os.close(self.descriptor)
+
+
+class NotesInStore:
+    """The same, of processes that share no memory, but a store (``store.py``). Of the
+    log it holds the last line, and takes only one of a higher number: the first of a
+    number counts."""
+
+    def __init__(self, address: str, group: str, node: int) -> None:
+        self._store, self._node = Store(address, group, node), node
+        self._ahead_s = 0.0
+        """How much later it is there."""
+        self._state = self._ask()
+
+    def _ask(self, *said: Any) -> State:
+        asked_s = time.monotonic()
+        self._state = state = self._store.ask(*said)
+        self._ahead_s = state.now_s - (asked_s + time.monotonic()) / 2
+        return state
+
+    def read(self, node: int) -> bytes | None:
+        return self.read_all().get(node)
+
+    def read_all(self) -> dict[int, bytes]:
+        return {text.node: text.text.encode() for text in self._ask().texts}
+
+    def write(self, node: int, text: bytes) -> None:
+        assert node == self._node, "a line is that of its node"
+        self._ask(text.decode())
+
+    def lives(self, node: int) -> bool | None:
+        """As of what was read last."""
+        return any(text.node == node and text.is_alive for text in self._state.texts)
+
+    def now_s(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def append(self, text: bytes, number: int) -> None:
+        self._ask(None, number, text.decode())
+
+    def appended(self) -> list[tuple[int, bytes]]:
+        state = self._ask()
+        return [(0, state.decision.encode())] if state.number else []
+
+    def forget(self, before: int) -> None:
+        """It keeps the last line only."""
+
+    def close(self) -> None:
+        self._store.close()
 
 
 def damaged(what: str) -> RuntimeError:

@@ -76,6 +76,7 @@ target="tpu" | 'tpu'; 'cpu'; 'gpu'
 protocol="by_node" | 'by_node'; 'auto'; 'by_rank'; 'by_expert'
 target="gpu", n_nodes=2, ranks_per_gpu=2 | n_nodes=2; pass ranks_per_gpu=1
 on_timeout="mask", target="gpu" | on_timeout='mask' on GPUs; protocol='by_expert'
+on_timeout="mask", target="gpu", n_nodes=2 | NVSHMEM, which no process can leave or join
 combine_mode="tokens" | 'tokens'; 'rows'; 'sums'
 combine_mode="sums" | combine_mode='sums'; protocol='by_expert'; 'by_rank'
 **AS_SUMS, partial_dtype=F16 | partial_dtype; float16; bfloat16 or float32

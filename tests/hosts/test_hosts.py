@@ -68,7 +68,7 @@ def config(**changes: object) -> EPConfig:
 3:1, {} | '3:1'; divide the group's 4
 2:1, dict(n_gpus_per_node=4, n_nodes=2) | '2:1'; the 4 of a process
 2:1, dict(protocol="by_expert") | by_expert; pass protocol='by_rank'
-2:1, dict(on_timeout="mask") | on_timeout='mask' is for one host
+2:1, dict(on_timeout="mask") | on_timeout='mask'; MAX_EP_STORE=HOST:PORT
 """)
 def test_what_several_hosts_cannot_have(arguments, words, monkeypatch):
     link, changes = arguments.split(", ", 1)

@@ -216,7 +216,6 @@ def main() raises:
                         if late and not axes[1]:
                             continue
                         var is_linked = axes[0] == Addressing.BY_RANK
-                        is_linked = is_linked and not masks
                         var group = Group(
                             n_experts=n_experts,
                             n_ranks=n_ranks,

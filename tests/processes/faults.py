@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,12 +61,14 @@ if not ALL_CASES and "MAX_EP_FAULTS" not in os.environ:
     del MASKING["masking"], MASKING["masking_by_rank"]
 
 
-def compile_graphs(path: Path, session: InferenceSession) -> dict[str, Model]:
+def compile_graphs(
+    path: Path, session: InferenceSession, names: Iterable[str] = MASKING
+) -> dict[str, Model]:
     module = Module()
-    for case in MASKING.values():
-        add_phases(module, case, on_timeout="mask")
-    setup_graph(config_of(SMALL, 0), module)
-    if ALL_CASES:
+    for name in names:
+        add_phases(module, MASKING[name], on_timeout="mask")
+    setup_graph(config_of(MASKING[name], 0), module)
+    if ALL_CASES and names is MASKING:
         late_rank.build(module)
     compiled = session.compile(module, custom_extensions=[extension_path()])
     compiled.export_mef(path)
@@ -107,6 +109,22 @@ class Fault:
             sys.settrace(None)
             if left > 0:
                 os.kill(os.getpid(), self.how)
+
+
+def draw(
+    seed: int, number: int, names: Sequence[str] = tuple(MASKING)
+) -> tuple[str, list[Fault]]:
+    """Draws one or two ranks, which are struck in any phase, at any time, in
+    `reconcile()`, or as they join."""
+    rng = np.random.default_rng([seed, number])
+    faults = []
+    for rank in rng.permutation(N_RANKS)[: 1 + int(rng.integers(4) == 0)]:
+        at = [*PHASES, None, None, RECONCILE, RECONCILE, JOIN][rng.integers(9)]
+        how = signal.SIGKILL if rng.integers(3) == 0 else signal.SIGSTOP
+        has_line = at == JOIN or (at == RECONCILE and rng.integers(2))
+        line = int(10 ** rng.uniform(0, 3)) if has_line else None
+        faults.append(Fault(int(rank), how, at, rng.random() * 0.03, line))
+    return names[rng.integers(len(names))], faults
 
 
 def struck(fault: Fault | None) -> Any:
@@ -243,14 +261,20 @@ def check(name: str, generation: int, rank: int, step: Step | str) -> None:
 class Group:
     """The driver's view of the processes."""
 
-    def __init__(self, graphs: str, group: str, n_spares: int = 0) -> None:
+    def __init__(
+        self,
+        graphs: str,
+        group: str,
+        n_spares: int = 0,
+        names: Iterable[str] = MASKING,
+    ) -> None:
         """Starts the ranks, and `n_spares` processes that may replace others."""
         self._given = graphs, group
         self._context = multiprocessing.get_context("spawn")
         self._spares = [self._spawn() for _ in range(N_RANKS + n_spares)]
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Connection] = {}
-        self.out = {name: set(ALL) for name in MASKING}
+        self.out = {name: set(ALL) for name in names}
         """Ranks whose process has not joined a group."""
         self.generation = 0
         # The time-out is for those that are late, not for slow starters.
@@ -258,7 +282,7 @@ class Group:
             assert pipe.poll(START_S)
         for rank in ALL:
             self.start(rank, spawns=False)
-        for name in MASKING:
+        for name in self.out:
             for rank in ALL:
                 self.pipes[rank].send((name, "join", None))
                 # All wait for the last longer than they wait in a launch.
@@ -355,7 +379,7 @@ class Group:
                 self.processes[rank].join()
             else:
                 self.ask(rest, name, "mask", rank)
-        for other in [name, *(set(MASKING) - {name})]:
+        for other in [name, *(set(self.out) - {name})]:
             self.heal(other, joining if other == name else {})
             assert self.step(other, ALL) == []
 

@@ -61,7 +61,7 @@ def member(group: str, node: int, pipe) -> None:
         notes = memory.take_notes()
         ctypes.memmove(addresses[node], SECRET, len(SECRET))
     known = group, node, N_NODES, memory.owner, TIMEOUT_S
-    members = Membership(*known, notes)
+    members = Membership(*known, Notes(notes, N_NODES))
     members.publish(state=MEMBER)
     members.hand_on()
     pipe.send((joins, time.monotonic() - begin, os.getpid()))

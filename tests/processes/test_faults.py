@@ -14,7 +14,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from max.engine import InferenceSession
 
@@ -48,6 +47,7 @@ from tests.processes.faults import (
     Step,
     check,
     compile_graphs,
+    draw,
     lost_ranks,
 )
 from tests.processes.generations import config_of
@@ -207,20 +207,6 @@ def test_ranks_that_are_none_are_refused(rank):
             call(rank)
 
 
-def draw(seed: int, number: int) -> tuple[str, list[Fault]]:
-    """Draws one or two ranks, which are struck in any phase, at any time, in
-    `reconcile()`, or as they join."""
-    rng = np.random.default_rng([seed, number])
-    faults = []
-    for rank in rng.permutation(N_RANKS)[: 1 + int(rng.integers(4) == 0)]:
-        at = [*PHASES, None, None, RECONCILE, RECONCILE, JOIN][rng.integers(9)]
-        how = KILL if rng.integers(3) == 0 else STOP
-        has_line = at == JOIN or (at == RECONCILE and rng.integers(2))
-        line = int(10 ** rng.uniform(0, 3)) if has_line else None
-        faults.append(Fault(int(rank), how, at, rng.random() * 0.03, line))
-    return list(MASKING)[rng.integers(len(MASKING))], faults
-
-
 @pytest.mark.skipif(
     "MAX_EP_FAULTS" not in os.environ, reason="a soak: MAX_EP_FAULTS=1000"
 )
@@ -273,7 +259,7 @@ def notes(request) -> Iterator[Callable[..., Membership]]:
 
     def make(node: int, n_nodes: int = 1, timeout_s: float = 2.0) -> Membership:
         known = name, node, n_nodes, Owner.myself(""), timeout_s
-        made.append(Membership(*known, os.dup(descriptor)))
+        made.append(Membership(*known, Notes(os.dup(descriptor), 3)))
         return made[-1]
 
     yield make
@@ -381,7 +367,8 @@ def test_notes_are_handed_on(notes, monkeypatch):
     member.publish(epoch=5)
     member.hand_on()
     handles = len(os.listdir("/proc/self/fd"))
-    joins = Membership(group, 1, 3, Owner.myself(""), 2.0, notes_of(group, 3, 5.0))
+    handed = Notes(notes_of(group, 3, 5.0), 3)
+    joins = Membership(group, 1, 3, Owner.myself(""), 2.0, handed)
     assert joins.note(0).epoch == 5
     joins.close()
     deadline = time.monotonic() + 5  # threads that answer close their ends a bit later

@@ -244,7 +244,7 @@ def _put_staged[group: Group, //](rank: CpuRank[group]) raises:
         if not rank.is_far(src_rank):
             continue
         # I4: the sums of a rank have one writer, and the row of a choice has.
-        var to = group.combine_message_offset(0, 0)
+        var to = group.combine_message_offset(0, 0, rank.my_rank)
         var staged = group.staged_row_offset(src_rank, 0, 0)
         comptime if group.has_sums:
             to = group.partial_offset(rank.my_rank, 0)

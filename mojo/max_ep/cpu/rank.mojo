@@ -31,6 +31,8 @@ from std.time import sleep
 
 comptime _POLLS_PER_HEARTBEAT = 16
 """Polls, each after a sleep, between two heartbeats of a rank that waits."""
+comptime _FAR_BEATS_PER_TIMEOUT = 8
+"""The most that it sends to other hosts in the time after which it would be masked."""
 
 
 def _ms_since(then: UInt32, now: UInt32) -> Int:
@@ -63,7 +65,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     )
     """Where the heartbeats are, from the counts of this op's direction."""
 
-    def __init__(out self, call: Call[Self.group], phase: Int):
+    def __init__(out self, call: Call[Self.group], phase: Int) raises:
         self.phase = phase
         self.my_rank = call.counters.my_rank()
         # The words of the four phases are in the order of `PHASES`.
@@ -80,7 +82,8 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             var now = ms_of(now_ns())
             if phase == 0:
                 self.counters.step_began_ms()[] = now.cast[DType.int32]()
-            self._give_heartbeat(now)
+            self._hear(now)
+            self._give_heartbeat(now, begins=True)
 
     def recv_buf(self) -> BytePointer:
         return self.recv_bufs[self.my_rank]
@@ -118,7 +121,8 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
 
     def put(self, rank: Int, to: BytePointer, from_: BytePointer, n_bytes: Int) raises:
         """Puts what is staged; `to`: the place, as it is in this rank's region."""
-        self.link.put(rank, to, from_, n_bytes, self.deadline)
+        if not self.is_masked(rank):
+            self.link.put(rank, to, from_, n_bytes, self.deadline)
 
     def fence(self) raises:
         """Has signals and puts to come come after all before, on other hosts."""
@@ -126,13 +130,16 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
             self.link.fence(self.deadline)
 
     def publish(self, rank: Int, offset: Int, count: Int = 0) raises:
+        if not self.is_masked(rank):
+            self._publish(rank, offset, self.generation, count)
+
+    def _publish(self, rank: Int, offset: Int, generation: UInt32, count: Int) raises:
         comptime if Self.group.spans_hosts():
             if self.is_far(rank):
-                var word = flag_word(self.generation, count)
+                var word = flag_word(generation, count)
                 self.link.signal(rank, self.my_flag(offset), word, self.deadline)
                 return
-        if not self.is_masked(rank):
-            publish(self.flag(rank, offset), self.generation, count)
+        publish(self.flag(rank, offset), generation, count)
 
     def publish_done(self, offset: Int) raises:
         for rank in range(Self.group.n_ranks):
@@ -216,11 +223,33 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         var is_mine = words.limit == Limit.EXPERTS_OF_READER
         return Self.group.expert_id(self.my_rank if is_mine else peer, i)
 
-    def _give_heartbeat(self, now: UInt32):
+    def _give_heartbeat(self, now: UInt32, begins: Bool = False) raises:
+        """Says to all ranks that this one lives; to those of other hosts seldom, but as a
+        launch begins."""
         var place = Self._heartbeats + self.my_rank * FLAG_BYTES
+        var sent = self.counters.heard(self.my_rank)
+        var age_ms = _ms_since(generation_of(sent[]), now)
+        var least_ms = max(1, self.timeout_ms // _FAR_BEATS_PER_TIMEOUT)
+        var is_old = begins or age_ms >= least_ms
+        if is_old:
+            sent[] = flag_word(now, 0)
         for rank in range(Self.group.n_ranks):
-            if not self.is_masked(rank):
-                publish(self.flag(rank, place), now, 0)
+            if not self.is_masked(rank) and (is_old or not self.is_far(rank)):
+                self._publish(rank, place, now, 0)
+
+    def _heartbeat(self, rank: Int) -> UInt32:
+        """Returns the last heartbeat of a rank, a time of its host's clock."""
+        var place = Self._heartbeats + rank * FLAG_BYTES
+        return generation_of(load_acquire_sys(self.my_flag(place)))
+
+    def _hear(self, now: UInt32):
+        """Records when new heartbeats of other hosts, which have other clocks, came."""
+        comptime if Self.group.spans_hosts():
+            for rank in range(Self.group.n_ranks):
+                var heard = self.counters.heard(rank)
+                var beat = self._heartbeat(rank)
+                if self.is_far(rank) and generation_of(heard[]) != beat:
+                    heard[] = flag_word(beat, Int(now))
 
     def _is_late(self, rank: Int, began: UInt32, now: UInt32) -> Bool:
         """Returns whether a rank has given no heartbeat for the time-out.
@@ -229,10 +258,14 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         """
         var timeout_ms = self.timeout_ms
         var step_began = self.counters.step_began_ms()[]
-        var seen = load_acquire_sys(self.my_flag(Self._heartbeats + rank * FLAG_BYTES))
+        var seen: UInt32
+        if self.is_far(rank):
+            self._hear(now)  # of all: several that die at once cost one time-out
+            seen = UInt32(count_of(self.counters.heard(rank)[]))
+        else:
+            seen = self._heartbeat(rank)
         var silent_ms = min(
-            _ms_since(step_began.cast[DType.uint32](), now),
-            _ms_since(generation_of(seen), now),
+            _ms_since(step_began.cast[DType.uint32](), now), _ms_since(seen, now)
         )
         return (
             timeout_ms == 0

@@ -96,13 +96,16 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
     comptime assert group.hidden_size % hidden_multiple == 0, String(
         "max_ep: hidden_size must be a multiple of ", hidden_multiple
     )
-    comptime assert not group.is_linked() or not (
-        group.masks or group.sends_to_all()
-    ), "max_ep: masks and all-gathers are for one host"
+    comptime assert not (
+        group.is_linked() and group.sends_to_all()
+    ), "max_ep: all-gathers are for one host"
     comptime is_of_torch = group.finds_ranks() or group.is_given() or group.late_weights
     comptime assert not (
         is_gpu[target]() and group.is_linked() and is_of_torch
     ), "max_ep: what only PyTorch has is for GPUs of one host"
+    comptime assert not (
+        is_gpu[target]() and group.masks and group.spans_hosts()
+    ), "max_ep: GPU ranks that mask are of one host"
     comptime assert (
         is_gpu[target]() or group.is_by_rank() or not group.spans_hosts()
     ), "max_ep: CPU ranks of several hosts dispatch by rank"

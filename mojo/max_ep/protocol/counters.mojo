@@ -34,9 +34,10 @@ Int32:
                           this one has masked; CPU: when its last `dispatch_async`
                           began, in ms; GPU: when it last sent heartbeats, in ms
     decided [n_pairs + n_ranks], heard [n_ranks]
-                          GPU, if ranks mask, 64 bits each: the counts and numbers of
-                          tokens that the first block took; the last heartbeat of
-                          each rank, and when it was seen, in ms
+                          if ranks mask, 64 bits each. GPU: the counts and numbers of
+                          tokens that the first block took. The last heartbeat of
+                          each rank, and when it was seen, in ms; CPU: of those of
+                          other hosts, and when this rank last sent them its own
     rows found [max_tokens_per_rank], rows dropped [n_local_experts]
                           CPU, and GPU if rows are dropped: rows that came back of
                           each token in the last combine, and rows that did not fit in
@@ -394,7 +395,7 @@ struct Counters[group: Group](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def heard(self, rank: Int) -> FlagPointer:
-        """Points to the last heartbeat of a rank, and when it was seen (GPU)."""
+        """Points to the last heartbeat of a rank, and when it was seen."""
         return self.decided(Self.group.n_pairs() + Self.group.n_ranks + rank)
 
     @always_inline

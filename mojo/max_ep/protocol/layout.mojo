@@ -391,7 +391,8 @@ struct Group(TrivialRegisterPassable):
 
     def staged_count_offset(self, expert_id: Int) -> Int:
         """Locates a count that waits to be put, among the dispatch counts."""
-        return self.dispatch_n_tokens_offset(self.n_ranks) + expert_id * FLAG_BYTES
+        var first = self.heartbeat_offset(self.n_ranks if self.masks else 0)
+        return first + expert_id * FLAG_BYTES
 
     def dispatch_n_tokens_offset(self, src_rank: Int) -> Int:
         return self.dispatch_done_offset(self.n_ranks + src_rank)
@@ -405,7 +406,7 @@ struct Group(TrivialRegisterPassable):
         self, token_idx: Int, k: Int, owner_rank: Int = 0
     ) -> Int:
         """Locates the row of a choice; only if ranks mask, each owner has its own."""
-        var place = token_idx * self.top_k + k
+        var place = self.choice(token_idx, k)
         if self.masks:
             place += owner_rank * self.n_choices()
         return place * self.combine_msg_bytes
@@ -427,8 +428,10 @@ struct Group(TrivialRegisterPassable):
         return self.partial_offset(self.n_ranks + src_rank, token_idx)
 
     def staged_row_offset(self, src_rank: Int, token_idx: Int, k: Int) -> Int:
+        """Locates a row that waits to be put, behind the rows that come."""
+        var n_owners = self.n_ranks if self.masks else 1
         return self.combine_message_offset(
-            (1 + src_rank) * self.max_tokens_per_rank + token_idx, k
+            (n_owners + src_rank) * self.max_tokens_per_rank + token_idx, k
         )
 
     def combine_count_offset(self, expert_id: Int) -> Int:
@@ -453,12 +456,9 @@ struct Group(TrivialRegisterPassable):
         return self.heartbeat_offset(self.n_ranks if self.masks else 0)
 
     def combine_recv_bytes(self) -> Int:
-        var n_staged = self.n_ranks if self.is_linked() else 0
         if self.has_sums:
             return self.late_weight_offset(self.n_ranks if self.late_weights else 0, 0)
-        if self.masks:
-            return self.combine_message_offset(0, 0, self.n_ranks)
-        return self.combine_message_offset((1 + n_staged) * self.max_tokens_per_rank, 0)
+        return self.staged_row_offset(self.n_ranks if self.is_linked() else 0, 0, 0)
 
     def combine_counts_bytes(self) -> Int:
         return self.combine_done_offset(self.n_ranks)

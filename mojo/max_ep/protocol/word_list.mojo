@@ -102,6 +102,8 @@ def peer_words[kind: Int](group: Group, on_gpu: Bool) -> PeerWords:
             var flag = back_bytes - SOURCE_INFO_BYTES
             words.add("row", back_recv, flag, group.combine_message_offset(0, 0, 1))
             words.each(group.n_choices(), back_bytes)
+            if not on_gpu and group.is_linked():  # and those that are staged
+                words.repeat(2, group.staged_row_offset(0, 0, 0))
             words.await_on_gpu(COMBINE_WAIT, Which.CHOICES)
     elif kind == 11:
         if has_sums:
@@ -110,6 +112,8 @@ def peer_words[kind: Int](group: Group, on_gpu: Bool) -> PeerWords:
             var n_bytes = group.partial_offset(1, 0)
             words.add("partial sum", back_recv, first, n_bytes)
             words.each(n_bytes // max(spacing, 1), spacing)
+            if not on_gpu and group.is_linked():  # and those that are staged
+                words.repeat(2, group.staged_partial_offset(0, 0))
             if on_gpu and group.is_linked():  # its flag is a word of another kind
                 words.each((back_bytes - SOURCE_INFO_BYTES) // spacing, spacing)
                 words.repeat(most, back_bytes)
