@@ -253,8 +253,13 @@ class ElasticBuffer(Member):
         """Records an event on the current stream."""
         return EventHandle()
 
-    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
-        """Returns what to pass as ``num_sms``: all multiprocessors."""
+    def get_theoretical_num_sms(
+        self, num_experts: int, num_topk: int, *of_links: Any, **by_name: Any
+    ) -> int:
+        """Returns what to pass as ``num_sms``: all multiprocessors.
+
+        ``num_scaleout_topk`` and bandwidths, which some versions pass, are ignored.
+        """
         return self._comm.most_sms()
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
@@ -298,8 +303,9 @@ _GATHER = "use torch.distributed.all_gather_into_tensor, or an all-gather of MAX
 for _instead, _names in {
     _ENGRAM: "engram_write engram_fetch get_engram_storage_size_hint",
     _PIPELINE: "pp_set_config pp_send pp_recv get_pp_buffer_size_hint",
-    _GATHER: "create_agrs_session destroy_agrs_session agrs_set_config all_gather "
-    "agrs_get_inplace_tensor get_agrs_buffer_size_hint",
+    _GATHER: "create_agrs_session destroy_agrs_session agrs_new_session all_gather "
+    "agrs_set_config agrs_get_inplace_tensor get_agrs_num_max_session_bytes "
+    "get_agrs_buffer_size_hint",
 }.items():
     for _name in _names.split():
         setattr(ElasticBuffer, _name, staticmethod(_refusing(_name, _instead)))

@@ -31,13 +31,14 @@ class EPHandle:
             ``num_max_tokens_per_rank`` plus token; which token received this is; its
             rows, -1 where there is none. Not during a capture.
         topk_idx: int64 ``[n_tokens, top_k]``.
+        dst_buffer_slot_idx: int32 ``[n_tokens, top_k]``: how many of this rank's tokens
+            go to the rank of a choice before this one; -1 where there is no choice.
         num_recv_tokens, num_expanded_tokens: Rows received, plain and expanded; without
             the host's wait, how many there are places for.
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: As
             given.
     """
 
-    dst_buffer_slot_idx: torch.Tensor | None = None
     token_metadata_at_forward: torch.Tensor | None = None
     channel_linked_list: torch.Tensor | None = None
 
@@ -152,7 +153,20 @@ def _metadata(handle: EPHandle, routing: Routing) -> torch.Tensor:
     return torch.cat([torch.stack([token, numbers], 1), rows], 1).int()
 
 
+def _slots(handle: EPHandle, routing: Routing) -> torch.Tensor:
+    """Numbers, for each choice, this rank's tokens that go where it goes."""
+    ids, n_ranks = routing.topk_idx, routing.comm.n_ranks
+    is_id = (ids >= 0) & (ids < routing.n_experts)
+    n_local = routing.n_experts // n_ranks
+    # The last column takes the choices of no expert.
+    rank = torch.where(is_id, ids.clamp(min=0) // n_local, n_ranks)
+    goes = ids.new_zeros((len(ids), n_ranks + 1)).scatter_(1, rank, 1)
+    before = (goes.cumsum(0) - 1).gather(1, rank)
+    return torch.where(is_id, before, -1).int()
+
+
 _COMPUTED: dict[str, Callable[[EPHandle, Routing], torch.Tensor]] = {
+    "dst_buffer_slot_idx": _slots,
     "num_unaligned_recv_tokens_per_expert": _counts,
     "psum_num_recv_tokens_per_expert": _ends,
     "psum_num_recv_tokens_per_scaleup_rank": _rank_ends,

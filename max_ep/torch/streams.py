@@ -46,11 +46,19 @@ class EventOverlap:
         self.event = event
         self.extra_tensors = extra_tensors
         self._releases = False
+        self._after: Callable[[], None] | None = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+        """Sets what the next wait calls at its end, once."""
+        self._after = hook_after_wait
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Makes the current stream wait; then forgets the event, if that is asked."""
         if self.event is not None:
             self.event.current_stream_wait()
+        after, self._after = self._after, None
+        if after is not None:
+            after()
         if release_handle:
             self.event = None
 

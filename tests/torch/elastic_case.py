@@ -145,6 +145,13 @@ class Case:
         assert handle.recv_src_metadata.tolist() == found
 
     def check_counts(self, handle: Any) -> None:
+        sent, slots = [0] * self.n_ranks, []
+        for chosen in self.all_ids[self.rank].tolist():
+            ranks = [e // self.n_local if e >= 0 else -1 for e in chosen]
+            slots.append([sent[r] if r >= 0 else -1 for r in ranks])
+            for r in {*ranks} - {-1}:
+                sent[r] += 1
+        assert handle.dst_buffer_slot_idx.tolist() == slots
         counts, align = self.expanded(1)[1], handle.expert_alignment
         assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
         listed = handle.num_recv_tokens_per_expert_list

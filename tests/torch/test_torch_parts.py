@@ -267,7 +267,13 @@ def test_ids_beyond_32_bits_are_no_experts():
         "deep_ep.buffers.elastic": "ElasticBuffer",
         "deep_ep.utils": "EventHandle EventOverlap",
         "deep_ep.utils.event": "EventHandle EventOverlap",
-        "deep_ep.utils.envs": "get_physical_domain_size",
+        "deep_ep.utils.envs": "get_physical_domain_size init_dist init_seed dist_print",
+        "deep_ep.utils.gate": "get_unbalanced_scores",
+        "deep_ep.utils.math": "align calc_diff ceil_div count_bytes hash_tensor "
+        "inplace_unique per_token_cast_back per_token_cast_to_fp8 safe_div",
+        "deep_ep.utils.refs": "dispatch combine ordered_accumulate "
+        "generate_pre_combine_data",
+        "deep_ep.utils.testing": "bench bench_kineto",
         "deep_ep_cpp": "Config EventHandle",
     }.items(),
 )
@@ -277,6 +283,37 @@ def test_modules_that_engines_look_for(
     monkeypatch.syspath_prepend(str(ROOT / "integrations/deep_ep"))
     found = importlib.import_module(module)
     assert all(hasattr(found, name) for name in names.split())
+
+
+def test_what_test_programs_of_deep_ep_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the last, short block has no scale, if one number stays twice, or if a
+    sum is put where a rank's first choice is."""
+    monkeypatch.syspath_prepend(str(ROOT / "integrations/deep_ep"))
+    of = importlib.import_module("deep_ep.utils")
+    x = torch.arange(200.0).repeat(3, 1).bfloat16()
+    rows, scales = of.math.per_token_cast_to_fp8(x)
+    assert rows.shape == (3, 200) and scales.shape == (3, 2)
+    back = of.math.per_token_cast_back(rows, scales)
+    assert 0 < of.math.calc_diff(back, x) < 1e-3
+    ranks = torch.tensor([[2, 0, 2, -1], [1, 1, 1, 1]])
+    of.math.inplace_unique(ranks, 3)
+    assert ranks.tolist() == [[2, 0, -1, -1], [1, -1, -1, -1]]
+    y = torch.tensor([1.0, 2, 4, 8]).view(1, 4, 1).bfloat16()
+    sums = of.refs._summed(y, torch.tensor([[0, 1, 0, 1]]))
+    assert sums.flatten().tolist() == [0, 0, 5, 10]
+    scores = of.gate.get_unbalanced_scores(4000, 8, 4, 1, 2.0)
+    per_rank = torch.bincount(scores.argmax(1) // 2)
+    assert 1.7 < per_rank[0] / per_rank[1:].float().mean() < 2.3
+
+
+def test_hook_after_a_wait_runs_once() -> None:
+    """Fails if a later wait calls it again."""
+    calls: list[int] = []
+    event = EventOverlap()
+    event.register_hook_after_wait(lambda: calls.append(1))
+    event.current_stream_wait()
+    event.current_stream_wait()
+    assert calls == [1]
 
 
 def test_memory_is_for_few_numbers_of_tokens() -> None:
