@@ -58,6 +58,12 @@ def host_library() -> Path | None:
     return _find("modular", "lib/libnvshmem_host.so.3")
 
 
+def wheel_library() -> Path | None:
+    """Returns the host library of :data:`BITCODE_PACKAGE`, or None. MAX's has no plug-
+    in that lets processes meet without MPI, and hangs with that of the wheel."""
+    return _find("nvidia", "nvshmem/lib/libnvshmem_host.so.3")
+
+
 def mpi_library() -> Path | None:
     """Returns Open MPI's library, or None if it is not found."""
     if MPI_LIBRARY_VARIABLE in os.environ:
@@ -67,19 +73,22 @@ def mpi_library() -> Path | None:
     return _first_file(*(Path(folder, "libmpi.so.40") for folder in folders))
 
 
-def missing_parts() -> list[str]:
-    """Returns what SHMEM lacks on this machine; empty if it can be used."""
-    parts = {
-        f"the device bitcode of {BITCODE_PACKAGE}": bitcode_path(),
-        "MAX's libnvshmem_host.so.3 (package max-shmem-libs)": host_library(),
-        f"Open MPI's libmpi.so.40 ({MPI_LIBRARY_VARIABLE} names it)": mpi_library(),
-    }
+def missing_parts(by_store: bool = False) -> list[str]:
+    """Returns what SHMEM lacks on this machine; empty if it can be used, by processes
+    that meet in a store, or through MPI."""
+    parts = {f"the device bitcode of {BITCODE_PACKAGE}": bitcode_path()}
+    if by_store:
+        parts[f"the libnvshmem_host.so.3 of {BITCODE_PACKAGE}"] = wheel_library()
+    else:
+        named = f"Open MPI's libmpi.so.40 ({MPI_LIBRARY_VARIABLE} names it)"
+        parts["MAX's libnvshmem_host.so.3 (package max-shmem-libs)"] = host_library()
+        parts[named] = mpi_library()
     return [name for name, path in parts.items() if path is None]
 
 
-def check_installed() -> None:
+def check_installed(by_store: bool = False) -> None:
     """Raises with what is missing, if SHMEM cannot be used here."""
-    if missing := missing_parts():
+    if missing := missing_parts(by_store):
         raise RuntimeError(
             "max_ep: n_nodes > 1 with target='gpu' goes through SHMEM, which lacks "
             f"{' and '.join(missing)}; {install.SHMEM}"

@@ -17,9 +17,10 @@ from ..balance import Placement
 from ..config import EPConfig, check_is_config
 from ..config.checks import check_tables
 from ..extension import run_mojo
-from ..limits import GROUP_VARIABLE, NODE_VARIABLE
+from ..limits import GROUP_VARIABLE, NODE_VARIABLE, STORE_VARIABLE
 from ..processes import presence
 from ..processes.meeting import check_group
+from ..processes.stores import named_store
 from ..waits import RankWait, Waits, Words, gpu_wait
 from .answering import answer_for, waits_of_processes
 from .gpu import GpuMemory
@@ -29,8 +30,16 @@ from .masked_ranks import MaskedRanks
 from .setup_graph import setup_model
 from .shmem import ShmemMemory, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
+from .wires import StoredMemory
 
-_Memory = LocalMemory | SharedMemory | GpuMemory | GpuSharedMemory | ShmemMemory
+_Memory = (
+    LocalMemory
+    | SharedMemory
+    | StoredMemory
+    | GpuMemory
+    | GpuSharedMemory
+    | ShmemMemory
+)
 
 
 class EPCommInitializer:
@@ -137,7 +146,7 @@ class EPCommInitializer:
         """Returns which process this is, if the configuration does not say it."""
         if self.config.n_nodes == 1:
             return 0
-        if self.config.uses_shmem:
+        if self.config.uses_shmem and not os.environ.get(STORE_VARIABLE):
             return mpi_rank()[0]
         text = os.environ.get(NODE_VARIABLE, "")
         if not text.isdecimal() or int(text) >= self.config.n_nodes:
@@ -151,9 +160,13 @@ class EPCommInitializer:
     def _allocate(self, region_bytes: int) -> _Memory:
         config, same = self.config, self._fingerprint()
         node, n_local = (config.node_id, config.n_nodes), config.n_gpus_per_node
+        times, store = (config.timeout_s, config.start_timeout_s), None
+        if config.spans_hosts and not config.masks:
+            store = named_store()
         if config.uses_shmem:
-            times = config.timeout_s, config.start_timeout_s
-            return ShmemMemory(n_local, *node, region_bytes, same, *times)
+            return ShmemMemory(n_local, *node, region_bytes, same, *times, store)
+        if store is not None:
+            return StoredMemory(store, n_local, *node, region_bytes, same, *times)
         if config.n_nodes == 1:
             if config.target == "gpu":
                 return GpuMemory(devices_of_ranks(config, self._devices), region_bytes)

@@ -22,6 +22,7 @@ from ..processes.store import store_of_environment
 from ..waits import Words, at_address, named, place
 from .link import Link
 from .local_ranks import LocalRanks
+from .wires import StoredMemory
 
 _SETTLE_S = 10.0
 """How long a link may take to carry what it was asked for."""
@@ -66,7 +67,10 @@ class MaskedRanks:
         ranks, regions = self._ranks([config.node_id]), [0] * config.n_ranks
         for rank, region in zip(ranks, local.regions):
             regions[rank] = region
-        self._link = Link(ranks, regions, seed)
+        if isinstance(self._memory, StoredMemory):
+            self._link = self._memory.link
+        else:
+            self._link = Link(ranks, regions, seed)
         self._tell_of_link()
 
     def _tell_of_link(self) -> None:

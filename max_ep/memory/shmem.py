@@ -8,7 +8,8 @@ process must make these calls at the same time. MAX does not specify the threads
 ops run on, so each local rank has its own thread here.
 
 Processes find each other through MPI (``mpirun`` starts them), and rank = ``mpi_rank *
-n_gpus_per_node + local rank``. See decision 0010.
+n_gpus_per_node + local rank``. See decision 0010. Or they meet in a store
+(``MAX_EP_STORE``): then the library is that of NVSHMEM's wheel, and each has one rank.
 """
 
 from __future__ import annotations
@@ -23,26 +24,51 @@ import sys
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import cache, partial
+from pathlib import Path
 
+from ..limits import STORE_VARIABLE
+from ..processes.stores import Store, gather
 from ..shmem_parts import (
     check_installed,
     host_library,
     mpi_library,
+    wheel_library,
 )
 from .gpu_shared import use_context
 from .symmetric_memory import no_memory
 
 _MODULES_VARIABLE = "MAX_EP_SHMEM_MODULES"  # as in shmem_modules.mojo
 _MAX_MODULES = 4096
-_INIT_WITH_MPI_COMM = 1 << 1
+_INIT_WITH_MPI_COMM, _INIT_WITH_UNIQUE_ID = 1 << 1, 1 << 3
+_UNIQUE_ID_BYTES = 128
 _IS_INITIALIZED = 2
 _THREAD_MULTIPLE = 3
 _DIGEST_BYTES = 32
 _REPORT_EVERY_S = 10.0
 
 
-class _Libraries:
-    """Open MPI, NVSHMEM's MPI plug-in and host library, and the CUDA driver."""
+def _host_library(path: Path) -> ctypes.CDLL:
+    shmem = ctypes.CDLL(str(path))
+    shmem.nvshmem_malloc.restype = ctypes.c_void_p
+    shmem.nvshmem_malloc.argtypes = [ctypes.c_size_t]
+    shmem.nvshmem_free.argtypes = [ctypes.c_void_p]
+    shmem.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
+    shmem.nvshmemx_cumodule_finalize.argtypes = [ctypes.c_void_p]
+    return shmem
+
+
+def _attributes(comm: int, unique_id: int, number: int, n: int) -> ctypes.Array:
+    """Makes an ``nvshmemx_init_attr_t``, version 1: version, mpi_comm *, then
+    arguments: version, unique id (version, id *, number of this one, how many)."""
+    attributes = ctypes.create_string_buffer(144)
+    versions = [(1 << 16) + n_bytes for n_bytes in (144, _UNIQUE_ID_BYTES, 24)]
+    given = versions[0], comm, *versions[1:], unique_id, number, n
+    struct.Struct("i4xQ i4x i4xQii").pack_into(attributes, 0, *given)
+    return attributes
+
+
+class _ByMpi:
+    """Open MPI, NVSHMEM's MPI plug-in and MAX's host library."""
 
     def __init__(self) -> None:
         check_installed()
@@ -72,12 +98,12 @@ class _Libraries:
         os.environ.setdefault("MODULAR_SHMEM_LIB_DIR", str(host.parent))
         plugin = host.with_name("nvshmem_bootstrap_mpi.so.3")
         ctypes.CDLL(str(plugin), mode=ctypes.RTLD_GLOBAL)
-        self.shmem = ctypes.CDLL(str(host))
-        self.shmem.nvshmem_malloc.restype = ctypes.c_void_p
-        self.shmem.nvshmem_malloc.argtypes = [ctypes.c_size_t]
-        self.shmem.nvshmem_free.argtypes = [ctypes.c_void_p]
-        self.shmem.nvshmemx_cumodule_init.argtypes = [ctypes.c_void_p]
-        self.shmem.nvshmemx_cumodule_finalize.argtypes = [ctypes.c_void_p]
+        self.shmem = _host_library(host)
+
+    def attributes(self, local_rank: int, n_local: int) -> tuple[int, ctypes.Array]:
+        """Returns how a local rank joins: the flag, and what belongs to it."""
+        comm = ctypes.addressof(self.world)
+        return _INIT_WITH_MPI_COMM, _attributes(comm, 0, local_rank, n_local)
 
     def all_equal(self, what: bytes) -> bool:
         """Returns whether all processes give the same bytes; collective."""
@@ -87,12 +113,56 @@ class _Libraries:
         self.mpi.MPI_Allgather(digest, *n_of, everybodys, *n_of, self.world)
         return everybodys.raw == digest * self.size
 
+    def barrier(self) -> None:
+        self.mpi.MPI_Barrier(self.world)
+
+    def end(self) -> None:
+        self.mpi.MPI_Finalize()
+
+
+class _ByStore:
+    """NVSHMEM's wheel, and a store in which processes with one rank each meet."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        check_installed(by_store=True)
+        library = wheel_library()
+        assert library is not None
+        self.rank, self.size, self.shmem = rank, size, _host_library(library)
+        self._store, self._timeout_s, self._n_met = store, timeout_s, 0
+        self._id = ctypes.create_string_buffer(_UNIQUE_ID_BYTES)
+        struct.pack_into("i", self._id, 0, (1 << 16) + _UNIQUE_ID_BYTES)
+        if rank == 0 and self.shmem.nvshmemx_get_uniqueid(self._id):
+            raise RuntimeError(
+                "max_ep: NVSHMEM makes no unique id; NVSHMEM_DEBUG=INFO says more"
+            )
+        self._id.raw = self._meet(self._id.raw if rank == 0 else b"")[0]
+
+    def _meet(self, mine: bytes = b"") -> list[bytes]:
+        """Returns what each process gives, once all have."""
+        self._n_met += 1
+        key = f"SHMEM, meeting {self._n_met}"
+        return gather(self._store, key, self.rank, self.size, mine, self._timeout_s)
+
+    def attributes(self, local_rank: int, n_local: int) -> tuple[int, ctypes.Array]:
+        of_id = ctypes.addressof(self._id), self.rank, self.size
+        return _INIT_WITH_UNIQUE_ID, _attributes(0, *of_id)
+
+    def all_equal(self, what: bytes) -> bool:
+        digest = hashlib.sha256(what).digest()
+        return self._meet(digest) == [digest] * self.size
+
+    def barrier(self) -> None:
+        self._meet()
+
+    def end(self) -> None:
+        """The store ends with the process of node 0."""
+
 
 class _Pe:
     """One local rank: a thread that runs what it is given, in order."""
 
-    def __init__(self, libraries: _Libraries, local_rank: int) -> None:
-        self._shmem, self._world = libraries.shmem, libraries.world
+    def __init__(self, libraries: _ByMpi | _ByStore, local_rank: int) -> None:
+        self._libraries, self._shmem = libraries, libraries.shmem
         self._local_rank = local_rank
         self._modules: set[int] = set()
         self._jobs: queue.Queue = queue.Queue()
@@ -116,16 +186,8 @@ class _Pe:
         """Joins SHMEM, on the GPU of its number; collective. Returns rank and ranks."""
         shmem, local = self._shmem, self._local_rank
         use_context(local)
-        # nvshmemx_init_attr_t, version 1: version, mpi_comm *, then arguments:
-        # version, unique id (version, id *, local rank, local ranks).
-        attributes = ctypes.create_string_buffer(144)
-        versions = [(1 << 16) + n_bytes for n_bytes in (144, 128, 24)]
-        world = ctypes.addressof(self._world)
-        layout = struct.Struct("i4xQ i4x i4xQii")
-        layout.pack_into(
-            attributes, 0, versions[0], world, *versions[1:], 0, local, n_local
-        )
-        status = shmem.nvshmemx_hostlib_init_attr(_INIT_WITH_MPI_COMM, attributes)
+        how = self._libraries.attributes(local, n_local)
+        status = shmem.nvshmemx_hostlib_init_attr(*how)
         state = shmem.nvshmemx_init_status()
         if status or state < _IS_INITIALIZED:
             raise RuntimeError(
@@ -153,7 +215,7 @@ class _Pe:
 class _Process:
     """This process in SHMEM: joined once, left when the process ends."""
 
-    def __init__(self, n: int, libraries: _Libraries, timeout_s: float) -> None:
+    def __init__(self, n: int, libraries: _ByMpi | _ByStore, timeout_s: float) -> None:
         self.libraries = libraries
         self.pes = [_Pe(libraries, i) for i in range(n)]
         join = [partial(pe.join, n) for pe in self.pes]
@@ -203,18 +265,18 @@ class _Process:
     def _leave(self) -> None:
         try:
             self.run(20.0, "leaving SHMEM", *(pe.leave for pe in self.pes))
-            self.libraries.mpi.MPI_Finalize()
+            self.libraries.end()
         except (TimeoutError, RuntimeError) as error:
             print(error, file=sys.stderr)
 
 
-_libraries = cache(_Libraries)
+_by_mpi, _by_store = cache(_ByMpi), cache(_ByStore)
 _process: _Process | None = None
 
 
 def mpi_rank() -> tuple[int, int]:
     """Returns the number of this process and how many there are; starts MPI."""
-    libraries = _libraries()
+    libraries = _by_mpi()
     return libraries.rank, libraries.size
 
 
@@ -230,17 +292,29 @@ class ShmemMemory:
         fingerprint: str,
         timeout_s: float,
         start_timeout_s: float,
+        store: Store | None = None,
     ) -> None:
         """Joins SHMEM, if this process has not yet, and allocates; collective. Each of
-        the ``n_local`` ranks has the GPU of its number."""
+        the ``n_local`` ranks has the GPU of its number. Processes meet in a store, or
+        through MPI."""
         global _process
-        rank, size = mpi_rank()
-        if (rank, size) != (node_id, n_nodes):
+        if store is None:
+            rank, size = mpi_rank()
+            if (rank, size) != (node_id, n_nodes):
+                raise ValueError(
+                    f"node_id={node_id} of n_nodes={n_nodes}, but MPI says that this "
+                    f"is process {rank} of {size}; start the group with `mpirun -np "
+                    "n_nodes`"
+                )
+            libraries = _by_mpi()
+        elif n_local != 1:
             raise ValueError(
-                f"node_id={node_id} of n_nodes={n_nodes}, but MPI says that this is "
-                f"process {rank} of {size}; start the group with `mpirun -np n_nodes`"
+                f"n_gpus_per_node={n_local} with {STORE_VARIABLE}: processes that meet "
+                "in a store have one GPU each; count each as a node, or start one a "
+                "host with `mpirun`"
             )
-        libraries = _libraries()
+        else:
+            libraries = _by_store(store, node_id, n_nodes, start_timeout_s)
         if _process is None:
             _process = _Process(n_local, libraries, start_timeout_s)
         if len(_process.pes) != n_local:
@@ -272,8 +346,7 @@ class ShmemMemory:
 
     def connect(self, timeout_s: float) -> list[int]:
         """Waits for all processes; returns addresses, 0 for ranks reached by puts."""
-        libraries = self._process.libraries
-        barrier = partial(libraries.mpi.MPI_Barrier, libraries.world)
+        barrier = self._process.libraries.barrier
         self._process.run(timeout_s, "joining the group", barrier)
         regions = [0] * self._n_ranks
         for i, address in enumerate(self._addresses):

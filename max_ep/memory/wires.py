@@ -13,14 +13,22 @@ import contextlib
 import ctypes
 import hashlib
 import hmac
+import itertools
 import json
+import os
 import secrets
 import socket
 import struct
 import threading
 
-from ..limits import START_TIMEOUT_S
-from ..processes.stores import Store, gather
+from ..limits import (
+    GROUP_VARIABLE,
+    START_TIMEOUT_S,
+    STORE_VARIABLE,
+    link_of_environment,
+)
+from ..processes.meeting import differing
+from ..processes.stores import NamedStore, Prefixed, Store, gather
 from .link import Link
 from .symmetric_memory import SharedMemory
 
@@ -192,8 +200,8 @@ class WiredMemory:
         self._block = int.from_bytes(digest, "little") | 1
         (base,) = self._shared.local_addresses()
         wires.attach(self._block, base, n_bytes)
-        self._link = WiredLink(wires, self._block, base, seed)
-        self.queue = self._link.queues()[wires.rank]
+        self.link = WiredLink(wires, self._block, base, seed)
+        self.queue = self.link.queues()[wires.rank]
         """Address of what this rank asks its link for."""
 
     def local_addresses(self) -> list[int]:
@@ -213,11 +221,58 @@ class WiredMemory:
 
     def settle(self, timeout_s: float) -> None:
         """Returns once what this rank has asked for is with the others."""
-        self._link.settle(timeout_s)
+        self.link.settle(timeout_s)
         self._wires.settle()
 
     def close(self) -> None:
         """Gives the memory back, once what was asked for is on its way."""
-        self._link.close()
+        self.link.close()
         self._wires.detach(self._block)
         self._shared.close()
+
+
+_numbers = itertools.count(1)
+"""Numbers the groups of this process, which all processes make in the same order."""
+
+
+class StoredMemory(WiredMemory):
+    """That of processes, with a rank each, that meet in a store of their own."""
+
+    def __init__(
+        self,
+        store: NamedStore,
+        n_local: int,
+        node_id: int,
+        n_nodes: int,
+        n_bytes: int,
+        fingerprint: str,
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        """Waits for the other processes, which have the same fingerprint, and connects
+        them."""
+        if n_local != 1:
+            raise ValueError(
+                f"n_gpus_per_node={n_local} with {STORE_VARIABLE}: processes that meet "
+                "in a store have one rank each"
+            )
+        per_host, seed = link_of_environment(n_nodes, 1)
+        mine = json.dumps([secrets.token_hex(8), fingerprint]).encode()
+        group = os.environ.get(GROUP_VARIABLE, "")
+        of_store = store, f"{group} ep_init {next(_numbers)}", node_id, n_nodes
+        all_ = [*map(json.loads, gather(*of_store, mine, start_timeout_s))]
+        for node, (_, theirs) in enumerate(all_):
+            if theirs != fingerprint:
+                other, own = differing(theirs, fingerprint)
+                raise ValueError(
+                    f"max_ep: node {node} has another configuration: {other}; this "
+                    f"node ({node_id}): {own}"
+                )
+        name, _ = all_[0]
+        of_wires = node_id, n_nodes, per_host, timeout_s, store.host
+        wires = Wires(Prefixed(store, name), *of_wires)
+        super().__init__(wires, name, n_bytes, fingerprint, seed)
+
+    def close(self) -> None:
+        super().close()
+        self._wires.close()

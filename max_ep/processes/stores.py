@@ -2,13 +2,18 @@
 """What processes of several hosts tell each other before they can reach each other.
 
 A store keeps bytes under keys, and all processes of a group reach it: that of
-``torch.distributed`` (``max_ep/torch/hosts.py``). This file needs nothing but Python.
+``torch.distributed`` (``max_ep/torch/hosts.py``), or that of ``MAX_EP_STORE``
+(``store.py``). This file needs nothing but Python.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Protocol
+
+from .store import Store as GroupStore
+from .store import parse_address, store_of_environment
 
 _POLL_S = 0.002
 
@@ -40,3 +45,46 @@ def gather(
             time.sleep(_POLL_S)
         found.append(theirs)
     return found
+
+
+class NamedStore:
+    """The store of ``MAX_EP_STORE``: a key is the name of a group there, and a node."""
+
+    def __init__(self, address: str) -> None:
+        self.host, _ = parse_address(address)
+        self._address = address
+        self._groups: dict[str, GroupStore] = {}
+        """A line each, which stays open: a group ends with its last line."""
+
+    def set(self, key: str, value: bytes) -> None:
+        group, _, node = key.rpartition("/")
+        line = GroupStore(self._address, group, int(node))
+        self._groups[group] = line
+        line.ask(value.hex())
+
+    def get(self, key: str) -> bytes | None:
+        group, _, node = key.rpartition("/")
+        for text in self._groups[group].ask().texts:
+            if text.node == int(node):
+                return bytes.fromhex(text.text)
+        return None
+
+
+class Prefixed:
+    """A store whose keys are those of one use of another."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes | None:
+        return self._store.get(f"{self._prefix}/{key}")
+
+
+@functools.cache
+def named_store() -> NamedStore | None:
+    """Returns the store that the environment names; None: it names none."""
+    address = store_of_environment()
+    return NamedStore(address) if address else None

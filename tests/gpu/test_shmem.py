@@ -5,6 +5,7 @@ For SHMEM one host stands in for two; it needs the extra `shmem`. Without a GPU:
 what users read when a part is missing, and what a group of one host is.
 """
 
+import contextlib
 import functools
 import sys
 import threading
@@ -19,7 +20,8 @@ from max_ep import EPCommInitializer, extension_path, limits, shmem_parts
 from max_ep.extension import mojo_dir, run_mojo
 from max_ep.graph.ops import group_of_ops
 from max_ep.memory import shmem
-from tests.children import MOJO_PROGRAMS, WHERE_WE_IMPORT, printed, slow
+from max_ep.processes.store import StoreServer
+from tests.children import MOJO_PROGRAMS, WHERE_WE_IMPORT, printed, ran, slow
 from tests.oracle.cases import CASES
 
 
@@ -123,6 +125,30 @@ def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ValueError, match="pass n_gpus_per_node=1"):
         case.config(target="gpu", n_nodes=2, n_gpus_per_node=2)
+
+
+def test_processes_meet_in_a_store_without_mpi():
+    """NVSHMEM's own bootstrap has all of them, by the unique id of the first. Fails if
+    that does not reach the others, and if the attributes are not those that the library
+    makes itself. What comes after needs GPUs."""
+    server = StoreServer("127.0.0.1")
+    address = f"127.0.0.1:{server.port}"
+
+    def run(node: int) -> str:
+        command = sys.executable, "-m", "tests.gpu.shmem_join", str(node), "2", address
+        more = dict(PYTHONPATH=WHERE_WE_IMPORT, NVSHMEM_DEBUG="INFO")
+        done = ran(*command, timeout=120, **more)
+        return done.stdout + done.stderr
+
+    with contextlib.closing(server), ThreadPoolExecutor(2) as pool:
+        for node, said in enumerate(pool.map(run, range(2))):
+            assert "attributes are the library's" in said, said
+            assert f"rank {node} nranks 2 - DONE" in said, said
+
+
+def test_what_meets_in_a_store_has_one_gpu():
+    with pytest.raises(ValueError, match="n_gpus_per_node=2 with MAX_EP_STORE"):
+        shmem.ShmemMemory(2, 0, 2, 1, "", 1.0, 1.0, object())
 
 
 def test_a_call_of_all_processes_ends(monkeypatch, capsys):

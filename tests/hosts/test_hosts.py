@@ -8,7 +8,8 @@ import re
 import pytest
 
 from max_ep import EPConfig, LaunchError, launch
-from max_ep.limits import LINK_VARIABLE
+from max_ep.limits import LINK_VARIABLE, STORE_VARIABLE
+from max_ep.processes.store import StoreServer
 from tests.children import ALL_CASES, slow
 from tests.errors import raises, refused
 from tests.hosts.members import CASES, KILLED, N_GENERATIONS, run_seeds
@@ -26,8 +27,14 @@ SUMS = ("hosts_sums",)
         pytest.param(8, 4, True, SUMS, id="2x4-fused", marks=slow),
     ],
 )
-def test_what_crosses_is_that_of_one_host(n_ranks, per_host, is_fused, cases):
-    """Rows, tables and results are the oracle's, bit for bit, whatever the order."""
+def test_what_crosses_is_that_of_one_host(
+    n_ranks, per_host, is_fused, cases, monkeypatch
+):
+    """Rows, tables and results are the oracle's, bit for bit, whatever the order. Four
+    hosts share a store alone."""
+    server = StoreServer("127.0.0.1")
+    if per_host == 1:
+        monkeypatch.setenv(STORE_VARIABLE, f"127.0.0.1:{server.port}")
     given = n_ranks, per_host, range(N_SEEDS), is_fused, cases
     n_right = launch(run_seeds, n_ranks, given, timeout_s=900)
     assert n_right == [N_SEEDS * N_GENERATIONS * len(cases)] * n_ranks

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections between CPU ranks of different hosts, and the store in which their
+"""Connections between CPU ranks of different hosts, and the stores in which their
 processes meet."""
 
+import contextlib
 import ctypes
 import json
 import socket
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from max_ep.memory.wires import Wires
-from max_ep.processes.stores import gather
+from max_ep.processes.store import StoreServer
+from max_ep.processes.stores import NamedStore, Prefixed, gather
 from tests.errors import raises
 
 
@@ -94,3 +96,18 @@ def test_gather_names_who_does_not_come():
     assert gather(store, "sizes", 0, 2, b"a", 10.0) == [b"a", b"b"]
     with raises(TimeoutError, "sizes: rank 0 waited 0.1 s for rank 2"):
         gather(store, "sizes", 0, 3, b"a", 0.1)
+
+
+def test_the_store_of_the_environment_gathers():
+    """Each use of it has keys of its own."""
+    with contextlib.closing(StoreServer("127.0.0.1")) as server:
+        stores = [NamedStore(f"127.0.0.1:{server.port}") for _ in range(2)]
+        for use in ("a", "b"):
+            with ThreadPoolExecutor(2) as pool:
+                given = [
+                    pool.submit(gather, Prefixed(of, use), "k", rank, 2, text, 10.0)
+                    for rank, (of, text) in enumerate(
+                        zip(stores, (b"\0", use.encode()))
+                    )
+                ]
+                assert [x.result(30) for x in given] == [[b"\0", use.encode()]] * 2
