@@ -105,7 +105,7 @@ class World:
         self.words, self.polled = sizes_in(said), set()
         self.name, self.seed = name, 0
         self.has_sums = s.protocol % MASKS_BIT in (3, 7)
-        self.memory, self.clock = Memory(1 << 24), Clock()
+        self.memory, self.clock = Memory(1 << 24, begin=1 << 17), Clock()
         self.timeout_ms = timeout_ms
         self.forms = FORMS.get(name, ("",))  # of given rows: fused
         self.queues: dict[int, list] | None = None
@@ -131,6 +131,10 @@ class World:
             beats = [place(beat, rank, 0) + i for rank in ranks for i in (0, 4)]
             self.unwatched = [x + i for x in self.regions for i in beats]
         self.unwatched += [x + 4 * i for x in self.counters for i in unwatched]
+        # One thread writes what it has recorded behind the code.
+        first = counter_word("FAILURE")
+        record = range(first + 1, first + counter_word("N_FAILURE_WORDS"))
+        self.unread = [x + 4 * i for x in self.counters for i in record]
         self.n_tokens = [0] * s.n_ranks
         for rank in ranks:
             # All flags seem to be of the first generation, and all data to be there.
@@ -192,8 +196,8 @@ class World:
         # There several warps settle the same count, or count the same rows.
         lets_equal = self.name in ("masks", "drops", "hosts_drops")
         how = self.unwatched, lets_equal
-        n_more = self.link.n_more if self.link else 0
-        found = Races(len(queues), self.n_blocks, N_THREADS, *how, n_more)
+        how = *how, self.link.n_more if self.link else 0, self.unread
+        found = Races(len(queues), self.n_blocks, N_THREADS, *how)
         if self.link:
             self.link.found = found if self.finds_races else None
         how = self.seed, is_even, found if self.finds_races else None

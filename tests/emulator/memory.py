@@ -13,13 +13,14 @@ POISON = 0xA5
 
 
 class Memory:
-    """Words at addresses; gaps between what was allocated are out of bounds."""
+    """Words at addresses; gaps between what was allocated are out of bounds, and so is
+    what is near address 0."""
 
-    def __init__(self, n_bytes: int, gap: int = 256) -> None:
+    def __init__(self, n_bytes: int, gap: int = 256, begin: int = 0) -> None:
         self.bytes = bytearray([POISON]) * n_bytes
         self._views = {n: memoryview(self.bytes).cast(c) for n, c in SIZES.items()}
         self._is_there = bytearray(n_bytes // 4)
-        self._gap = self._end = gap
+        self._gap, self._end = gap, max(gap, begin)
         access = {n: self._access(n) for n in SIZES}
         self.loads = {n: load for n, (load, _) in access.items()}
         self.stores = {n: store for n, (_, store) in access.items()}

@@ -32,7 +32,7 @@ class Word:
     """Accesses to a word (by whom, when) since an ordinary store has written it."""
 
     __slots__ = "writer written reads loads stores observers launch releases".split()
-    is_watched = True
+    is_watched = has_one_writer = True
 
     def __init__(self) -> None:
         self.releases: tuple[tuple[Thread, str, array], ...] = ()
@@ -55,7 +55,13 @@ class Word:
 class Unwatched(Word):
     """A word that lanes read without using it."""
 
-    is_watched = False
+    is_watched = has_one_writer = False
+
+
+class Unread(Unwatched):
+    """One that still only one thread may write."""
+
+    has_one_writer = True
 
 
 class Thread:
@@ -165,7 +171,7 @@ class Watched:
                 return
             for i in offsets:
                 word = words[(at >> 2) + i]
-                if word.is_watched:
+                if word.has_one_writer:
                     if thread.seen[word.writer] < word.written:
                         thread.check(at, "writes", [(word.writer, word.written)])
                     for others in (word.reads, word.loads):
@@ -242,6 +248,7 @@ class Races:
         unwatched: Iterable[int] = (),
         lets_equal: bool = False,
         n_more: int = 0,
+        unread: Iterable[int] = (),
     ) -> None:
         n = n_blocks * n_threads
         n_all = n_ranks * n + n_more  # with those that carry puts
@@ -250,6 +257,7 @@ class Races:
             for rank in range(n_ranks)
         ]
         self.words = defaultdict(Word, {at >> 2: Unwatched() for at in unwatched})
+        self.words |= {at >> 2: Unread() for at in unread}
         self.lets_equal = lets_equal
 
     def begin(self, rank: int) -> list[Thread]:

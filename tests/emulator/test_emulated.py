@@ -13,18 +13,20 @@ from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
 from max_ep.waits import named, place
 from tests.codegen.kernels import counter_word, mojo_constant
 from tests.emulator.emulated_world import FORMS, World, bf16, rows_of, words
+from tests.emulator.memory import POISON
 from tests.oracle.row_layouts import kept_rows
 
 MASKED_MS = 150
+OTHER_GENERATION = 3
 COMBINE_ASYNC = int(mojo_constant("COMBINE_ASYNC", "max_ep/protocol/peer_words.mojo"))
 N_FAILURE_WORDS = int(mojo_constant("N_FAILURE_WORDS", "max_ep/protocol/counters.mojo"))
 SEND, RECEIVE, DROPPED, BAD_SOURCE, NO_COUNT, NO_MESSAGE = (
     int(mojo_constant(name, "max_ep/protocol/failures.mojo"))
     for name in "SEND RECEIVE DROPPED BAD_SOURCE NO_COUNT NO_MESSAGE".split()
 )
-OTHER_ROWS, TOO_MANY_ROWS, WRONG_COUNTERS = (
+OTHER_ROWS, TOO_MANY_ROWS, WRONG_COUNTERS, WRONG_EXPERT = (
     int(mojo_constant(name, "max_ep/protocol/failures.mojo"))
-    for name in "OTHER_ROWS TOO_MANY_ROWS WRONG_COUNTERS".split()
+    for name in "OTHER_ROWS TOO_MANY_ROWS WRONG_COUNTERS WRONG_EXPERT".split()
 )
 
 
@@ -171,20 +173,21 @@ def test_rows_and_results(name):
     # The last launch says what those before it have read. Where ranks share a GPU, a
     # wait says so at its end.
     check_done_words(world, len(steps), len(steps) - (name != "expert"))
-    world.finds_races = False
     tokens, ids, weights = draw(world.sizes, [5, 5, 5], 2)
-    ids[1][2, 1] = world.sizes.n_experts  # Nobody's, and recorded.
+    ids[1][2:4] = world.sizes.n_experts  # Nobody's; one of them is recorded.
     given = tokens, ids, weights
     check_step(world, world.dispatch(*given), *given)
-    records = [failure(world, rank) for rank in range(3)]
-    no_one = [DROPPED, SEND, 1, world.sizes.n_experts, len(steps) + 1, 0, 2, 1]
-    assert records == [[0] * N_FAILURE_WORDS, no_one, [0] * N_FAILURE_WORDS]
+    no_one = [DROPPED, SEND, 1, world.sizes.n_experts, len(steps) + 1, 0]
+    record = failure(world, 1)
+    assert record in [[*no_one, token, k] for token in (2, 3) for k in range(3)]
+    assert failure(world, 0) == failure(world, 2) == [0] * N_FAILURE_WORDS
+    world.finds_races = False
     if name == "sums":
         # What is worse stays recorded. Others would do nothing more.
         worse = world.counters[1] + 4 * counter_word("FAILURE")
         world.memory.stores[4](worse, DROPPED + 1)
         check_step(world, world.dispatch(*given), *given)
-        assert failure(world, 1) == [DROPPED + 1, *no_one[1:]]
+        assert failure(world, 1) == [DROPPED + 1, *record[1:]]
     # More choices of an expert than it has places for: the later ones are dropped.
     ids[0][:] = 4
     check_step(world, world.dispatch(*given, n_rows_max=30), *given)
@@ -371,6 +374,24 @@ def test_rows_that_do_not_fit_are_refused(name):
     given = len(sum(rows_of(0, ids, world.sizes), [])), 3
     assert failure(world, 0) == [TOO_MANY_ROWS, RECEIVE, 0, 0, 1, 0, *given]
     assert not outputs[0].read()[0].any()
+    if not world.has_sums:
+        # A rank finds its own rows when it adds them up.
+        world = World(name, finds_races=False)
+        tokens, ids, weights = draw(world.sizes, [0, 0, 2], 3)
+        ids[2][:] = [world.sizes.n_experts - 1, -1, -1]
+        outputs = world.dispatch(tokens, ids, weights)
+        n_rows = outputs[2].n_rows_max
+        world.combine({2: outputs[2]}, weights, n_rows=n_rows - 1)
+        given = n_rows, n_rows - 1
+        assert failure(world, 2) == [
+            TOO_MANY_ROWS,
+            2 + RECEIVE,
+            2,
+            n_rows - 1,
+            1,
+            0,
+            *given,
+        ]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -428,20 +449,27 @@ def test_what_does_not_come_is_not_used(n_tokens):
     + [("expert", "count"), ("expert", "message")],
 )
 def test_a_lost_word_is_named(name, kind):
-    """The first of rank 0, which rank 1 awaits: it gives up, and writes no rows."""
+    """The first of rank 0, which rank 1 awaits, is of another generation: it gives up.
+    Without all counts and numbers no token has a row, not even its own."""
     world = World(name, timeout_ms=MASKED_MS, finds_races=False)
     sizes, word = world.sizes, named(world.words.gpu, kind)
     ids = {rank: np.full((3, sizes.top_k), -1) for rank in range(sizes.n_ranks)}
-    ids[0][:, 0] = sizes.n_local  # the first expert of rank 1
+    ids[0][:, 0] = ids[1][:, 0] = sizes.n_local  # the first expert of rank 1
     tokens, _, weights = draw(sizes, [3] * sizes.n_ranks, 1)
     world.dispatch(tokens, ids, weights, ["_async"])
-    world.memory.stores[8](world.regions[1] + place(word, 0, 0), 0)
+    at = world.regions[1] + place(word, 0, 0)
+    world.memory.stores[8](at, OTHER_GENERATION << 32)
     outputs = world.dispatch(tokens, ids, weights, ["_wait"], ranks=[1])
     code = NO_COUNT if kind in ("count", "number of tokens") else NO_MESSAGE
     expert = sizes.n_local if kind in ("count", "message") else -1
-    assert failure(world, 1) == [code, RECEIVE, 0, expert, 1, 0, 0, 0]
+    assert failure(world, 1) == [code, RECEIVE, 0, expert, 1, OTHER_GENERATION, 0, 0]
     assert world.word(1, "BROKEN")
+    # By expert ranks share a GPU, and advance at the end.
+    assert world.word(1, "DISPATCH_RECEIVED") == (name == "many")
     assert kind != "count" or not outputs[1].read()[0].any()
+    n_bytes = 2 * outputs[1].n_rows_max * sizes.hidden
+    rows = world.memory.array(outputs[1].rows, np.uint8, n_bytes)
+    assert code != NO_COUNT or (rows == POISON).all()
 
 
 @pytest.mark.parametrize("word, number", [(0, 5), (0, -1), (1, 3), (1, -1)])
@@ -455,6 +483,20 @@ def test_sources_that_cannot_be_are_refused(word, number):
         world.memory.stores[4](at, number & 0xFFFF_FFFF)
     world.combine(outputs, weights)
     assert world.word(1, "FAILURE") == BAD_SOURCE
+
+
+def test_a_row_of_another_expert_is_refused():
+    """Its flag says which expert has made it; here that of token 1 is wrong."""
+    world = World("expert", finds_races=False)
+    tokens, ids, weights = draw(world.sizes, [2, 0, 0], 1)
+    ids[0][:] = [expert := world.sizes.n_local, -1, -1]
+    outputs = world.dispatch(tokens, ids, weights)
+    world.combine(outputs, weights, ["_async"])
+    row = place(named(world.words.gpu, "row"), 0, world.sizes.top_k)
+    world.memory.stores[8](world.regions[0] + row, 1 << 32 | expert + 1)
+    results = world.combine(outputs, weights, ["_wait"])
+    assert failure(world, 0) == [WRONG_EXPERT, 2 + RECEIVE, 1, expert, 1, 1, 1, 0]
+    assert np.isnan(world.numbers(*results[0])[1]).all()
 
 
 def test_sums_are_those_of_the_last_dispatch():

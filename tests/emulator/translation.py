@@ -384,6 +384,8 @@ class Translation:
             return lines + goes_on
         of = [self.operand(x, 8 * n_bytes) for x in after.split(",")]
         to = self.operand(rest.partition(",")[0]) if how == "atom" else "_"
+        if kinds[-2] == "cas":  # others may come first
+            lines.insert(0, "yield 0")
         lines.append(f"old = {load}(a)")
         if kinds[-2] == "cas":
             lines.append(f"if old == {of[0]}: {store}(a, {of[1]})")

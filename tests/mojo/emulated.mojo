@@ -250,8 +250,8 @@ def main() raises:
     emit[set_up_kernel, links=False]("set_up")
     emit[heads_kernel[B16, 64], links=False]("heads")
     emit_group[small()]("sums")
-    # So many experts that several warps count rows.
-    emit_group[small(n_experts=269, has_sums=False)]("rows")
+    # So many experts that several warps count rows, whose last step is whole.
+    emit_group[small(n_experts=269, hidden_size=512, has_sums=False)]("rows")
     comptime expert = small(
         max_tokens=20, addressing=Addressing.BY_EXPERT, has_sums=False
     )
@@ -265,7 +265,8 @@ def main() raises:
     emit_group[late(small())]("late")
     emit_group[late(small(max_tokens=20)), splits=True]("late_split")
     emit_group[small(masks=True)]("masks")
-    emit_group[small(n_experts=270, drops_rows=True)]("drops")
+    # A token has one chunk, of one step.
+    emit_group[small(n_experts=270, hidden_size=248, drops_rows=True)]("drops")
     emit_group[MANY, splits=True]("many")
     # With so many tokens and more than two ranks all blocks share the work.
     emit_group[small(max_tokens=258, hidden_size=264)]("work")

@@ -15,7 +15,6 @@ from ..protocol.flags import (
     count_of,
     flag_at,
     generation_of,
-    load_acquire_block,
     load_relaxed_sys,
     message_flag,
     store_release_block,
@@ -25,8 +24,6 @@ from ..protocol.token_format import BytePointer, TokenFormat
 from .roles import NEXT_ITEM, PAIRS_READY
 from .send import SendSchedule
 
-comptime _FAILED = UInt32(2)
-"""Value of the word `PAIRS_READY` when the counts did not come."""
 comptime _IN_FLIGHT = 8
 """Pairs whose counts a lane has under way at once."""
 
@@ -55,13 +52,10 @@ struct SlotReceiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable)
             syncwarp()
             if lane == 0:
                 pair_rows[unsafe_offset=n_pairs] = Int32(largest)
-                store_release_block(
-                    self.block.word(PAIRS_READY), 1 if largest >= 0 else _FAILED
-                )
+                store_release_block(self.block.word(PAIRS_READY), 1)
         self.block.await_word(PAIRS_READY, 1)
-        if load_acquire_block(self.block.word(PAIRS_READY)) == _FAILED:
-            return
-        # Slot by slot over all pairs: about the order in which messages arrive.
+        # Slot by slot over all pairs: about the order in which messages arrive. After a
+        # failure the largest count is negative, and there is no item.
         var n_items = Int(pair_rows[unsafe_offset=n_pairs]) * n_pairs
         while True:
             var item = self.block.next_item(NEXT_ITEM)
@@ -220,7 +214,8 @@ struct SlotReceiver[group_: Group, Format: TokenFormat](TrivialRegisterPassable)
             for pair in range(first, first + group.n_ranks):
                 var count = Int(pair_counts[unsafe_offset=pair])
                 var row = first_row + n_expert_rows
-                pair_rows[unsafe_offset=pair] = Int32(row)
+                comptime if group.is_padded:
+                    pair_rows[unsafe_offset=pair] = Int32(row)
                 if is_first_block:
                     self.block.counters.set_pair_rows(pair, row, count)
                     self.dispatched.tables.write_pair(pair, n_expert_rows, count)

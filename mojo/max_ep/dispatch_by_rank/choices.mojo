@@ -108,13 +108,17 @@ struct Choices[group: Group](TrivialRegisterPassable):
     @always_inline
     def are_in_lanes(self) -> Bool:
         """Returns whether the registers of each index warp hold all ids."""
-        return n_held[Self.group](self.n_tokens) <= N_LANE_CHOICES
+        return self._are_at_most[N_LANE_CHOICES]()
 
     @always_inline
     def are_shared(self) -> Bool:
-        return not self.are_in_lanes() and (
-            n_held[Self.group](self.n_tokens) <= N_SHARED_CHOICES
-        )
+        return not self.are_in_lanes() and self._are_at_most[N_SHARED_CHOICES]()
+
+    @always_inline
+    def _are_at_most[n: Int](self) -> Bool:
+        comptime if n_held[Self.group](Self.group.max_tokens_per_rank) <= n:
+            return True
+        return n_held[Self.group](self.n_tokens) <= n
 
     @always_inline
     def load_id(self, choice: Int) -> Int32:

@@ -274,8 +274,8 @@ struct SharedRowOffsets[group: Group](TrivialRegisterPassable):
         var is_there = self._read_counts(
             Int32(n_shared) if Self.n_scanners == 1 else 0, scanner
         )
+        # Its sum is then anything: what is refused for it is not recorded any more.
         if not is_there and self.block.lane == 0:
-            self.sums[unsafe_offset=scanner] = 0
             store_release_block(failed, 1)
         var n_rows: Int32
         comptime if Self.n_scanners == 1:
