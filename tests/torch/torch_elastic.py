@@ -134,6 +134,23 @@ def biases(buffer: ElasticBuffer) -> None:
             case.check_result(y, case.want() + sum(b.float() for b in given))
 
 
+def roundings(buffer: ElasticBuffer) -> None:
+    """Sums of rows by expert have the bits of plain rows that hold the rounded sums of
+    each rank: also the sum of the token's own rank is rounded."""
+    case = Case(buffer, 61)
+    rows, *_, handle, _ = case.dispatch(do_expand=True, do_cpu_sync=True)
+    draw = torch.Generator().manual_seed(case.rank)
+    made = torch.randn(rows.shape, generator=draw).bfloat16().to(case.device)
+    y, *_ = buffer.combine(made, handle)
+    rows, *_, plain, _ = case.dispatch(do_cpu_sync=True)
+    sums = torch.zeros(rows.shape, device=case.device)
+    for i, (_, _, *of_choices) in enumerate(handle.recv_src_metadata.tolist()):
+        for row in of_choices:
+            if row >= 0:
+                sums[i] += made[row].float()
+    assert torch.equal(buffer.combine(sums.bfloat16(), plain)[0], y)
+
+
 def pairs(buffer: ElasticBuffer) -> None:
     """FP8 with scales, as given: float32 by row, UE8M0 words of any strides; they come
     by row or in columns."""
@@ -364,6 +381,7 @@ SCENARIOS = (
     handles,
     sizes,
     biases,
+    roundings,
     pairs,
     trained,
     unrounded,

@@ -118,6 +118,9 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
                     comptime if Self.group.late_weights:
                         # As if it had been kept.
                         sum = sum.cast[Self.dtype]().cast[DType.float32]()
+                    elif Self.group.is_given():
+                        # As sums of other ranks are: where experts are, shows nowhere.
+                        sum = sum.cast[Self.partial_dtype]().cast[DType.float32]()
                 var are_all_there = True
                 comptime if prefetches and Self.group.masks:
                     owners = slice.await_partials(

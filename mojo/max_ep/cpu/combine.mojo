@@ -324,6 +324,8 @@ def cpu_combine_wait[
                     ).cast[DType.float32]()
                 else:
                     acc = own.add_to[width](0, column)
+                    comptime if group.is_given():  # as sums of other ranks are
+                        acc = acc.cast[partial_dtype]().cast[DType.float32]()
                 comptime if group.partial_block > 0:
                     comptime Sums = QuantizedSums[
                         group.partial_block, group.hidden_size
