@@ -154,6 +154,11 @@ def check_sizes(config: ConfigFields) -> None:
 
 def _check_masks_of_hosts(config: ConfigFields) -> None:
     """Refuses masks where processes cannot leave and join, or cannot agree."""
+    if config.protocol == "by_expert":
+        raise ValueError(
+            "on_timeout='mask' over several hosts with protocol='by_expert': it is for "
+            "'by_rank'; pass that"
+        )
     if config.target == "gpu":
         raise ValueError(
             f"on_timeout='mask' with n_nodes={config.n_nodes} hosts of GPUs: they "

@@ -335,4 +335,4 @@ class ConfigFields:
     def estimate_memory_usage(self) -> int:
         """Returns the bytes of one rank's symmetric region, of both buffer groups."""
         sizes = self.sizes()
-        return sizes.region_bytes + (sizes.put_bytes if self.uses_shmem else 0)
+        return sizes.region_bytes + (sizes.put_bytes if self.spans_hosts else 0)

@@ -140,12 +140,6 @@ def check_protocol(config: ConfigFields) -> None:
             f"{limits.MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
         )
     if not config.is_by_rank:
-        if config.spans_hosts and config.target == "cpu":
-            raise ValueError(
-                f"protocol={config.protocol!r} with {limits.LINK_VARIABLE} set: CPU "
-                "ranks of several hosts dispatch by rank; pass protocol='by_rank', or "
-                "unset it"
-            )
         if config.combines_sums:
             raise ValueError(
                 f"combine_mode='sums' with protocol={config.protocol!r}: the rank of "

@@ -32,7 +32,7 @@ class LocalRanks:
         """``[NUM_GROUPS][rank]``; ops use group 0."""
         self.offsets = self.prepare(was_used=False)
         """Offsets of the buffers in a region, ``[NUM_GROUPS, 3]``."""
-        if config.uses_shmem:
+        if config.spans_hosts:
             # What is sent to other hosts is put from behind the region.
             sizes = config.sizes()
             put = sizes.region_bytes

@@ -7,19 +7,23 @@ runs generations of every case with each seed, and compares what ranks got with 
 oracle, bit for bit: rows, tables and results are those of one host.
 """
 
+import copy
 import functools
 import os
 import random
 import signal
 import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from max.driver import CPU
 from max.engine import InferenceSession
 
-from max_ep import EPCommInitializer, EPConfig, launch
+from max_ep import EPCommInitializer, EPConfig, LaunchError, launch
 from max_ep.limits import LINK_VARIABLE
 from max_ep.memory import masked_ranks
 from max_ep.memory.link import Link
@@ -40,8 +44,12 @@ CASES = {
         Case("hosts_rows", 4, 5, 3, 384, 7, "fp8", output_layout="padded", **_ROWS),
         Case("hosts_dropped", 4, 7, 3, 96, 7, "mxfp4", max_output_rows=17, **_ROWS),
         Case("hosts_fp8", 4, 7, 4, 384, 7, partial="fp8", **_SUMS),
+        Case("hosts_slots", 4, 5, 3, 96, 7, "nvfp4", scales="each", max_output_rows=17),
+        Case("hosts_slots_padded", 4, 7, 3, 256, 7, "fp8", output_layout="padded"),
+        Case("hosts_slots_shared", 4, 14, 4, 80, 12, fused_shared_expert=True),
     ]
 }
+OF_CI = "hosts_sums", "hosts_rows", "hosts_fp8", "hosts_slots"
 N_GENERATIONS = 4
 
 
@@ -86,11 +94,13 @@ class Member:
         where = dict(n_nodes=n, n_gpus_per_node=1, node_id=self.node_id)
         return self.cases[local.name].config(**where, timeout_s=self.timeout_s)
 
-    def begin(self) -> None:
+    def begin(self, timeout_s: float) -> None:
         """Begins again, with the link that the environment describes."""
         self.groups.close()
-        comms = self.groups.comms
-        self.groups.comms = {n: EPCommInitializer(c.config) for n, c in comms.items()}
+        for name, comm in self.groups.comms.items():
+            config = copy.copy(comm.config)
+            config.timeout_s = timeout_s
+            self.groups.comms[name] = EPCommInitializer(config)
         for comm in self.groups.comms.values():
             comm.ep_init(self.session)
 
@@ -102,7 +112,7 @@ class Member:
                 g.tokens[node],
                 g.ids[node],
                 g.weights[node],
-                None,
+                g.input_scales,
                 g.expert_rows and g.expert_rows[node],
             )
             for name, g in given.items()
@@ -116,45 +126,86 @@ class Member:
             assert_round_trip(where, got[name], here)
 
 
-def run_seeds(
+@dataclass(frozen=True)
+class Stage:
+    """What the processes run, one stage after another."""
+
+    per_host: int
+    seeds: range
+    fault: str = ""
+    """`no fences`, or `killed`: the processes end one of their generations so."""
+    killed: tuple[int, ...] = ()
+    """Ranks whose processes die at one time, drawn from the seed."""
+
+
+def run_stages(
     node_id: int,
     n_ranks: int,
-    per_host: int,
-    seeds: range,
+    stages: Sequence[Stage],
     is_fused: bool,
-    cases: Sequence[str] = tuple(CASES),
-    fault: str = "",
-) -> int:
-    """Returns how many generations were right. Faults are those of `_plant`."""
-    _plant(fault)
-    os.environ[LINK_VARIABLE] = f"{per_host}:{seeds[0]}"
-    member = Member(node_id, n_ranks, is_fused, cases, 2 if fault else 10)
-    n_right = 0
-    for seed in seeds:
-        os.environ[LINK_VARIABLE] = f"{per_host}:{seed}"
-        if seed != seeds[0]:
-            member.begin()
-        if fault == "killed" and node_id == KILLED and seed == seeds[0]:
-            delay_s = random.Random(seed).random() * 0.5
-            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        for generation in range(N_GENERATIONS if not fault else 1000):
-            member.run(generation, seed)
-            n_right += len(member.cases)
+    cases: Sequence[str],
+    folder: str,
+) -> None:
+    """Writes how many results of each stage were right, or what was raised, into a file
+    of the folder. Stops where a stage fails that has no fault."""
+    member = None
+    for i, stage in enumerate(stages):
+        _plant(stage.fault)
+        n_right = 0
+        try:
+            for seed in stage.seeds:
+                os.environ[LINK_VARIABLE] = f"{stage.per_host}:{seed}"
+                timeout_s = 2 if stage.fault else 10
+                if member is None:
+                    member = Member(node_id, n_ranks, is_fused, cases, timeout_s)
+                else:
+                    member.begin(timeout_s)
+                if node_id in stage.killed:
+                    delay_s = random.Random(seed).random() * 0.5
+                    kill = os.getpid(), signal.SIGKILL
+                    threading.Timer(delay_s, os.kill, kill).start()
+                for generation in range(1000 if stage.fault else N_GENERATIONS):
+                    member.run(generation, seed)
+                    n_right += len(cases)
+            said = f"{n_right} right"
+        except Exception:
+            said = traceback.format_exc()
+        Path(folder, f"{node_id}.{i}").write_text(said)
+        if not said.endswith(" right") and not stage.fault:
+            return
     member.groups.close()
-    return n_right
 
 
-KILLED = 2
+def said_of(
+    n_ranks: int,
+    stages: Sequence[Stage],
+    is_fused: bool = False,
+    cases: Sequence[str] = tuple(CASES),
+) -> dict[int, list[str]]:
+    """Launches the processes; returns what each says of its stages, and how it died."""
+    died = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            given = n_ranks, stages, is_fused, cases, folder
+            launch(run_stages, n_ranks, given, timeout_s=3600)
+        except LaunchError as error:
+            died = error.failures
+        said = {rank: [] for rank in range(n_ranks)}
+        for path in sorted(Path(folder).iterdir()):
+            said[int(path.stem)].append(path.read_text())
+    for rank, how in died.items():
+        said[rank].append(how)
+    return said
 
 
 def _plant(fault: str) -> None:
     """Has processes with links that keep no fences."""
-    if fault == "no fences":
-        masked_ranks.Link = functools.partial(Link, keeps_fences=False)
+    keeps = fault != "no fences"
+    masked_ranks.Link = functools.partial(Link, keeps_fences=keeps)
 
 
 if __name__ == "__main__":
     per_host, first, end, *more = map(int, sys.argv[1:])
     n_ranks = more[0] if more else 4
-    given = n_ranks, per_host, range(first, end), False
-    print(launch(run_seeds, n_ranks, given, timeout_s=3600))
+    for rank, (said,) in said_of(n_ranks, [Stage(per_host, range(first, end))]).items():
+        print(rank, said)

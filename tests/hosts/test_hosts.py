@@ -3,66 +3,69 @@
 what a network does. `python -m tests.hosts.members 2 1 301` has 300 seeds.
 """
 
+import functools
 import re
 
 import pytest
 
-from max_ep import EPConfig, LaunchError, launch
+from max_ep import EPConfig, launch
 from max_ep.limits import LINK_VARIABLE, STORE_VARIABLE
 from max_ep.processes.store import StoreServer
 from tests.children import ALL_CASES, slow
 from tests.errors import raises, refused
-from tests.hosts.members import CASES, KILLED, N_GENERATIONS, run_seeds
+from tests.hosts.members import CASES, N_GENERATIONS, OF_CI, Stage, said_of
 
 pytestmark = pytest.mark.usefixtures("all_cores")
-N_SEEDS = 3 if ALL_CASES else 1
-SUMS = ("hosts_sums",)
+SEEDS = range(3 if ALL_CASES else 1)
+USED = tuple(CASES) if ALL_CASES else OF_CI
+NO_FENCES = Stage(2, range(1), "no fences")
+ONE, HOST = (Stage(2, range(1), "killed", ranks) for ranks in [(2,), (2, 3)])
+RUNS = {
+    "2x2": (4, [Stage(2, SEEDS), NO_FENCES, HOST], False, USED),
+    "4x1": (4, [Stage(1, SEEDS), ONE], False, USED),
+    "2x4-fused": (8, [Stage(4, SEEDS)], True, ("hosts_sums",)),
+}
+"""Processes, what they run one after another, whether fused, and with which cases."""
 
 
-@pytest.mark.parametrize(
-    "n_ranks, per_host, is_fused, cases",
-    [
-        pytest.param(4, 2, False, tuple(CASES), id="2x2"),
-        pytest.param(4, 1, False, tuple(CASES), id="4x1"),
-        pytest.param(8, 4, True, SUMS, id="2x4-fused", marks=slow),
-    ],
-)
-def test_what_crosses_is_that_of_one_host(
-    n_ranks, per_host, is_fused, cases, monkeypatch
-):
+@functools.cache
+def said(run: str) -> dict[int, list[str]]:
+    """Returns what each process says of its stages, and how it died."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(launch.__globals__, "_GRACE_S", 20.0)
+        if run == "4x1":
+            server = StoreServer("127.0.0.1")
+            patch.setenv(STORE_VARIABLE, f"127.0.0.1:{server.port}")
+        return said_of(*RUNS[run])
+
+
+@pytest.mark.parametrize("run", ["2x2", "4x1", pytest.param("2x4-fused", marks=slow)])
+def test_what_crosses_is_that_of_one_host(run):
     """Rows, tables and results are the oracle's, bit for bit, whatever the order. Four
     hosts share a store alone."""
-    server = StoreServer("127.0.0.1")
-    if per_host == 1:
-        monkeypatch.setenv(STORE_VARIABLE, f"127.0.0.1:{server.port}")
-    given = n_ranks, per_host, range(N_SEEDS), is_fused, cases
-    n_right = launch(run_seeds, n_ranks, given, timeout_s=900)
-    assert n_right == [N_SEEDS * N_GENERATIONS * len(cases)] * n_ranks
-
-
-def failures(fault: str) -> dict[int, str]:
-    """Runs with a fault till each process has failed; returns what they say."""
-    given = 4, 2, range(1), False, tuple(CASES), fault
-    with pytest.raises(LaunchError) as caught:
-        launch(run_seeds, 4, given, timeout_s=900)
-    return caught.value.failures
+    n_right = len(SEEDS) * N_GENERATIONS * len(RUNS[run][3])
+    assert len(said(run)) == RUNS[run][0]
+    assert all(stages[0] == f"{n_right} right" for stages in said(run).values())
 
 
 def test_a_link_without_fences_is_noticed():
-    """Counts come before what they announce."""
-    assert any("hosts_" in text for text in failures("no fences").values())
+    """Counts come before what they announce: what a process gets is wrong."""
+    assert any("hosts_" in stages[1] for stages in said("2x2").values())
 
 
-def test_who_is_killed_is_named(monkeypatch):
-    """By ranks of its host, and by those that only the link reaches."""
-    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 20.0)
-    said = failures("killed")
-    assert sorted(said) == list(range(4))
-    assert "died without a result (exit code -9)" in said.pop(KILLED)
-    for rank, text in said.items():
-        named = re.findall(rf"on rank {rank}: timed out .* from rank (\d)", text)
-        assert named, text
-    assert any(f"from rank {KILLED}" in text for text in said.values())
+@pytest.mark.parametrize("run, killed", [("4x1", ONE), ("2x2", HOST)])
+def test_who_is_killed_is_named(run, killed):
+    """A process by the one of its host, and by those that only the link reaches; a host
+    by the other, in a group that has begun again after it failed."""
+    named = set()
+    for rank, stages in said(run).items():
+        if rank in killed.killed:
+            assert stages[-1] == "died without a result (exit code -9)"
+            continue
+        found = re.findall(rf"on rank {rank}: timed out .* from rank (\d)", stages[-1])
+        assert found, stages[-1]
+        named.update(map(int, found))
+    assert named & {*killed.killed}
 
 
 def config(**changes: object) -> EPConfig:
@@ -74,7 +77,7 @@ def config(**changes: object) -> EPConfig:
 2:x, {} | MAX_EP_LINK='2:x' must be RANKS:SEED; unset it
 3:1, {} | '3:1'; divide the group's 4
 2:1, dict(n_gpus_per_node=4, n_nodes=2) | '2:1'; the 4 of a process
-2:1, dict(protocol="by_expert") | by_expert; pass protocol='by_rank'
+2:1, dict(protocol="by_expert", on_timeout="mask") | with protocol='by_expert'
 2:1, dict(on_timeout="mask") | on_timeout='mask'; MAX_EP_STORE=HOST:PORT
 """)
 def test_what_several_hosts_cannot_have(arguments, words, monkeypatch):

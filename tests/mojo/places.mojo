@@ -177,7 +177,7 @@ def check(group: Group) raises:
     c.at += group.combine_counts_bytes()
     c.buffer(counts, group.combine_counts_bytes())
 
-    # SHMEM's put buffers follow the region, but for ranks that stage in it.
+    # Put buffers follow the region, but for ranks that stage in it.
     var end = group.region_bytes()
     if group.is_by_rank():
         assert_equal(put_bytes(group), 0)

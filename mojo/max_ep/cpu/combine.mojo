@@ -29,6 +29,7 @@ from ..protocol.flags import (
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import ENTRY_BYTES, Group, MESSAGE_ALIGN
 from ..protocol.token_format import BytePointer, LocalRows
+from ..protocol.transport import combine_put_offset
 from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
 from .rank import CpuRank
@@ -49,7 +50,7 @@ def cpu_combine_async[
         _send_sums[dtype, partial_dtype](given.rows, combined, rank)
     else:
         _send_rows[dtype](given.rows, given.src_info, rank)
-    comptime if group.is_linked():
+    comptime if group.spans_hosts():
         _put_staged(rank)
     # I2: counts after rows; zeros too, every source waits for every expert.
     for local_expert in range(rank.n_experts()):
@@ -134,9 +135,7 @@ def _send_rows[
             if rank.is_masked(src_rank):
                 continue
             var offset = group.combine_message_offset(token_idx, k, rank.my_rank)
-            if rank.is_far(src_rank):
-                offset = group.staged_row_offset(src_rank, token_idx, k)
-            var message = rank.recv_bufs[rank.near(src_rank)].unsafe_offset(offset)
+            var message = _place_of(src_rank, offset, group.choice(token_idx, k), rank)
             copy_bytes(
                 dest=message,
                 src=row_at[group, dtype](expert_rows, at.row),
@@ -185,9 +184,7 @@ def _send_sums[
             if rank.is_masked(src_rank):
                 continue
             var offset = group.partial_offset(rank.my_rank, i - first)
-            if rank.is_far(src_rank):
-                offset = group.staged_partial_offset(src_rank, i - first)
-            var message = rank.recv_bufs[rank.near(src_rank)].unsafe_offset(offset)
+            var message = _place_of(src_rank, offset, i - first, rank)
             var sums = message.unsafe_bitcast[Scalar[sum_dtype]]()
             comptime if is_quantized:
                 sums = type_of(sums)(
@@ -232,6 +229,27 @@ def _store_own_sums[
     for_each_chunk(combined.n_tokens, group.combine_msg_bytes, store_sums)
 
 
+def _place_of[
+    group: Group, //
+](src_rank: Int, offset: Int, i: Int, rank: CpuRank[group]) -> BytePointer:
+    """Locates where a row or a sum is written: at the source, or if that is far, where
+    the `i`-th of its rows or sums is staged."""
+    comptime if group.spans_hosts():
+        if rank.is_far(src_rank):
+            return _staged(src_rank, rank).unsafe_offset(i * group.combine_msg_bytes)
+    return rank.recv_bufs[src_rank].unsafe_offset(offset)
+
+
+def _staged[group: Group, //](src_rank: Int, rank: CpuRank[group]) -> BytePointer:
+    """Locates the first of the rows or sums that wait to be put to a source."""
+    comptime if group.has_sums:
+        return rank.recv_buf().unsafe_offset(group.staged_partial_offset(src_rank, 0))
+    elif group.is_linked():
+        return rank.recv_buf().unsafe_offset(group.staged_row_offset(src_rank, 0, 0))
+    else:
+        return rank.put_buf().unsafe_offset(combine_put_offset(group, src_rank, 0))
+
+
 def _put_staged[group: Group, //](rank: CpuRank[group]) raises:
     """Puts what is staged of this generation to the sources on other hosts: rows or sums
     that stand together at once."""
@@ -245,13 +263,12 @@ def _put_staged[group: Group, //](rank: CpuRank[group]) raises:
             continue
         # I4: the sums of a rank have one writer, and the row of a choice has.
         var to = group.combine_message_offset(0, 0, rank.my_rank)
-        var staged = group.staged_row_offset(src_rank, 0, 0)
         comptime if group.has_sums:
             to = group.partial_offset(rank.my_rank, 0)
-            staged = group.staged_partial_offset(src_rank, 0)
+        var staged = _staged(src_rank, rank)
         var first = 0
         for i in range(n_places + 1):
-            var message = own.unsafe_offset(staged + i * msg_bytes)
+            var message = staged.unsafe_offset(i * msg_bytes)
             if (
                 i < n_places
                 and generation_of(message_flag(message, msg_bytes)[]) == rank.generation
@@ -260,7 +277,7 @@ def _put_staged[group: Group, //](rank: CpuRank[group]) raises:
             rank.put(
                 src_rank,
                 own.unsafe_offset(to + first * msg_bytes),
-                own.unsafe_offset(staged + first * msg_bytes),
+                staged.unsafe_offset(first * msg_bytes),
                 (i - first) * msg_bytes,
             )
             first = i + 1

@@ -10,7 +10,10 @@ each rank that has an expert of it. The token's index is its place. An entry for
 each choice holds its expert and its position there. If combine returns sums, the
 router weight follows the entry, and `dispatch_wait` records weights and rows for
 combine. Where a token chooses ranks (in an all-gather every rank), it carries routing
-metadata. To ranks of other hosts tokens and entries are put together (`_put_tokens`).
+metadata.
+
+To ranks of other hosts all is put, from where it is staged: messages one by one, tokens
+and entries together.
 
 After `dispatch_async`: every peer has this generation's tokens, and counts that
 announce them. After `dispatch_wait`: the rows are in the order of `plan.mojo`, the
@@ -36,6 +39,7 @@ from ..protocol.layout import count_offset, Group
 from ..protocol.peer_words import FLAG_BYTES
 from ..protocol.router_ids import load_router_id
 from ..protocol.token_format import BytePointer, TokenFormat
+from ..protocol.transport import dispatch_put_offset
 from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
 from .rank import CpuRank
@@ -75,21 +79,20 @@ def cpu_dispatch_async[
                     continue
                 # I1: only this rank writes the slots of pair (_, my_rank), and
                 # the tokens of its number.
-                var offset: Int
+                var place: BytePointer
                 comptime if is_by_rank:
                     _write_entry[token_fmt_type](given, plan, choice, rank)
                     if rank.near(dst_rank) == rank.my_rank or not plan.is_first_to_rank(
                         token_idx, k
                     ):
                         continue
-                    offset = group.token_offset(rank.my_rank, token_idx)
+                    var offset = group.token_offset(rank.my_rank, token_idx)
+                    place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
                 else:
-                    var local_expert = plan.expert_of(choice) % group.n_local_experts()
-                    offset = group.dispatch_message_offset(
-                        group.pair(local_expert, rank.my_rank),
-                        Int(plan.positions[choice]),
-                    )
-                var place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
+                    var offset = _message_offset(plan, choice, rank)
+                    place = rank.recv_bufs[dst_rank].unsafe_offset(offset)
+                    if rank.is_far(dst_rank):
+                        place = _staged_message(choice, rank)
                 comptime if input_scales:
                     comptime scale_of = input_scales.value()
                     token_fmt_type.encode[input_type, True](
@@ -111,6 +114,8 @@ def cpu_dispatch_async[
     for_each_chunk(n_tokens, bytes_per_token, send_some)
     comptime if group.is_linked():
         _put_tokens(plan, n_tokens, rank)
+    elif group.spans_hosts():
+        _put_messages(plan, n_tokens, rank)
     _publish_counts(plan, n_tokens, rank)
     # AFTER: this generation's tokens and counts are with their receivers.
     plan.raise_if_dropped(rank)
@@ -153,6 +158,34 @@ def _write_entry[
         )
 
 
+def _message_offset[
+    group: Group, //
+](plan: SendPlan[group], choice: Int, rank: CpuRank[group]) -> Int:
+    var local_expert = plan.expert_of(choice) % group.n_local_experts()
+    return group.dispatch_message_offset(
+        group.pair(local_expert, rank.my_rank), Int(plan.positions[choice])
+    )
+
+
+def _staged_message[group: Group, //](choice: Int, rank: CpuRank[group]) -> BytePointer:
+    return rank.put_buf().unsafe_offset(dispatch_put_offset(group, choice))
+
+
+def _put_messages[
+    group: Group, //
+](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]) raises:
+    for choice in range(group.choice(n_tokens, 0)):
+        var dst_rank = plan.rank_of(choice)
+        if dst_rank >= 0 and rank.is_far(dst_rank):
+            var offset = _message_offset(plan, choice, rank)
+            rank.put(
+                dst_rank,
+                rank.recv_buf().unsafe_offset(offset),
+                _staged_message(choice, rank),
+                group.dispatch_msg_bytes,
+            )
+
+
 def _put_tokens[
     group: Group, //
 ](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]) raises:
@@ -189,11 +222,12 @@ def _publish_counts[
     for expert_id in range(group.n_experts):
         var dst_rank, local_expert = divmod(expert_id, group.n_local_experts())
         var offset = count_offset[group](group.pair(local_expert, rank.my_rank))
-        if rank.is_far(dst_rank):
-            rank.my_flag(group.staged_count_offset(expert_id))[] = flag_word(
-                rank.generation, plan.counts[expert_id]
-            )
-            continue
+        comptime if group.is_linked():
+            if rank.is_far(dst_rank):
+                rank.my_flag(group.staged_count_offset(expert_id))[] = flag_word(
+                    rank.generation, plan.counts[expert_id]
+                )
+                continue
         rank.publish(dst_rank, offset, plan.counts[expert_id])
     comptime if group.is_linked():
         var counts = rank.recv_counts[rank.my_rank]

@@ -49,6 +49,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
     var last: UInt32
     var generation: UInt32
     var counters: Counters[Self.group]
+    var send_bufs: PeerBuffers
     var recv_bufs: PeerBuffers
     var recv_counts: PeerBuffers
     var timeout_ms: Int
@@ -72,6 +73,7 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         self.last = call.counters.generation(Word.DISPATCH_SENT + phase)
         self.generation = next_generation(self.last)
         self.counters = call.counters
+        self.send_bufs = call.send_bufs
         self.recv_bufs = call.recv_bufs
         self.recv_counts = call.counts
         self.timeout_ms = call.counters.timeout_ms()
@@ -87,6 +89,10 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
 
     def recv_buf(self) -> BytePointer:
         return self.recv_bufs[self.my_rank]
+
+    def put_buf(self) -> BytePointer:
+        """Locates where messages by expert wait until they are put to other hosts."""
+        return self.send_bufs[self.my_rank]
 
     def staged_token(self, token_idx: Int) -> BytePointer:
         return self.recv_buf().unsafe_offset(

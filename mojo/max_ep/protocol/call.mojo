@@ -107,9 +107,6 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
         is_gpu[target]() and group.masks and group.spans_hosts()
     ), "max_ep: GPU ranks that mask are of one host"
     comptime assert (
-        is_gpu[target]() or group.is_by_rank() or not group.spans_hosts()
-    ), "max_ep: CPU ranks of several hosts dispatch by rank"
-    comptime assert (
         group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"
     comptime assert not group.late_weights or (

@@ -108,8 +108,8 @@ def combine_put_offset(group: Group, src_rank: Int, choice: Int) -> Int:
 def put_bytes(group: Group) -> Int:
     """Counts the bytes of both put buffers, dispatch's first.
 
-    They follow the region, and exist only if SHMEM is used. By rank a rank stages what
-    it puts in its region.
+    They follow the region, and exist only if the group spans hosts. By rank a rank stages
+    what it puts in its region.
     """
     if group.is_by_rank():
         return 0
