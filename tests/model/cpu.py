@@ -57,6 +57,11 @@ def _is_by_expert(a: Agent | Launch) -> bool:
     return a.world.protocol == "by_expert"
 
 
+def _near(a: Agent, to: int) -> int:
+    """The rank in whose memory what is for a rank is written: its own, to stage it."""
+    return a.rank if a.world.is_far(a.rank, to) else to
+
+
 def send_some(a: Agent, t: int) -> None:
     world, rank, (n, generation) = a.world, a.rank, a.next("dispatch_sent")
     if not _is_by_expert(a):
@@ -66,7 +71,7 @@ def send_some(a: Agent, t: int) -> None:
             if expert >= 0:
                 _write_entry(a, (t, k), expert)
         for to in world.owners(n, rank, t):
-            if to != rank:
+            if _near(a, to) != rank:
                 a.stream(("token", to, rank, t), token)
         return
     staged = ("staged", n, rank, t)
@@ -74,14 +79,46 @@ def send_some(a: Agent, t: int) -> None:
     for token_idx, k, expert, slot in world.messages(n, rank):
         if token_idx == t:
             truth, to = ("message", n, rank, t, k), world.rank_of(expert)
-            a.stream(("dispatch_message", to, expert, rank, slot), truth)
-            flag = ("message_flag", to, "dispatch", expert, rank, slot)
+            place, flag = _message_places(to, expert, rank, slot)
+            if world.is_far(rank, to):
+                place, flag = _staged_message(rank, t, k)
+            a.stream(place, truth)
             a.store(flag, (generation, (t, k)), truth)
+
+
+def _message_places(to: int, *slot: int) -> tuple:
+    return ("dispatch_message", to, *slot), ("message_flag", to, "dispatch", *slot)
+
+
+def _staged_message(rank: int, *choice: int) -> tuple:
+    return ("dispatch_put", rank, *choice), ("message_flag", rank, "put", *choice)
+
+
+def _put_messages(a: Agent) -> None:
+    n, _ = a.next("dispatch_sent")
+    for t, k, expert, slot in a.world.messages(n, a.rank):
+        to = a.world.rank_of(expert)
+        if a.world.is_far(a.rank, to):
+            places = _message_places(to, expert, a.rank, slot)
+            for place, staged in zip(places, _staged_message(a.rank, t, k)):
+                a.put(place, staged)
+
+
+def _put_tokens(a: Agent) -> None:
+    n, _ = a.next("dispatch_sent")
+    for to in a.world.ranks:
+        if not a.world.is_far(a.rank, to) or not a.world.experts_of(to):
+            continue  # Nobody there says that it has read what is staged.
+        for t, experts in enumerate(a.world.tokens(n, a.rank)):
+            for k in range(len(experts)):
+                a.put(("entry", to, a.rank, t, k), ("entry", a.rank, a.rank, t, k))
+            if to in a.world.owners(n, a.rank, t):
+                a.put(("token", to, a.rank, t), ("token", a.rank, a.rank, t))
 
 
 def _write_entry(a: Agent, choice: tuple[int, int], expert: int) -> None:
     n, generation = a.next("dispatch_sent")
-    to = a.world.rank_of(expert)
+    to = _near(a, a.world.rank_of(expert))
     truth = ("entry", n, a.rank, *choice)
     a.store(("entry", to, a.rank, *choice), (generation, expert), truth)
     if a.world.has_metadata:
@@ -97,10 +134,20 @@ def _publish_counts(a: Agent) -> None:
         for to in a.world.ranks:
             word = (generation, len(a.world.tokens(n, a.rank)))
             a.publish(("dispatch_n_tokens", to, a.rank), word, ("number", n, a.rank))
+    a.fence()
+    staged = []
     for expert in a.world.experts:
-        place = ("dispatch_count", a.world.rank_of(expert), expert, a.rank)
+        to = a.world.rank_of(expert)
+        place = ("dispatch_count", to, expert, a.rank)
         word = (generation, a.world.count(n, a.rank, expert))
-        a.publish(place, word, ("count", n, a.rank, expert))
+        truth = ("count", n, a.rank, expert)
+        if a.world.is_far(a.rank, to) and not _is_by_expert(a):
+            staged.append((place, ("staged_count", a.rank, expert)))
+            a.store(staged[-1][1], word, truth)
+            continue
+        a.publish(place, word, truth)
+    for place, at in staged:
+        a.put(place, at)
     a.store(("dispatch_sent", a.rank), generation)
 
 
@@ -113,7 +160,9 @@ def cpu_dispatch_async(launch: Launch) -> None:
     place = ("n_tokens", rank, launch.parity(generation, n))
     a.store(place, n_tokens, ("n_tokens", n))
     items = [(t,) for t in range(n_tokens)]
-    _publish_counts(for_each_chunk(launch, items, send_some))
+    a = for_each_chunk(launch, items, send_some)
+    (_put_messages if _is_by_expert(a) else _put_tokens)(a)
+    _publish_counts(a)
 
 
 def lay_out_rows(a: Agent) -> None:
@@ -152,7 +201,10 @@ def _place_choice(a: Agent, src: int, t: int) -> None:
     for k, expert in enumerate(a.world.tokens(n, src)[t]):
         place = ("entry", a.rank, src, t, k)
         if expert < 0 or a.world.rank_of(expert) != a.rank:
-            a.load_of_another_generation(place, generation)
+            if a.world.ranks_per_host:  # its expert says that it is another rank's
+                a.load(place)
+            else:
+                a.load_of_another_generation(place, generation)
             continue
         a.load_of(place, generation, ("entry", n, src, t, k))
         a.load(("token", a.rank, src, t), ("token", n, src, t))
@@ -179,8 +231,10 @@ def _send_rows(a: Agent, src: int, t: int) -> None:
     for source, token, k, _, _ in a.world.received_messages(n, a.rank):
         if (source, token) == (src, t):
             truth = ("row", m, src, t, k)
-            a.stream(_message(a, src, t, k), truth)
-            flag = ("message_flag", src, "combine", t, k)
+            place, flag = _message(a, src, t, k), ("message_flag", src, "combine", t, k)
+            if a.world.is_far(a.rank, src):
+                place, flag = _staged(a, src, t, k)
+            a.stream(place, truth)
             a.store(flag, (generation, (t, k)), truth)
 
 
@@ -190,9 +244,37 @@ def _send_sums(a: Agent, src: int, t: int) -> None:
     a.load(("received_rows", a.rank, src, t), ("row", n, src, t))
     if src != a.rank and a.rank in a.world.owners(n, src, t):
         truth = ("partial", m, a.rank, src, t)
-        a.stream(_partial(a, src, a.rank, t), truth)
+        place = _partial(a, src, a.rank, t)
         flag = ("message_flag", src, "partial", a.rank, t)
+        if a.world.is_far(a.rank, src):
+            place, flag = _staged(a, src, t)
+        a.stream(place, truth)
         a.store(flag, (generation, 1), truth)
+
+
+def _staged(a: Agent, *of: int) -> tuple:
+    kind = "staged_partial" if a.world.has_sums else "staged_row"
+    kind = "combine_put" if _is_by_expert(a) else kind
+    return (kind, a.rank, *of), ("message_flag", a.rank, "staged", *of)
+
+
+def _put_staged(a: Agent) -> None:
+    n, rank, world = a.launch.rounds["dispatch_received"], a.rank, a.world
+    places = []
+    if world.has_sums:
+        for src in world.ranks:
+            for t in world.arriving(n, src, rank):
+                flag = ("message_flag", src, "partial", rank, t)
+                places.append((_partial(a, src, rank, t), flag, _staged(a, src, t)))
+    else:
+        for src, t, k, *_ in world.received_messages(n, rank):
+            flag = ("message_flag", src, "combine", t, k)
+            places.append((_message(a, src, t, k), flag, _staged(a, src, t, k)))
+    for place, flag, staged in places:
+        if world.is_far(rank, place[1]):
+            a.put(place, staged[0])
+            a.put(flag, staged[1])
+    a.fence()
 
 
 def cpu_combine_async(launch: Launch) -> None:
@@ -206,6 +288,7 @@ def cpu_combine_async(launch: Launch) -> None:
         a.store(("combine_of", rank), launch.before["dispatch_received"])
     send = _send_sums if world.has_sums else _send_rows
     a = for_each_chunk(launch, _received_tokens(launch, n), send)
+    _put_staged(a)
     for expert in world.experts_of(rank):
         for src in world.ranks:
             word, truth = world.count(n, src, expert), ("rows", m, src, expert)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .memory import SENTINEL, Order, Place, Step
@@ -19,7 +19,8 @@ from .memory import SENTINEL, Order, Place, Step
 RANK_WORDS = set(
     "staged_token dispatch_message message_flag dispatch_count dispatch_done"
     " dispatch_n_tokens entry metadata token inline_token"
-    " combine_message partial combine_count combine_done".split()
+    " combine_message partial combine_count combine_done"
+    " dispatch_put staged_count combine_put staged_row staged_partial".split()
 )
 """Words and payloads in symmetric memory, by the functions of `mojo/` that locate them.
 A flag in a message has the message's place."""
@@ -38,6 +39,8 @@ LOCAL_WORDS = {
 """Words that a rank keeps between launches (`counters.mojo`)."""
 
 FUSED = ("dispatch", "combine")
+LINK = "link"
+"""The agents that carry what a rank asks of its link to other hosts."""
 THRICE_EACH = ("dispatch",) * 3 + ("combine",) * 3
 """Nothing but done words is between two launches that write to the same places."""
 
@@ -69,6 +72,7 @@ class World:
     in_turn: bool = False
     has_shared_expert: bool = False
     streams: bool = False  # CPU ranks copy with streaming stores
+    ranks_per_host: int = 0  # 0: all ranks are on one host
     generation_bits: int = 32
     first_generation: int = 0  # What the counters of generations hold at first
     replayed: tuple[int, int] = (0, 1000)
@@ -131,6 +135,11 @@ class World:
         tokens = range(len(self.tokens(n, src)))
         return [t for t in tokens if rank in self.owners(n, src, t)]
 
+    def is_far(self, rank: int, other: int) -> bool:
+        """Says whether only a link leads from a rank to another."""
+        n = self.ranks_per_host or self.n_ranks
+        return rank // n != other // n
+
     def has(self, mutation: str) -> bool:
         """Says whether a mutation of that name is on."""
         return self.mutation is not None and mutation in self.mutation.switches
@@ -191,6 +200,10 @@ class Launch:
     position: int
     before: dict[str, Any]  # The header when it begins
     agents: list[tuple[str, list[Step]]] = field(default_factory=list)
+    carried: dict[int, list[int]] = field(default_factory=dict)
+    """The agents that carry what was asked of the link, by the rank that gets it."""
+    fence: Step | None = None
+    """The last fence; its agents are all that carry what came before."""
 
     def __post_init__(self) -> None:
         # By the program, not by any generation: what the messages must be of.
@@ -264,6 +277,17 @@ class Launch:
             a.emit(Step("join", "join", name, agents=after))
         return a
 
+    def carrier(self, asking: Agent, to: int) -> Agent:
+        """Begins an agent of the link, for one request. It knows what its rank knew; of
+        what the link carries, only what a fence orders before it."""
+        steps = [id(steps) for _, steps in self.agents]
+        a = self.agent(LINK, after=[steps.index(id(asking.steps))])
+        carried = self.carried.setdefault(to, [])
+        if self.fence and (before := {*carried} & {*self.fence.agents}):
+            a.emit(replace(self.fence, agents=tuple(sorted(before))))
+        carried.append(len(self.agents) - 1)
+        return a
+
 
 @dataclass
 class Agent:
@@ -314,7 +338,22 @@ class Agent:
         self._do("read", "load", place, Order.PLAIN, accept=("differs", generation))
 
     def publish(self, place: Place, value: Any, truth: Any) -> None:
-        self._do("write", "publish", place, Order.RELEASE, value=value, truth=truth)
+        a, call = self, "publish"
+        if self.world.is_far(self.rank, place[1]):
+            a, call = self.launch.carrier(self, place[1]), "signal"
+        a._do("write", call, place, Order.RELEASE, value=value, truth=truth)
+
+    def put(self, place: Place, staged: Place) -> None:
+        """Copies what is staged when the link carries it: any time from now on."""
+        a = self.launch.carrier(self, place[1])
+        a._do("put", "put", place, Order.PLAIN, places=(staged,))
+
+    def fence(self) -> None:
+        """Orders what the link carries from now on after all before, for each rank."""
+        frame = sys._getframe(1)
+        where = frame.f_globals["CODE"] + frame.f_code.co_name
+        before = tuple(x for of in self.launch.carried.values() for x in of)
+        self.launch.fence = Step("join", "fence", where, agents=before)
 
     def store_relaxed(self, place: Place, value: Any, truth: Any) -> None:
         order = Order.RELAXED

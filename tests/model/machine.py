@@ -16,6 +16,9 @@ it, and each agent has a *view*: what is ordered before its next step.
   An acquire takes over the view of a message that was released; a relaxed load
   learns of the one place only.
 * A release hands on the whole view of its agent; a relaxed store itself only.
+* What the link of a rank carries to other hosts, an agent each, may happen long after
+  its launch: the launches that follow do not know of it. A put copies what its source
+  holds then. Words that it brings hand on its view, as a signal does.
 
 What is not in it: a relaxed store that becomes visible before an earlier load of
 the same agent has returned, but as far as the rule for writes finds it.
@@ -25,8 +28,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .launches import LINK
 from .memory import (
     ALL_HAPPENED,
     BOTH,
@@ -162,7 +167,8 @@ class Steps:
         r.views[agent] |= seen
         if step.order != Order.STREAMED:
             r.views[agent] |= happened
-        handed_on = r.views[agent] if step.order.releases else seen
+        hands_on = step.order.releases or step.kind == "put"
+        handed_on = r.views[agent] if hands_on else seen
         message = Message(step.value, step.truth, handed_on, happened, seen)
         state.put(step.place, Cell((*cell.messages, message), cell.reads))
 
@@ -235,6 +241,11 @@ class Steps:
             self._write(state, rank, agent, step)
         elif step.kind == "read":
             self._read(state, rank, agent, step)
+        elif step.kind == "put":
+            staged = self._cell(state, step.places[0]).messages[-1]
+            self._read(state, rank, agent, replace(step, place=step.places[0]))
+            carried = replace(step, value=staged.value, truth=staged.truth)
+            self._write(state, rank, agent, carried)
         elif step.kind == "await":
             if option == "missed":
                 raise Violation(
@@ -296,8 +307,10 @@ class Steps:
 
     def _next_launch(self, state: State, rank: int) -> None:
         r = state.ranks[rank]
-        for view in r.views:
-            r.base |= view
+        names = self._names.get((rank, r.launch, r.built), ())
+        for name, view in zip(names, r.views):
+            if name != LINK:
+                r.base |= view
         r.launch += 1
         r.pcs, r.views, r.agents, r.built = [], [], (), None
         for place in [p for p in state.cells if p[1] == rank]:

@@ -38,7 +38,7 @@ class Step:
     """One step of an agent, and the line of code that it stands for."""
 
     kind: str
-    """`write`, `read`, `await`, `poll`, `arrive`, `drain` or `join`."""
+    """`write`, `read`, `put`, `await`, `poll`, `arrive`, `drain` or `join`."""
     call: str  # The function of `flags.mojo`, or `store` or `load`
     where: str  # File and function of the call
     place: Place = ()  # What is accessed; of a `poll` the first of `places`
@@ -49,7 +49,7 @@ class Step:
     """what the value says, said by the round of the program and not by any
     generation: of a write, what it is of; of a read, what it must be of."""
     accept: tuple[Any, ...] = ()  # Which value ends a wait
-    places: tuple[Place, ...] = ()  # All words of a `poll`
+    places: tuple[Place, ...] = ()  # All words of a `poll`; what a `put` copies
     skip: int = 0
     """Steps left out: after a `poll` that found nothing, or by all that `arrive`
     but the last of `value`."""

@@ -178,9 +178,12 @@ NAMED = [
 ]
 
 HARMLESS = {
-    # A count is published after it by the same thread, and taken before it is read.
+    # A count is published after it by the same thread, over a link after a fence, and
+    # taken before it is read.
     "relaxed instead of more: publish(dispatch_n_tokens) in CPU: _publish_counts",
     "generation 1 for ever: publish(dispatch_n_tokens) in CPU: _publish_counts",
+    "relaxed instead of more: signal(dispatch_n_tokens) in CPU: _publish_counts",
+    "generation 1 for ever: signal(dispatch_n_tokens) in CPU: _publish_counts",
     "relaxed instead of more: load_acquire_sys(dispatch_n_tokens) in CPU: "
     "_place_tokens",
     # CPU ranks read the choice of a dispatch message, not its generation.

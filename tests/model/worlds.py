@@ -49,6 +49,7 @@ GATHER = dict(protocol="all_gather", has_metadata=True)
 SLOTS = dict(protocol="by_expert")
 SUMS = dict(protocol="by_rank", has_sums=True)
 ON_CPU = dict(model="cpu", streams=True)
+LINKED = dict(ranks_per_host=1)
 
 
 CPU_WORLDS = """
@@ -59,6 +60,9 @@ CPU_WORLDS = """
 , a rank without experts | NO_EXPERTS | replays(SPLIT, 2) | dict(n_experts=1)
 , generations wrap | TWO_RANKS | WRAPS | {}
 , in turn | THREE_RANKS | replays(SPLIT, 3) | dict(in_turn=True)
+, linked | THREE_RANKS | replays(SPLIT, 3) | dict(ranks_per_host=2)
+, linked, dispatch only | TWO_RANKS | replays(SPLIT[:2], 3) | LINKED
+, linked, combine only | BOTH_WAYS | replays(SPLIT[2:], 3, SPLIT[:2]) | LINKED
 """
 
 BY_PROTOCOL: dict[str, list[World]] = {
@@ -159,6 +163,8 @@ def random_world(seed: int) -> World:
     protocol = chance.choice(("by_expert", "by_rank", "all_gather"))
     has_sums = protocol != "by_expert" and chance.random() < 0.7
     program = random_program(chance, has_sums, 8)
+    # Words that nobody reads, at a rank without experts, may come in any order.
+    may_be_linked = protocol != "all_gather" and n_experts == n_ranks
     return World(
         f"random {seed}",
         "cpu",
@@ -170,4 +176,5 @@ def random_world(seed: int) -> World:
         has_metadata=protocol == "all_gather" and has_sums and chance.random() < 0.3,
         has_shared_expert=protocol == "by_expert" and chance.random() < 0.3,
         streams=True,
+        ranks_per_host=chance.choice((0, 1, 2)) if may_be_linked else 0,
     )
