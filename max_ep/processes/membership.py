@@ -28,8 +28,6 @@ from .notes import Notes, NotesInStore, damaged
 from .sockets import Answering, call, found, group_name, listen, process_at
 from .store import StoreLost
 
-_POLL_S, _SPINS = 0.0005, 200
-_JOIN_POLL_S = 0.005
 _LOOK_S, _UNCLEAR_S = 0.05, 5.0
 _REPORT_EVERY_S = 10.0
 
@@ -133,7 +131,7 @@ def notes_of(group: str, n_nodes: int, timeout_s: float) -> int | None:
                     descriptor = _handed(key.fileobj, n_nodes)
                     if descriptor is not None:
                         return descriptor
-                    time.sleep(_POLL_S)  # it has just ended
+                    time.sleep(Notes.poll_s)  # it has just ended
         finally:
             for key in list(lines.get_map().values()):
                 key.fileobj.close()
@@ -298,7 +296,7 @@ class Membership:
                 self._decide(replace(decision, deadline_s=deadline_s))
                 continue
             n_polls += 1
-            time.sleep(_POLL_S if n_polls > _SPINS else 0)
+            time.sleep(self._notes.poll_s if n_polls > self._notes.n_spins else 0)
         # One that missed a decision was not in it.
         if decision.epoch > epoch or self._node not in decision.members:
             self.publish(state=GONE)
@@ -334,7 +332,7 @@ class Membership:
             if now_s > report_at_s:
                 report_at_s = now_s + _REPORT_EVERY_S
                 print(waits, file=sys.stderr, flush=True)
-            time.sleep(_JOIN_POLL_S)
+            time.sleep(10 * self._notes.poll_s)
         self.decision = decision
         self.publish(epoch=decision.epoch, state=MEMBER, masked=[])
         return decision
@@ -349,7 +347,7 @@ class Membership:
             alive = [n for n in missing if n not in notes or notes[n].is_alive()]
             if not alive or self.left_s() < 0:
                 return missing
-            time.sleep(_POLL_S)
+            time.sleep(self._notes.poll_s)
 
     def left_s(self) -> float:
         """Returns how long members still wait for each other after a decision."""

@@ -31,6 +31,10 @@ _LOG_BYTES = 1 << 20
 class Notes:
     """The file, as one process maps it."""
 
+    poll_s, n_spins = 0.0005, 200
+    """How long who waits for a note sleeps between two looks, and how many it takes
+    before it sleeps."""
+
     def __init__(self, descriptor: int, n_nodes: int) -> None:
         """Takes a descriptor over."""
         self.descriptor, self._n_notes_bytes = descriptor, _n_bytes(n_nodes)
@@ -155,6 +159,8 @@ class NotesInStore:
     """The same, of processes that share no memory, but a store (``store.py``). Of the
     log it holds the last line, and takes only one of a higher number: the first of a
     number counts."""
+
+    poll_s, n_spins = 0.005, 0
 
     def __init__(self, address: str, group: str, node: int) -> None:
         self._store, self._node = Store(address, group, node), node

@@ -32,8 +32,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_calls_over_two_hosts(store: str) -> None:
     """Rows and results are those of one host, bit for bit, also after a reset. Fails if
-    weights are not put, or if a reset leaves what was staged.
-    """
+    that leaves what was staged."""
     launch(torch_hosts.member, 4, (4, store), timeout_s=600)
 
 
