@@ -30,7 +30,7 @@ TRIED = "sums expert rows shared".split()
 """Worlds whose orders and waits are all noticed, but for those of `harmless.py`."""
 TRIED_PLAIN = ["sums"]
 """The same for stores, places, bounds and compares."""
-N_WORLDS, N_OF_WORLD = (len(TRIED), 10**6) if ALL_CASES else (2, 20)
+N_WORLDS, N_OF_WORLD = (len(TRIED), 10**6) if ALL_CASES else (2, 8)
 """How many worlds are drawn, and how many of the mutations in each."""
 
 
