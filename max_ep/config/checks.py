@@ -154,17 +154,17 @@ def check_sizes(config: ConfigFields) -> None:
 
 def _check_masks_of_hosts(config: ConfigFields) -> None:
     """Refuses masks where processes cannot leave and join, or cannot agree."""
-    if config.protocol == "by_expert":
-        raise ValueError(
-            "on_timeout='mask' over several hosts with protocol='by_expert': it is for "
-            "'by_rank'; pass that"
-        )
     if config.target == "gpu":
         raise ValueError(
             f"on_timeout='mask' with n_nodes={config.n_nodes} hosts of GPUs: they "
             "reach each other through NVSHMEM, which no process can leave or join. All "
             "processes start and end it together, and keep their numbers meanwhile. "
             "Pass 'raise', and start all processes again after one has died"
+        )
+    if config.protocol == "by_expert":
+        raise ValueError(
+            "on_timeout='mask' over several hosts with protocol='by_expert': it is for "
+            "'by_rank'; pass that"
         )
     if not store_of_environment():
         raise ValueError(
