@@ -119,7 +119,7 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
                         # As if it had been kept.
                         sum = sum.cast[Self.dtype]().cast[DType.float32]()
                     elif Self.group.is_given():
-                        # As sums of other ranks are: where experts are, shows nowhere.
+                        # As sums of other ranks: bits do not show where experts are.
                         sum = sum.cast[Self.partial_dtype]().cast[DType.float32]()
                 var are_all_there = True
                 comptime if prefetches and Self.group.masks:
