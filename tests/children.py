@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs programs in processes of their own."""
 
+import contextlib
 import functools
+import gc
 import os
 import re
 import subprocess
@@ -68,6 +70,17 @@ def compiled_mojo(source: str, folder: Path) -> Callable[..., str]:
         return run_mojo("run", "-I", ".", source, *words)
 
     return run
+
+
+def handles() -> set[str]:
+    """Lists this process's open handles, each by a name that no other ever has. What
+    earlier tests left to the garbage collector is closed first."""
+    gc.collect()
+    names = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the handle of the listing itself
+            names.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return names
 
 
 def names_of(group: str) -> list[str]:

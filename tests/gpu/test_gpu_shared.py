@@ -10,6 +10,7 @@ from typing import Any
 
 from max_ep.memory import gpu_shared
 from max_ep.memory.gpu_shared import GpuSharedMemory
+from tests.children import handles
 
 
 class Driver:
@@ -42,7 +43,7 @@ def test_a_new_process_takes_the_address_of_the_old(monkeypatch) -> None:
     driver, group = Driver(), f"test-{uuid.uuid4().hex[:12]}"
     monkeypatch.setattr(gpu_shared, "_call", driver.call)
     monkeypatch.setattr(gpu_shared, "use_context", lambda _: None)
-    before = set(os.listdir("/proc/self/fd"))
+    before = handles()
 
     first, old = (GpuSharedMemory(group, rank, 3, 1, "") for rank in (0, 1))
     with ThreadPoolExecutor(2) as pool:
@@ -62,4 +63,4 @@ def test_a_new_process_takes_the_address_of_the_old(monkeypatch) -> None:
     assert [*driver.mapped.values()].count(driver.mapped[nobodys]) == 1
     first.close()
     new.close()
-    assert not driver.mapped and set(os.listdir("/proc/self/fd")) <= before
+    assert not driver.mapped and handles() <= before
