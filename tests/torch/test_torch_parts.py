@@ -286,8 +286,9 @@ def test_modules_that_engines_look_for(
 
 
 def test_what_test_programs_of_deep_ep_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the last, short block has no scale, if one number stays twice, or if a
-    sum is put where a rank's first choice is."""
+    """Fails if the last, short block has no scale, if packed scales must have the shape
+    of rows, if one number stays twice, or if a sum is put where a rank's first choice
+    is."""
     monkeypatch.syspath_prepend(str(ROOT / "integrations/deep_ep"))
     of = importlib.import_module("deep_ep.utils")
     x = torch.arange(200.0).repeat(3, 1).bfloat16()
@@ -295,6 +296,11 @@ def test_what_test_programs_of_deep_ep_import(monkeypatch: pytest.MonkeyPatch) -
     assert rows.shape == (3, 200) and scales.shape == (3, 2)
     back = of.math.per_token_cast_back(rows, scales)
     assert 0 < of.math.calc_diff(back, x) < 1e-3
+    # test_low_latency.py views four UE8M0 in a word as if each was a word.
+    rows = torch.ones(4, 512).to(torch.float8_e4m3fn)
+    words = (127 + torch.arange(16, dtype=torch.uint8)).view(torch.int32)
+    back = of.math.per_token_cast_back(rows, words.view(1, 4))
+    assert back[:, ::128].flatten().tolist() == [2.0**i for i in range(16)]
     ranks = torch.tensor([[2, 0, 2, -1], [1, 1, 1, 1]])
     of.math.inplace_unique(ranks, 3)
     assert ranks.tolist() == [[2, 0, -1, -1], [1, -1, -1, -1]]

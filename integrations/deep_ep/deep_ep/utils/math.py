@@ -44,13 +44,15 @@ def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Tensor:
     """Returns bfloat16 ``[n, hidden]`` of float8_e4m3fn and scales: float32, or int32
-    with four UE8M0 in a word."""
+    with four UE8M0 in a word. Scales may have another shape, such as ``[n / 4,
+    hidden / 128]`` words."""
     if x_scales.dtype == torch.int32:
         x_scales = x_scales.contiguous().view(torch.float8_e8m0fnu).float()
     n, hidden = x_fp8.shape
     padded = x_fp8.new_zeros((n, align(hidden, _BLOCK)))
     padded[:, :hidden] = x_fp8
-    return dequantize(padded, x_scales)[:, :hidden].bfloat16()
+    scales = x_scales.reshape(n, padded.shape[1] // _BLOCK)
+    return dequantize(padded, scales)[:, :hidden].bfloat16()
 
 
 def inplace_unique(x: torch.Tensor, num_slots: int) -> None:
