@@ -210,7 +210,8 @@ class World:
         """In regions a kernel polls only what Mojo lists, and only in its rank's own.
         Inline tokens of its own, which it loads alike, are elsewhere."""
         for of_rank, region in enumerate(self.regions):
-            for at in addresses & {*range(region, region + self.sizes.region)}:
+            inside = range(region, region + self.sizes.region)
+            for at in filter(inside.__contains__, addresses):
                 kinds = self._kinds_at[rank].get(at - region)
                 where = f"rank {rank} polls {at - region} of rank {of_rank}"
                 assert of_rank == rank and kinds, f"{where}, which is in no list"

@@ -9,10 +9,11 @@ import numpy as np
 from max_ep.quantize import float8_e4m3fn_to_float32, float32_to_float8_e4m3fn
 
 _FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
+_float_in, _bytes_of = _FLOAT.unpack, _WORD.pack
 
 
 def to_float(bits: int) -> float:
-    return _FLOAT.unpack(_WORD.pack(bits))[0]
+    return _float_in(_bytes_of(bits))[0]
 
 
 def to_bits(x: float) -> int:

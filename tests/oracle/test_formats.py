@@ -24,6 +24,7 @@ from max_ep.quantize import (
     quantize_mxfp8,
 )
 from max_ep.reference import quantize_blockwise_fp8
+from tests.children import slow
 from tests.errors import raises, refused
 from tests.harness import building, to_numpy
 from tests.oracle.cases import F32, Case
@@ -211,6 +212,7 @@ def test_entries_of_formats():
         assert f.is_quantized == (f.quantize is not None)
 
 
+@slow
 def test_dispatch_compares_the_entry_with_mojo(session, monkeypatch):
     """While it is compiled; test_mojo.py has what differs."""
     said = QUANTIZED["mxfp8"].words()
