@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,15 @@ def handles() -> set[str]:
         with contextlib.suppress(FileNotFoundError):  # the handle of the listing itself
             names.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
     return names
+
+
+def new_handles(before: set[str], n: int = 0) -> set[str]:
+    """Lists the handles that are open and were not before, once there are only `n`:
+    threads that answer other processes close theirs a bit later."""
+    deadline = time.monotonic() + 10
+    while len(found := handles() - before) > n and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 def names_of(group: str) -> list[str]:

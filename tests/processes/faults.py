@@ -304,13 +304,13 @@ class Group:
         if spawns:
             self._spares.append(self._spawn())
         self.processes[rank], self.pipes[rank] = self._spares.pop(0)
-        assert self.answer(rank, START_S) == LOADED
+        assert self.answer(rank) == LOADED
         self.pipes[rank].send(rank)
         for out in self.out.values():
             out.add(rank)
 
-    def answer(self, rank: int, timeout_s: float = 60) -> Any:
-        assert self.pipes[rank].poll(timeout_s), f"rank {rank} does not answer"
+    def answer(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(START_S), f"rank {rank} does not answer"
         return self.pipes[rank].recv()
 
     def ask(self, ranks: list[int], name: str, command: str, *args: Any) -> list[Any]:
@@ -417,7 +417,7 @@ class Group:
         faults, active = dict(faults), {}
         joining: set[int] = set()
         stopped_at: dict[int, float] = {}
-        deadline = time.monotonic() + 30 + 10 * TIMEOUT_S
+        deadline = time.monotonic() + START_S + 10 * TIMEOUT_S
 
         def join(rank: int, command: str) -> None:
             self.pipes[rank].send((name, command, faults.pop(rank, None)))

@@ -70,12 +70,14 @@ def answer(node_id: int, how: str) -> Any:
 
 
 def first_fails(node_id: int, folder: str) -> None:
-    """Node 1 fails when all are there; node 0 says why, node 2 does not hear of it."""
+    """Node 1 fails when all are there; node 0 says why once that is known, node 2 does
+    not hear of it."""
     meet(folder, node_id, 3)
     if node_id == 1:
         raise LookupError("the first cause")
     if node_id == 0:
-        time.sleep(0.5)
+        while not Path(folder, "taken-1").exists():
+            time.sleep(0.01)
         raise TimeoutError("waited for node 1")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)

@@ -32,7 +32,7 @@ from max_ep.processes.membership import (
 from max_ep.processes.messages import said
 from max_ep.processes.notes import _LOG_BYTES, Notes
 from max_ep.processes.sockets import Answering, group_name, listen
-from tests.children import handles, names_of, slow
+from tests.children import handles, names_of, new_handles, slow
 from tests.errors import raises
 from tests.processes.faults import (
     ALL,
@@ -367,14 +367,11 @@ def test_notes_are_handed_on(notes, monkeypatch):
     member.publish(epoch=5)
     member.hand_on()
     before = handles()
-    handed = Notes(notes_of(group, 3, 5.0), 3)
+    handed = Notes(notes_of(group, 3, 60.0), 3)
     joins = Membership(group, 1, 3, Owner.myself(""), 2.0, handed)
     assert joins.note(0).epoch == 5
     joins.close()
-    deadline = time.monotonic() + 5  # threads that answer close their ends a bit later
-    while handles() - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert handles() <= before
+    assert not new_handles(before)
     wrong.close()
     silent.close()
     user = os.geteuid()
@@ -395,11 +392,11 @@ def test_who_waits_to_be_let_in_says_so(notes, monkeypatch, capfd):
     member, joins = notes(0, 2), notes(1, 2)
     member.publish(state=MEMBER)
     words = (
-        "node 1 of group 'notes-; waited 0 s for the members [0] to call; reconcile()"
+        "node 1 of group 'notes-; waited; s for the members [0] to call; reconcile()"
     )
     with raises(TimeoutError, words):
-        joins.join(0.3)
-    assert 1 <= capfd.readouterr().err.count("max_ep: node 1 of group 'notes-") <= 2
+        joins.join(1.0)
+    assert 1 <= capfd.readouterr().err.count("max_ep: node 1 of group 'notes-") <= 10
 
 
 def test_most_must_come(notes):
@@ -409,12 +406,11 @@ def test_most_must_come(notes):
         member.publish(state=MEMBER)
     with pytest.raises(TimeoutError, match=r"waited 0.2 s for nodes \[1, 2\], which"):
         members[0].reconcile([], [1])
-    begin = time.monotonic()
 
     def reconcile(member: Membership) -> list[int]:
         if member is members[2]:  # still waits in a launch
             time.sleep(0.5)
-        return member.reconcile([], [1], lambda nodes: begin + 0.5).members
+        return member.reconcile([], [1], lambda nodes: time.monotonic()).members
 
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(reconcile, members)) == 3 * [[0, 1, 2]]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("all_cores")
 TIMEOUT_S = 120
 
 
-def until(what: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
-    deadline = time.monotonic() + seconds
+def until(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + TIMEOUT_S
     while not (is_so := what()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return is_so
@@ -31,7 +32,15 @@ def until(what: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
 def test_one_failure_ends_the_others(tmp_path, monkeypatch):
     """Not after their time-out. The first cause comes first; who has seen something
     says it."""
-    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 2.0)
+    member = launch.__globals__["_Member"]
+    outcome = member.outcome
+
+    def noted(of: Any) -> Any:
+        if (found := outcome(of)) is not None:
+            launched.note(str(tmp_path), f"taken-{of.node_id}", "")
+        return found
+
+    monkeypatch.setattr(member, "outcome", noted)
     began = time.monotonic()
     with pytest.raises(LaunchError) as caught:
         launch(launched.first_fails, 3, (str(tmp_path),), timeout_s=3600)
@@ -41,7 +50,7 @@ def test_one_failure_ends_the_others(tmp_path, monkeypatch):
     assert str(caught.value).startswith("node 1: Traceback")
     assert "LookupError: the first cause" in failures[1]
     assert "TimeoutError: waited for node 1" in failures[0]
-    assert failures[2] == "no result 2 s after node 1 failed; killed"
+    assert failures[2] == "no result 5 s after node 1 failed; killed"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +147,7 @@ def test_children_end_with_their_parent(tmp_path, how, handler, status):
             members = [pid for name, pid in pids.items() if "member" in name]
         else:
             members = list(pids.values())
-        assert until(lambda: all(map(is_gone, members)), 20)
+        assert until(lambda: all(map(is_gone, members)))
     finally:
         parent.kill()
         parent.wait()

@@ -42,7 +42,7 @@ def address(server: StoreServer) -> str:
 
 def until(holds: Callable[[], bool]) -> None:
     """A line that has ended is noticed by the thread that reads it."""
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -146,7 +146,7 @@ def test_what_is_no_address(arguments, words):
 def members(server) -> Iterator[Callable[..., Membership]]:
     made = []
 
-    def make(node: int, timeout_s: float = 1.0) -> Membership:
+    def make(node: int, timeout_s: float = 60.0) -> Membership:
         notes = NotesInStore(address(server), "group", node)
         made.append(Membership("group", node, 3, Owner.myself(""), timeout_s, notes))
         return made[-1]
@@ -172,24 +172,28 @@ def test_members_agree(members):
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(reconcile, all_)) == 3 * [[0, 1, 2]]
         begin_s = time.monotonic()
+        for member in all_[:2]:
+            member._timeout_s = 2.0
         assert list(pool.map(reconcile, all_[:2])) == 2 * [[0, 1]]
-        assert 0.9 < time.monotonic() - begin_s < 5
+        assert 1.9 < time.monotonic() - begin_s < 30
+        for member in all_[:2]:
+            member._timeout_s = 60.0
         with raises(RankExpelled, "goes on without node 2"):
             reconcile(all_[2])
-        joins = pool.submit(all_[2].join, 10.0)
+        joins = pool.submit(all_[2].join, 60.0)
         until(lambda: all_[0].note(2).state == "joining")
         assert list(pool.map(reconcile, all_[:2])) == 2 * [[0, 1, 2]]
         assert joins.result().joined == [2]
-        assert 0 < all_[0].left_s() <= 1
+        assert 0 < all_[0].left_s() <= 60
         assert list(pool.map(lambda member: member.meet(), all_)) == 3 * [[]]
 
 
 def test_who_has_died_is_not_awaited(members):
     """Its process is on another host: nobody can look."""
-    stays, dies = members(0, 30.0), os.fork()
+    stays, dies = members(0), os.fork()
     if dies == 0:
-        members(1, 30.0).publish(state=MEMBER)
-        time.sleep(60)
+        members(1).publish(state=MEMBER)
+        time.sleep(600)
         os._exit(0)
     stays.publish(state=MEMBER)
     stays.decision.members.remove(2)
@@ -199,7 +203,7 @@ def test_who_has_died_is_not_awaited(members):
         time.sleep(0.1)
         assert not decided.done()
         os.kill(dies, signal.SIGKILL)
-        assert decided.result(10).members == [0]
+        assert decided.result(30).members == [0]
     os.waitpid(dies, 0)
     assert stays.note(1).state == GONE
 

@@ -16,7 +16,5 @@ def test_another_user_does_nothing_to_a_group():
     looks into /proc. Without the kernel's word on who is there the group fails."""
     group = f"strangers-{uuid.uuid4().hex[:8]}"
     program = sys.executable, "-m", "tests.processes.strangers", group
-    assert "the other user got nothing" in printed(
-        *program, timeout=120, PYTHONPATH=WHERE_WE_IMPORT
-    )
+    assert "the other user got nothing" in printed(*program, PYTHONPATH=WHERE_WE_IMPORT)
     assert names_of(group) == []

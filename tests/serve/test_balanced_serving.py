@@ -199,7 +199,7 @@ def test_a_planner_s_process(tmp_path):
     numbers = dict(n_ranks=4, top_k=4, max_replicas=4)
     np.savez(given, counts=counts, phy2log=old.phy2log, **numbers)
     with start_planner(given, planned) as process:
-        assert process.wait(60) == 0
+        assert process.wait(LIMIT_S) == 0
     new = Placement.load(planned)
     logical = old.logical_counts(counts)
     assert new.imbalance(logical)[0] < old.imbalance(logical)[0] - 0.3

@@ -270,7 +270,7 @@ def test_experts_move_while_it_is_asked(served):
         return "max_ep: moved" in server.log.read_text(errors="replace")
 
     while served.is_balanced and not has_moved():
-        assert time.monotonic() - begin < 120, server.log_end()
+        assert time.monotonic() - begin < 600, server.log_end()
         answer = server.complete(asked, 16, return_token_ids=True)
         answers.add(tuple(answer["token_ids"]))
     for answer in answers:
