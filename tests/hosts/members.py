@@ -155,7 +155,7 @@ def run_stages(
         try:
             for seed in stage.seeds:
                 os.environ[LINK_VARIABLE] = f"{stage.per_host}:{seed}"
-                timeout_s = 2 if stage.fault else 10
+                timeout_s = 2 if stage.fault else 60
                 if member is None:
                     member = Member(node_id, n_ranks, is_fused, cases, timeout_s)
                 else:

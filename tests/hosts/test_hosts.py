@@ -32,7 +32,7 @@ RUNS = {
 def said(run: str) -> dict[int, list[str]]:
     """Returns what each process says of its stages, and how it died."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(launch.__globals__, "_GRACE_S", 20.0)
+        patch.setitem(launch.__globals__, "_GRACE_S", 600.0)
         if run == "4x1":
             server = StoreServer("127.0.0.1")
             patch.setenv(STORE_VARIABLE, f"127.0.0.1:{server.port}")

@@ -89,7 +89,7 @@ def test_scenarios(
 )
 def test_killed(phase: str, place: str, tmp_path: Path, monkeypatch) -> None:
     """The survivor ends by its time-out and names the dead; the next run works."""
-    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 20.0)
+    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 600.0)
     with pytest.raises(LaunchError) as caught:
         launch(torch_member.killed, 2, (str(tmp_path / phase), phase), timeout_s=300)
     text = caught.value.failures[0]

@@ -73,7 +73,7 @@ def test_a_link_without_fences_is_noticed(store: str) -> None:
 @slow
 def test_who_is_killed_is_named(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rank of its host, and by those that only the link reaches."""
-    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 20.0)
+    monkeypatch.setitem(launch.__globals__, "_GRACE_S", 600.0)
     said = failures(store, "killed")
     assert "died without a result (exit code -9)" in said.pop(torch_hosts.KILLED)
     assert sorted(said) == [0, 1, 3]

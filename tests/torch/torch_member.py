@@ -147,7 +147,7 @@ def low_latency(buffer: Buffer, kinds: list[str]) -> None:
 def sums(other: Buffer) -> None:
     """Combine of sums, whose weights come with combine."""
     try:
-        buffer = open_buffer(combine_mode="sums")
+        buffer = open_buffer(combine_mode="sums", timeout_s=COMPILE_S)
     except ValueError:
         assert other._comm.is_gpu and other._comm.shares_gpu
         return
@@ -161,7 +161,7 @@ def sums(other: Buffer) -> None:
 
 def rows(_: Buffer) -> None:
     """Combine of rows."""
-    buffer = open_buffer(combine_mode="rows")
+    buffer = open_buffer(combine_mode="rows", timeout_s=COMPILE_S)
     low_latency(buffer, ["bf16"])
     buffer.destroy()
 
@@ -345,7 +345,7 @@ def member(
 ) -> dict[str, tuple[str, Any]]:
     """Runs scenarios; returns of each the error, "" if there is none, and a value."""
     open_group(rank, n_ranks, store)
-    buffer = open_buffer()
+    buffer = open_buffer(timeout_s=COMPILE_S)
     outcomes: dict[str, tuple[str, Any]] = {}
     for name in names:
         try:
