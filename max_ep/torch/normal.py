@@ -219,7 +219,8 @@ class Normal:
                 self._combine_through(of_weights[0], handle, padded, sums)
                 weights.copy_(sums[:, :top_k])
             if biases:
-                y.copy_(sum(biases, start=y.float()))
+                with torch.no_grad():  # no result of a kernel has a gradient
+                    y.copy_(sum(biases, start=y.float()))
 
         tensors = (x, y, topk_weights, weights, *biases, *handle.tensors())
         event = comm.streams.run(work, tensors, when)

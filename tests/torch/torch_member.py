@@ -236,8 +236,9 @@ def normal(buffer: Buffer, is_fp8: bool = False) -> None:
         y, sums, _ = buffer.combine(rows, handle, topk_weights=of_rows)
         assert torch.equal(y, (x.float() * n).bfloat16())
         assert sums.shape == (len(x), K)
-        bias = torch.ones_like(x)
+        bias = torch.ones_like(x, requires_grad=True)
         both = buffer.combine(rows, handle, bias=(bias, bias))[0]
+        assert not both.requires_grad  # a gradient of the bias alone would be wrong
         torch.testing.assert_close(both, (y.float() + 2).bfloat16())
 
 
