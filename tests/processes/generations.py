@@ -37,7 +37,7 @@ GROUPS = PHASED | in_protocols([LARGE, SHARED]) | {FEW_EXPERTS.name: FEW_EXPERTS
 
 def config_of(case: Case, node_id: int, **changes: Any) -> EPConfig:
     """A process of one rank, unless changed."""
-    one_each = dict(n_nodes=case.n_ranks, n_gpus_per_node=1, timeout_s=10.0)
+    one_each = dict(n_nodes=case.n_ranks, n_gpus_per_node=1, timeout_s=60.0)
     return case.config(node_id=node_id, **(one_each | changes))
 
 

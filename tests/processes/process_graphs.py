@@ -138,7 +138,7 @@ ALL_GATHER = "all_gather"
 def dispatcher_of(node_id: int) -> AllGatherTokenDispatcher:
     where = dict(n_gpus_per_node=1, n_nodes=N_RANKS, node_id=node_id, target="cpu")
     sizes = SMALL.hidden_size, SMALL.top_k, SMALL.max_tokens_per_rank
-    return AllGatherTokenDispatcher(*sizes, **where, timeout_s=10.0)
+    return AllGatherTokenDispatcher(*sizes, **where, timeout_s=60.0)
 
 
 def compile_graphs(path: Path, session: InferenceSession) -> None:

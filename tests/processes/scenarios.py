@@ -169,9 +169,8 @@ STOPPED_S = 0.5
 
 def _stopped(member: Member, _: str) -> None:
     """Rank 2 is stopped three times, wherever it is then, and all wait for it."""
-    stoppers, n_waits = [], 0
+    stoppers, begin = [], time.monotonic()
     for generation in range(1, 61):
-        begin = time.monotonic()
         if member.rank == 2 and generation in (10, 25, 40):
             pid = os.getpid()
             command = f"sleep {generation / 10_000}; kill -STOP {pid};"
@@ -181,42 +180,56 @@ def _stopped(member: Member, _: str) -> None:
             stoppers[-1].wait()
         time.sleep(0.002)
         member.phases(generation, lambda _: None)
-        n_waits += time.monotonic() - begin > STOPPED_S / 2
-    assert n_waits >= 3
+    assert time.monotonic() - begin > 3 * STOPPED_S
 
 
 MISSING_RANK = 2
-WHO_S = 1.5
-"""How long the rank is missing: others look at it meanwhile."""
+LOOK_S = 50.0
+"""How long rank 0 looks until all others wait: less than they wait."""
 
 
 def _who_waits(member: Member, _: str) -> dict[str, str]:
-    """Rank 2 does not call, then is stopped; rank 0 looks from another thread."""
+    """Rank 2 does not call, then is stopped, until rank 0 has looked from another
+    thread and sends it a SIGCONT."""
     said: dict[str, str] = {}
     lookers: list[threading.Thread] = []
+    continued: list[int] = []
+    signal.signal(signal.SIGCONT, lambda number, _: continued.append(number))
 
-    def look(when: str) -> None:
-        time.sleep(WHO_S / 2)
-        said[when] = str(member.comm.who_waits())
-        group = member.comm._memory.group
-        (waits,) = groups_of(group)
-        said[f"{when} from outside"] = str(waits)
+    def look(when: str, phase: str) -> None:
+        end_s, others_wait = time.monotonic() + LOOK_S, False
+        while not others_wait and time.monotonic() < end_s:
+            time.sleep(0.01)
+            waits = member.comm.who_waits()
+            missing = waits.ranks.pop(MISSING_RANK)
+            others_wait = not missing.is_running and all(
+                (wait.phase, wait.generation, wait.missing)
+                == (phase, 2, [MISSING_RANK])
+                for wait in waits.ranks
+            )
+            if when == "is stopped":
+                others_wait &= missing.process.endswith(when)
+        try:
+            said[when] = str(member.comm.who_waits())
+            (waits,) = groups_of(member.comm._memory.group)
+            said[f"{when} from outside"] = str(waits)
+        finally:
+            os.kill(missing.pid, signal.SIGCONT)
 
-    def look_meanwhile(when: str) -> None:
+    def look_meanwhile(*given: str) -> None:
         if member.rank == 0:
-            lookers.append(threading.Thread(target=look, args=(when,)))
+            lookers.append(threading.Thread(target=look, args=given))
             lookers[-1].start()
 
     member.phases(1, lambda _: None)
-    look_meanwhile("does not call")
-    time.sleep(WHO_S if member.rank == MISSING_RANK else 0)
+    look_meanwhile("does not call", "dispatch_wait")
+    while member.rank == MISSING_RANK and not continued:
+        time.sleep(0.01)
     member.dispatch_async(2)
     rows, src_info = member.dispatch_wait(2)
-    look_meanwhile("is stopped")
+    look_meanwhile("is stopped", "combine_wait")
     if member.rank == MISSING_RANK:
-        pid = os.getpid()
-        command = f"kill -STOP {pid}; sleep {WHO_S}; kill -CONT {pid}"
-        subprocess.run(command, shell=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
     member.combine_async(2, rows, src_info)
     member.combine_wait(2, 2)
     for looker in lookers:
