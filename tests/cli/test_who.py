@@ -27,6 +27,8 @@ from tests.errors import refused
 
 # 3 ranks with 2, 2 and 1 experts.
 N_RANKS, N_EXPERTS, N_LOCAL = 3, 5, 2
+GROUP = f"g-{os.getpid()}"
+"""Other runs of the tests on this machine answer, too."""
 LAST = 6
 """The last generation of every phase."""
 DISPATCH_DONE, COMBINE_DONE = "done word of dispatch", "done word of combine"
@@ -202,7 +204,7 @@ def test_processes_answer():
     for initializer in (mine, closed):
         answer_for(initializer)
     deadline = time.monotonic() + 60
-    while not (found := groups_of("g")) and time.monotonic() < deadline:
+    while not (found := groups_of(GROUP)) and time.monotonic() < deadline:
         time.sleep(0.01)
     # Other tests' processes answer, too.
     assert groups_of(str(os.getpid())) == found and found[0] in groups_of()
@@ -227,11 +229,14 @@ def test_who_asks_takes_no_nonsense(monkeypatch, capsys):
     bad = [b"[" * 99999, b"7", b"\xff", b"{}", good.replace(b"0", b'"0"'), good[:-1]]
     odd, pid = said(Waits("\033[2J", [])), os.getpid()
     silent = listen("who", kind=socket.SOCK_STREAM)
-    monkeypatch.setattr(answering, "_ANSWER_S", 0.5)
     with answering_with(b"\n".join([*bad, good, odd])), answering_with(b"x"), silent:
-        assert {"g", "?[2J"} <= {waits.group for waits in groups_of()}
+        for limit_s in (0.5, 5.0, 50.0):  # on a busy machine answers take longer
+            monkeypatch.setattr(answering, "_ANSWER_S", limit_s)
+            if right := {GROUP, "?[2J"} <= {waits.group for waits in groups_of()}:
+                break
+        assert right
         monkeypatch.setattr(answering, "_ANSWER_BYTES", 1)
-        assert not {"g", "?[2J"} & {waits.group for waits in groups_of(str(pid))}
+        assert not {GROUP, "?[2J"} & {waits.group for waits in groups_of(str(pid))}
     assert f"max-ep who: process {pid} does not answer" in capsys.readouterr().err
 
 
@@ -264,7 +269,7 @@ def test_nobody_waits_for_a_masked_rank():
 
 def waits_of(*missing: list[int]) -> Waits:
     return Waits(
-        "g",
+        GROUP,
         [RankWait(i, "dispatch_wait", 4, True, 1.0, m) for i, m in enumerate(missing)],
     )
 

@@ -74,7 +74,6 @@ class Compiled:
         # Whether it polls, a few times only, for the launch that sends next.
         self.records_readers = self.receives and not self.publishes_at_end
         # Whether what it sends has flags of its own, and what it receives.
-        self.sends_chunks = self.sends and (not is_by_rank or self.has("chunks"))
         has_chunks = not is_by_rank or self.is_dispatch and self.has("chunks")
         self.receives_chunks = self.receives and has_chunks
 

@@ -3,6 +3,7 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -99,19 +100,21 @@ def test_a_peer_that_does_not_come_is_named(session, on_timeout):
     """After the configuration's time-out for the start. Nothing is left."""
     two = dict(n_gpus_per_node=1, n_nodes=2, node_id=0)
     config = TWO.config(**two, start_timeout_s=0.2, on_timeout=on_timeout)
+    group = f"alone-{os.getpid()}"
     with raises(TimeoutError, "max_ep: node 0 waited 0.2 s for nodes [1]; Start all 2"):
-        EPCommInitializer(config, group="alone").ep_init(session)
-    assert names_of("alone") == []
+        EPCommInitializer(config, group=group).ep_init(session)
+    assert names_of(group) == []
 
 
 def test_a_set_up_that_fails_leaves_nothing(session, monkeypatch):
     config = TWO.config(n_gpus_per_node=1, n_nodes=2, node_id=0)
-    comm = EPCommInitializer(config, group="fails")
+    group = f"fails-{os.getpid()}"
+    comm = EPCommInitializer(config, group=group)
     monkeypatch.setattr(LocalRanks, "prepare", lambda *_, **__: 1 // 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             comm.ep_init(session, setup=SimpleNamespace())  # which does not run
-        assert names_of("fails") == []
+        assert names_of(group) == []
 
 
 # ------------------------------------------------------------------- at run time
