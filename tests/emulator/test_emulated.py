@@ -272,6 +272,17 @@ def test_all_blocks_share_work():
     assert halves[1] > 0 and halves[5] > 0  # Rank 0 has many tokens, its peers few.
 
 
+def test_parts_of_a_row_are_counted_in_all_rounds():
+    """So few rows that warps share each, and so many that each block has four. Fails
+    if a part is counted for the row of the next round."""
+    world = World("expert")
+    world.n_blocks = 3
+    tokens, ids, weights = draw(world.sizes, [0, 2, 0], 1, n_wrong=0)
+    ids[1][:] = [2, 1, 0][: world.sizes.top_k]  # of rank 0, which has three
+    check_step(world, world.dispatch(tokens, ids, weights), tokens, ids, weights)
+    check_header(world, range(3), 1)
+
+
 def test_a_rank_is_masked_and_comes_back():
     world = World("masks", timeout_ms=MASKED_MS)
     run_steps(world, [([5, 2, 4], 1)])
