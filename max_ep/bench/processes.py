@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from .cases import FROM_TORCH, LIBRARIES, Case, Config
@@ -58,13 +57,14 @@ def compile_graphs(config: Config, forms: list[str], arch: str, folder: Path) ->
 
 def build_library(config: Config, arch: str) -> None:
     """Compiles the kernels that ``max_ep.torch`` needs, as ``max-ep build``."""
-    from ..torch.library import run_build
+    from ..torch.calls import LowLatencyCall
+    from ..torch.library import build
 
     shape = config.shape
     sizes = dict(hidden=shape.hidden_size, experts=shape.n_experts, top_k=shape.top_k)
     group = dict(ranks=config.n_ranks, tokens=config.max_tokens, target=arch)
-    how = dict(dispatch="bfloat16", combine_mode=LIBRARIES[config.peer])
-    run_build(SimpleNamespace(**sizes, **group, **how))
+    how = dict(combine_mode=LIBRARIES[config.peer])
+    print(build(LowLatencyCall(**sizes, **group, **how).settings()))
 
 
 def measure(todo: list[Case], options: Any, results: Path) -> None:

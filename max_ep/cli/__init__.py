@@ -16,6 +16,8 @@ from typing import Any
 from ..install import OF_MODULES
 from ..limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
 
+_UNSET = argparse.SUPPRESS
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``max-ep`` with these words, or the process's; returns the exit status."""
@@ -173,17 +175,31 @@ def _run(arguments: Sequence[str] | None) -> int:
     about = "cpu, or an architecture such as sm_90a"
     name = dict(dest="target", metavar="TARGET", required=True)
     build.add_argument("--torch", help=about, **name)
-    build.add_argument(
-        "--dispatch",
-        choices="bfloat16 fp8 fp8-round fp8-ue8m0 normal plain expanded "
-        "expanded-128".split(),
-        default="bfloat16",
-        help="low_latency_dispatch's format; or, in bfloat16, normal calls, or plain "
-        "or expanded rows of ElasticBuffer (default: %(default)s)",
-    )
-    about = "Buffer(combine_mode=...) of low-latency calls (default: %(default)s)"
-    modes = dict(choices=["rows", "sums"], default="sums")
-    build.add_argument("--combine-mode", **modes, help=about)
+    about = "low-latency or normal calls of Buffer, or elastic: those of ElasticBuffer "
+    about += "(default: %(default)s)"
+    how = dict(metavar="CALLS", default="low-latency", help=about)
+    build.add_argument("--dispatch", **how)
+    # What is not given has the default of `max_ep/torch/calls.py`.
+    also = build.add_argument_group("arguments of these calls", argument_default=_UNSET)
+    about = "what tokens are quantized to, or given as: fp8, mxfp8, nvfp4 or mxfp4"
+    also.add_argument("--format", help=about)
+    also.add_argument("--hosts", metavar="N", type=int, help="hosts of CPU ranks")
+    about = "low-latency: tokens are given as values and scales"
+    also.add_argument("--pair", action="store_true", help=about)
+    for option in ("--round-scale", "--use-ue8m0", "--enable-shrink"):
+        also.add_argument(option, action="store_true", help="low-latency")
+    modes = dict(choices=["rows", "sums"], help="low-latency")
+    also.add_argument("--combine-mode", **modes)
+    also.add_argument("--do-expand", action="store_true", help="elastic")
+    number = dict(metavar="N", type=int)
+    also.add_argument("--expert-alignment", **number, help="elastic, with --do-expand")
+    yes_or_no = dict(action=argparse.BooleanOptionalAction, help="elastic")
+    also.add_argument("--allow-multiple-reduction", **yes_or_no)
+    also.add_argument("--num-nvl-bytes", **number, help="normal")
+    about = "elastic, normal: scales of a token, of 4 bytes each, if they are not as "
+    about += "many as the format has"
+    also.add_argument("--scales", **number, help=about)
+    build.set_defaults(only_of_build=[x.dest for x in also._group_actions])
     about = "serve a model with MAX; other flags go to max serve"
     serve = command("serve", about)
     serve.add_argument("model", help="a folder, or a repository of Hugging Face")

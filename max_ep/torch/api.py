@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..limits import checked_int, is_integer
+from .calls import sends_sums
 from .communicator import Masks, refuse, refuse_arguments
 from .compiled import Compiled
 from .low_latency import Handle, How, LowLatency, Wire
@@ -107,9 +108,8 @@ class Buffer(Member):
         share_gpus = self._comm.is_gpu and self._comm.shares_gpu
         if combine_mode == "sums" and share_gpus:
             refuse("combine_mode", '="sums" needs a GPU for each rank; use "rows"')
-        is_alone = self.group_size == 1 and combine_mode is None
-        return not (
-            combine_mode == "rows" or self.enable_shrink or share_gpus or is_alone
+        return not share_gpus and sends_sums(
+            combine_mode, self.group_size, self.enable_shrink
         )
 
     # ---------------------------------------------------------- low-latency calls

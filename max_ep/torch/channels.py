@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
+from .calls import Call
 from .channel import Channel
 from .communicator import RESET, Communicator
 from .library import Settings, build_all
@@ -21,10 +21,11 @@ class Channels:
         self.cap = 0
         """Tokens of a rank that calls with exchanged sizes have memory for."""
 
-    def open(self, wanted: Sequence[Settings], n_regions: int) -> list[Channel]:
-        """Returns channels; opens those that are new, with all other ranks."""
-        if hosts := self.comm.hosts:
-            wanted = [replace(x, mapped=hosts.ranks_per_host) for x in wanted]
+    def open(
+        self, wanted: Sequence[Settings], n_regions: int, call: Call
+    ) -> list[Channel]:
+        """Returns channels; opens those that are new, with all other ranks. ``call``
+        needs them."""
         new = [settings for settings in wanted if settings not in self.opened]
         if new:
             comm = self.comm
@@ -39,7 +40,7 @@ class Channels:
                 comm.say(new[0])
             comm.exchange("the first " + "; ".join(s.words() for s in new))
             try:
-                build_all(new)
+                _build(new, call)
                 for settings in new:
                     self.opened[settings] = Channel(comm, settings, n_regions)
             except BaseException as error:  # other ranks may have what this one lacks
@@ -87,3 +88,14 @@ class Channels:
         if comm.hosts:
             comm.hosts.close()
         comm.board.close()
+
+
+def _build(new: Sequence[Settings], call: Call) -> None:
+    """Says, where nothing can be compiled, what compiles it elsewhere."""
+    try:
+        build_all(new)
+    except Exception as error:
+        raise RuntimeError(
+            f"{error}\n`{call.command()}` compiles what this call needs ahead, into "
+            "MAX_EP_CACHE_DIR (docs/pytorch.md#the-first-call)"
+        ) from error

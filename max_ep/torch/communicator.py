@@ -121,6 +121,9 @@ class Communicator:
             own = str(getattr(about, "uuid", device.index))
             # Kernels use what only this architecture has.
             self.target = f"sm_{about.major}{about.minor}a"
+        n_hosts = self.n_ranks // hosts.ranks_per_host if hosts else 1
+        self.for_calls = dict(target=self.target, ranks=self.n_ranks, hosts=n_hosts)
+        """What all calls have alike (``calls.py``)."""
         devices = board.exchange("Buffer()", own)
         self.shares_gpu = len(set(devices)) < self.n_ranks
         _ALIVE.add(self)

@@ -14,6 +14,7 @@ import torch
 
 from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K, checked_int
 from . import sums
+from .calls import EXPANDED, PLAIN, memory_for
 from .channel import Channel
 from .channels import Channels
 from .communicator import refuse
@@ -26,11 +27,10 @@ from .elastic_layout import (
     with_sizes,
     zeroed,
 )
-from .library import memory_for
 from .normal_layout import bytes_of_row, check_ids
 from .quantized import Given, given_as
 from .streams import EventHandle, EventOverlap, When, check_event, wait_for
-from .sums import EXPANDED, PLAIN, Routing
+from .sums import Routing
 
 
 class Sizes(NamedTuple):
@@ -167,8 +167,8 @@ class Elastic:
             weights = x.new_empty(
                 (routing.n_tokens, routing.top_k), dtype=torch.float32
             )
-            wanted = sums.weights_back(channel.settings, routing.top_k)
-            back = sums.open_channel(self._channels, wanted)
+            call = routing.call(x.shape[1], self._rounds, "bfloat16")
+            back = sums.open_channel(self._channels, call.weights(), call)
 
         def work() -> None:
             with comm.using_sms(num_sms):
@@ -258,11 +258,10 @@ class Elastic:
     def _channel(self, routing: Routing, given: Given) -> Channel:
         """Returns the channel of a dispatch; the sums that come back are of as many
         elements, in bfloat16."""
-        row_bytes = bytes_of_row(self._comm, given.rows, None)
-        n_scales = 0 if given.words is None else given.words.shape[1]
-        sizes = row_bytes, n_scales, "bfloat16", given.hidden
-        settings = routing.settings(*sizes, self._partial(routing.rows))
-        return sums.open_channel(self._channels, settings)
+        bytes_of_row(self._comm, given.rows, None)
+        n_scales = None if given.words is None else given.words.shape[1]
+        call = routing.call(given.hidden, self._rounds, given.format, n_scales)
+        return sums.open_channel(self._channels, call.rows(), call)
 
     def _channel_back(self, routing: Routing, x: torch.Tensor) -> Channel:
         """Returns the channel of a combine: what dispatched, if the columns are as
@@ -276,9 +275,9 @@ class Elastic:
             elif routing.channel.is_open and routing.channel.comm is self._comm:
                 return routing.channel
         if settings is None:
-            sizes = bytes_of_row(self._comm, x, None), 0, "bfloat16", columns
-            settings = routing.settings(*sizes, partial)
-        return sums.open_channel(self._channels, settings)
+            bytes_of_row(self._comm, x, None)
+        call = routing.call(columns, self._rounds, "bfloat16")
+        return sums.open_channel(self._channels, settings or call.rows(), call)
 
     def _planned(
         self, x: Any, topk_idx: Any, topk_weights: Any, sizes: Sizes, form: Form

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from .calls import PLAIN
 from .communicator import Communicator, refuse
-from .sums import PLAIN, Routing
+from .sums import Routing
 
 
 class EPHandle:

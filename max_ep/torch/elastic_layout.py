@@ -6,11 +6,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from .calls import PLAIN
 from .communicator import Communicator, refuse
 from .elastic_handle import EPHandle
 from .library import round_up
 from .quantized import Given
-from .sums import PLAIN, Received, Routing
+from .sums import Received, Routing
 
 MOST = "num_max_tokens_per_rank"
 _SIZE_STEP = 2 << 20

@@ -12,25 +12,15 @@ import ctypes
 import functools
 import hashlib
 import platform
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from ..cache import cache_dir, kept
 from ..extension import extension_path, run_mojo, sizes_in, sources_hash
-from ..limits import (
-    FP8_BLOCK,
-    MAX_COUNT,
-    MAX_GPU_PAIRS,
-    MAX_OF_ENTRY,
-    MAX_RANKS,
-    MAX_TOP_K,
-)
 
 _RUNTIME = (
     "libMSupportGlobals.so",
@@ -185,117 +175,5 @@ def text_of(ask: Callable[[int, int], int]) -> str:
     return buffer.raw.decode()
 
 
-WIRE_FORMATS = {
-    "bfloat16": ("bfloat16", 8),
-    "fp8": ("fp8", FP8_BLOCK),
-    "fp8-round": ("fp8_power_of_two", FP8_BLOCK),
-    "fp8-ue8m0": ("fp8_power_of_two", 4 * FP8_BLOCK),
-    "normal": ("bfloat16", 8),
-    "plain": ("given", 8),
-    "expanded": ("given", 8),
-    "expanded-128": ("given", 8),
-}
-"""What calls send, by the command line's names: the format, and what the hidden size is
-a multiple of."""
-
-ELASTIC = {"plain": ("plain", 1), "expanded": ("expanded", 1)}
-ELASTIC["expanded-128"] = ("expanded", 128)
-"""What calls of ``ElasticBuffer`` receive, and ``expert_alignment``."""
-
-_WORDS = 16
-_STEP = 4096
-
-
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def memory_for(n_tokens: int) -> int:
-    """Returns for how many tokens of a rank ``ElasticBuffer`` has memory: few numbers,
-    so that few kernels are built."""
-    if n_tokens > _STEP:
-        return min(round_up(n_tokens, _STEP), MAX_OF_ENTRY)
-    return 1 << max(0, n_tokens - 1).bit_length()
-
-
-def words_of_row(n_scales: int, top_k: int) -> int:
-    """Counts the int32 that go with a row of the normal calls: in steps, so that few
-    numbers of choices need kernels of their own."""
-    return max(_WORDS, round_up(n_scales + 2 * top_k, _WORDS))
-
-
-def rows_out(row_bytes: int, **group: Any) -> Settings:
-    """Describes the channel in which the normal calls send rows, as bytes."""
-    sizes = dict(hidden=row_bytes // 2, combine_hidden=8)
-    return Settings(format="bfloat16", combine="bfloat16", **sizes, **group)
-
-
-def words_out(n_words: int, combine: str, columns: int, **group: Any) -> Settings:
-    """Describes one of words that go with rows, and of rows back."""
-    sizes = dict(hidden=n_words, combine_hidden=columns)
-    return Settings(format="float32", combine=combine, **sizes, **group)
-
-
-def weights_back(n_weights: int, **group: Any) -> Settings:
-    """Describes the channel in which combine brings router weights back."""
-    return words_out(_WORDS, "float32", round_up(n_weights, _WORDS), **group)
-
-
-def _check_build(options: Any) -> None:
-    """Raises for what no call takes: a compiler would say it in its own words."""
-    # The compiler prints pages about an unknown name. Before sm_90 launches cannot
-    # overlap.
-    listed = re.findall(
-        r"^ *(sm_(\d+)\w*)", run_mojo("build", "--print-supported-accelerators"), re.M
-    )
-    known = [name for name, number in listed if int(number) >= 90]
-    if options.target not in ("cpu", *known):
-        raise ValueError(f"--torch {options.target} must be cpu, {', '.join(known)}")
-    is_normal, is_gpu = options.dispatch == "normal", options.target != "cpu"
-    experts = options.experts
-    for name, most in (
-        ("ranks", MAX_TOP_K if is_normal else MAX_RANKS),  # there, a token's choices
-        ("experts", MAX_GPU_PAIRS if is_gpu else MAX_OF_ENTRY),
-        ("top_k", min(MAX_TOP_K, experts)),
-        ("hidden", MAX_COUNT // 4),
-        ("tokens", MAX_OF_ENTRY),
-    ):
-        n, option = getattr(options, name), f"--{name.replace('_', '-')}"
-        if not 1 <= n <= most:
-            raise ValueError(f"{option} {n} must be an integer from 1 to {most}")
-    if experts % options.ranks != 0:
-        what = f"is no multiple of --ranks {options.ranks}"
-        raise ValueError(f"--experts {experts} {what}")
-    _, multiple = WIRE_FORMATS[options.dispatch]
-    if options.hidden % multiple != 0:
-        given = f"with --dispatch {options.dispatch}"
-        wanted = f"must be a multiple of {multiple} {given}"
-        raise ValueError(f"--hidden {options.hidden} {wanted}")
-
-
-def run_build(options: Any) -> None:
-    """Builds the libraries that a first call needs; prints where they are."""
-    _check_build(options)
-    hidden, top_k = options.hidden, options.top_k
-    group = dict(target=options.target, ranks=options.ranks, tokens=options.tokens)
-    if options.dispatch == "normal":
-        group |= dict(experts=options.ranks, top_k=options.ranks)
-        wanted = [
-            rows_out(2 * hidden, **group),
-            words_out(words_of_row(0, top_k), "bfloat16", hidden, **group),
-            weights_back(top_k, **group),
-        ]
-    elif options.dispatch in ELASTIC:
-        rows, alignment = ELASTIC[options.dispatch]
-        group |= dict(tokens=memory_for(options.tokens), rows=rows, alignment=alignment)
-        group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
-        sizes = dict(hidden=2 * hidden, combine_hidden=hidden, combine="bfloat16")
-        wanted = [Settings(format="given", **sizes, **group)]
-    else:
-        group |= dict(experts=options.experts, top_k=top_k, wide_ids=True)
-        group |= dict(packed_scales=options.dispatch == "fp8-ue8m0")
-        group |= dict(hidden=hidden, combine_hidden=hidden)
-        group |= dict(sums=options.combine_mode == "sums")
-        format, _ = WIRE_FORMATS[options.dispatch]
-        wanted = [Settings(format=format, combine="bfloat16", **group)]
-    print(*build_all(wanted), sep="\n")

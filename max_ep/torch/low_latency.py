@@ -21,11 +21,11 @@ from ..limits import (
     MAX_TOP_K,
     checked_int,
 )
+from .calls import LowLatencyCall
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .channels import Channels
 from .communicator import Communicator, refuse
-from .library import WIRE_FORMATS, Settings
-from .quantized import FORMATS, checked_format, joined_pair
+from .quantized import checked_format, joined_pair
 from .streams import EventOverlap, When
 from .tables import LazyTuple, scales_of_rows, split_tables, view
 
@@ -292,7 +292,7 @@ class LowLatency:
             channel = None
         if channel is not None and x.is_contiguous() and topk_idx.is_contiguous():
             return channel  # what has this key was checked
-        format, multiple = _format_of(wire, x.shape[-1])
+        options = _options_of(wire)
         if not wire.hidden:
             comm.check_tensor("x", x, torch.bfloat16, (None, None))
         n_tokens, hidden = x.shape[0], wire.hidden or x.shape[1]
@@ -303,26 +303,22 @@ class LowLatency:
         if n_tokens > cap:
             refuse("x", f"has {n_tokens} rows, {CAP}={cap}; raise that on all ranks")
         top_k, most_k = topk_idx.shape[1], min(MAX_TOP_K, n_experts)
-        if hidden == 0 or hidden % multiple != 0:
-            refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
         if not 1 <= top_k <= most_k:
             refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most_k}")
-        settings = Settings(
-            target=comm.target,
-            format=format,
-            hidden=hidden,
-            combine="bfloat16",
-            combine_hidden=hidden,
+        call = LowLatencyCall(
             experts=n_experts,
-            ranks=comm.n_ranks,
             top_k=top_k,
+            hidden=hidden,
             tokens=cap,
-            packed_scales=wire.use_ue8m0,
-            wide_ids=True,
-            masks=comm.masks is not None,
-            sums=self._sums,
+            combine_mode="sums" if self._sums else "rows",
+            enable_shrink=comm.masks is not None,
+            **options,
+            **comm.for_calls,
         )
-        (channel,) = self._channels.open([settings], _N_REGIONS)
+        multiple = call.row_multiple()
+        if hidden == 0 or hidden % multiple != 0:
+            refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
+        (channel,) = self._channels.open([call.settings()], _N_REGIONS, call)
         self._found[key] = channel
         return channel
 
@@ -355,20 +351,18 @@ class LowLatency:
         return _N_REGIONS * tokens * (n_ranks * (row + 64) + 8 * row)
 
 
-def _format_of(wire: Wire, hidden: int) -> tuple[str, int]:
-    """Returns what kernels call a format, and what its hidden size is a multiple of."""
+def _options_of(wire: Wire) -> dict[str, Any]:
+    """Returns what a call is described by; refuses flags that exclude each other."""
     if wire.format is not None:
-        spec = FORMATS[wire.format.removesuffix("_forwarded")]
-        return wire.format, spec.multiple
+        format = wire.format.removesuffix("_forwarded")
+        return dict(format=format, pair=format != wire.format)
     flags = dict(zip(("use_fp8", "round_scale", "use_ue8m0"), wire))
     for flag, value in flags.items():
         if not isinstance(value, int):  # text would be true
             refuse(flag, f"={value!r} must be True or False")
-    is_rounded = wire.use_fp8 and wire.round_scale
-    name = "fp8" if wire.use_fp8 else "bfloat16"
-    if is_rounded:
-        name = "fp8-ue8m0" if wire.use_ue8m0 else "fp8-round"
-    format, multiple = WIRE_FORMATS[name]
-    if wire.use_ue8m0 and not (is_rounded and hidden % multiple == 0):
+    use_fp8, round_scale, use_ue8m0 = map(bool, flags.values())
+    if use_ue8m0 and not (use_fp8 and round_scale):
         refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")
-    return format, multiple
+    if not use_fp8:
+        return {}
+    return dict(format="fp8", round_scale=round_scale, use_ue8m0=use_ue8m0)

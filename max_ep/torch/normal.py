@@ -12,15 +12,17 @@ any time, also in a backward pass.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..limits import checked_int
+from .calls import NormalCall, first_tokens, power_of_two
 from .channel import BOTH, Channel
 from .channels import Channels
 from .communicator import refuse
-from .library import round_up, rows_out, weights_back, words_of_row, words_out
+from .library import round_up
 from .normal_layout import (
     Layout,
     NormalHandle,
@@ -33,10 +35,7 @@ from .normal_layout import (
 from .quantized import Given, given_as
 from .streams import EventOverlap, When, check_event
 
-_COMBINES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-_DEFAULT_TOKENS = 4096
-_CPU_BYTES = 4 << 20
-_GPU_BYTES = 1 << 30
+_COMBINED = torch.bfloat16, torch.float32
 
 
 class Normal:
@@ -107,7 +106,7 @@ class Normal:
             top_k = check_layout(comm, n_tokens, layout)
             rows = f"rows of {row_bytes} bytes, {n_scales} scales, top_k={top_k}"
             most, n_rows, counts = agree(comm, rows, *there, worst)
-            cap = self._channels.cap = self._capacity(most, row_bytes)
+            cap = self._channels.cap = self._capacity(most, hidden)
             handle = NormalHandle(
                 comm,
                 n_rows=n_rows,
@@ -125,15 +124,14 @@ class Normal:
             refuse("x", f"has {n_tokens} rows, those of the handle are {handle.n_sent}")
 
         recv_x = x.new_empty((handle.n_made, columns))
-        # A handle of other tokens may have no place for scales.
-        n_words = max(handle.n_words, words_of_row(n_scales, 0))
-        group = self._group(handle.cap)
-        wanted = [rows_out(row_bytes, **group)]
+        # A handle may be of tokens without scales.
+        call = self._call(handle, given.format, hidden, n_scales or None)
+        wanted = [call.rows()]
         has_extras = scales is not None or topk_idx is not None
         if has_extras:
-            combine = _COMBINES.get(x.dtype, "bfloat16")
-            wanted.append(words_out(n_words, combine, hidden, **group))
-        rows, *back = self._channels.open(wanted, 1)
+            wanted.append(call.words())
+            n_words = wanted[1].hidden
+        rows, *back = self._channels.open(wanted, 1, call)
         recv_scales, received = None, ()
         if scales is not None:
             recv_scales = scales.new_empty((handle.n_rows, n_scales))
@@ -190,7 +188,7 @@ class Normal:
         check_event(when.after)
         handle = self._checked(handle)
         bytes_of_row(comm, x, handle.n_rows)
-        if x.dtype not in _COMBINES:
+        if x.dtype not in _COMBINED:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
         hidden = x.shape[1]
         y = x.new_empty((handle.n_sent, hidden))
@@ -198,8 +196,8 @@ class Normal:
         biases = tuple(one for one in biases if one is not None)
         for one in biases:
             comm.check_tensor("bias", one, x.dtype, tuple(y.shape))
-        group = self._group(handle.cap)
-        wanted = [words_out(handle.n_words, _COMBINES[x.dtype], hidden, **group)]
+        call = self._call(handle, Given(x).format, hidden, handle.n_scales or None)
+        wanted = [call.words()]
         weights = None
         if topk_weights is not None:
             shape = (handle.n_rows, None)
@@ -207,8 +205,8 @@ class Normal:
             comm.check_tensor("topk_weights", topk_weights, torch.float32, shape, True)
             top_k = topk_weights.shape[1]
             weights = topk_weights.new_empty((handle.n_sent, top_k))
-            wanted.append(weights_back(top_k, **group))
-        channel, *of_weights = self._channels.open(wanted, 1)
+            wanted.append(replace(call, top_k=top_k).weights())
+        channel, *of_weights = self._channels.open(wanted, 1, call)
 
         def work() -> None:
             self._combine_through(channel, handle, x, y)
@@ -254,20 +252,27 @@ class Normal:
         comm.check_handle(handle, NormalHandle, "dispatch", of_group=True)
         return handle
 
-    def _capacity(self, n_tokens: int, row_bytes: int) -> int:
+    def _capacity(self, n_tokens: int, hidden: int) -> int:
         """Returns how many tokens of a rank channels hold, the same on all ranks; never
-        less than before, so that calls of smaller rows find the kernels of the first.
-        """
-        usual = _GPU_BYTES if self.comm.is_gpu else _CPU_BYTES
-        budget = (self.comm.is_gpu and self._n_bytes) or usual
-        fits = max(1, budget // (2 * self.comm.n_ranks * row_bytes))
-        start = self._channels.cap or min(_DEFAULT_TOKENS, 1 << (fits.bit_length() - 1))
-        return max(start, 1 << max(0, n_tokens - 1).bit_length())
+        less than before."""
+        of_group = self.comm.target, self.comm.n_ranks, hidden, self._n_bytes
+        start = self._channels.cap or first_tokens(*of_group)
+        return max(start, power_of_two(n_tokens))
 
-    def _group(self, cap: int) -> dict[str, Any]:
-        """Describes a group in which each rank is an expert."""
-        n, target = self.comm.n_ranks, self.comm.target
-        return dict(target=target, ranks=n, experts=n, top_k=n, tokens=cap)
+    def _call(
+        self, handle: NormalHandle, format: str, hidden: int, scales: int | None
+    ) -> NormalCall:
+        """Describes a call with a handle."""
+        return NormalCall(
+            experts=self.comm.n_ranks,  # of any number, the kernels are the same
+            top_k=handle.top_k,
+            hidden=hidden,
+            tokens=handle.cap,
+            format=format,
+            scales=scales,
+            num_nvl_bytes=self._n_bytes,
+            **self.comm.for_calls,
+        )
 
     def _dispatch_through(
         self,

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..limits import MAX_TOP_K
+from .calls import words_of_row
 from .communicator import Communicator, refuse
-from .library import round_up, words_of_row
+from .library import round_up
 from .tables import LazyTuple
 
-_MOST_TOKENS = 32768
+MOST_TOKENS = 32768
 
 
 @dataclass(eq=False)
@@ -129,8 +130,8 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> int:
         refuse("topk_weights", "are sent with topk_idx only")
     if n_ranks > MAX_TOP_K:
         refuse("dispatch", f"is for at most {MAX_TOP_K} ranks, not {n_ranks}")
-    if n_tokens > _MOST_TOKENS:
-        refuse("x", f"has {n_tokens} rows, at most {_MOST_TOKENS} go")
+    if n_tokens > MOST_TOKENS:
+        refuse("x", f"has {n_tokens} rows, at most {MOST_TOKENS} go")
     return top_k
 
 

@@ -209,6 +209,16 @@ class Given(NamedTuple):
         are_pairs = self.rows.dtype == torch.uint8 and self.scales is not None
         return self.rows.shape[1] * (2 if are_pairs else 1)
 
+    @property
+    def format(self) -> str:
+        """Returns a format with these values and such scales, or the dtype."""
+        rows, scales = self.rows.dtype, self.scales
+        for name, wire in FORMATS.items():
+            if scales is not None and rows == wire.values:
+                if scales.element_size() == 4 or scales.dtype == wire.scales:
+                    return name
+        return str(rows).removeprefix("torch.")
+
     def arrived(self, rows: torch.Tensor, words: torch.Tensor | None) -> Any:
         """Returns rows that have arrived, as the caller gave his own."""
         if words is None or self.scales is None:

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from .calls import EXPANDED, PLAIN, Call, ElasticCall
 from .channel import BOTH, Channel, Region
 from .channels import Channels
 from .communicator import Communicator
 from .library import Settings, round_up
 from .tables import view
 
-PLAIN, EXPANDED = "plain", "expanded"
-_ROW_BYTES = 16
-"""Bytes of a row in a dispatch that is only there for the combine after it."""
 _REGIONS_UP_TO = {4: 1 << 27, 2: 1 << 29}
 """How many regions a channel has, by the bytes that each may have. Half of them are for
 captured graphs: a replay changes a region without a call of Python. With four, two
@@ -120,26 +118,21 @@ class Routing:
         """Returns int32 ``[n_rows, 2]``, at least one row."""
         return self._words(3).view(-1, 2)
 
-    def settings(
-        self, row_bytes: int, n_scales: int, combine: str, columns: int, partial: str
-    ) -> Settings:
-        """Describes the channel for rows out of so many bytes and scales, and for sums
-        of so many columns back."""
-        return Settings(
-            target=self.comm.target,
-            format="given",
-            hidden=row_bytes,
-            combine=combine,
-            combine_hidden=columns,
+    def call(
+        self, hidden: int, rounds: bool, format: str, scales: int | None = None
+    ) -> ElasticCall:
+        """Describes a call that sends such tokens there."""
+        return ElasticCall(
             experts=self.n_experts,
-            ranks=self.comm.n_ranks,
             top_k=self.top_k,
+            hidden=hidden,
             tokens=self.cap,
-            wide_ids=True,
-            rows=self.rows,
-            scales=n_scales,
-            partial=partial,
-            alignment=1 if self.rows == PLAIN else self.alignment,
+            format=format,
+            scales=scales,
+            do_expand=self.rows == EXPANDED,
+            expert_alignment=self.alignment,
+            allow_multiple_reduction=rounds,
+            **self.comm.for_calls,
         )
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -166,7 +159,7 @@ class Received:
     local_ids: torch.Tensor | None = None
 
 
-def open_channel(channels: Channels, settings: Settings) -> Channel:
+def open_channel(channels: Channels, settings: Settings, call: Call) -> Channel:
     """Returns a channel; opens a new one with all other ranks."""
     found = channels.opened.get(settings)
     if found is not None:
@@ -176,7 +169,7 @@ def open_channel(channels: Channels, settings: Settings) -> Channel:
     n_regions = max([1, *(n for n, most in _REGIONS_UP_TO.items() if n_bytes <= most)])
     if not channels.comm.is_gpu:  # nothing is captured
         n_regions = max(1, n_regions // 2)
-    (opened,) = channels.open([settings], n_regions)
+    (opened,) = channels.open([settings], n_regions, call)
     return opened
 
 
@@ -276,13 +269,6 @@ def combine(
         len(biases),
         *(one.data_ptr() for one in biases),
     )
-
-
-def weights_back(settings: Settings, top_k: int) -> Settings:
-    """Describes the channel in which a weight for each choice returns."""
-    columns = round_up(top_k, 4)
-    small = dict(hidden=_ROW_BYTES, scales=0, combine="float32", partial="float32")
-    return replace(settings, combine_hidden=columns, **small)
 
 
 def combine_weights(

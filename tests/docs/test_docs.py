@@ -226,7 +226,7 @@ def test_numbers_without_a_name_are_the_constants():
         "fault_tolerance.md": [f"within {limits.START_TIMEOUT_S:.0f} s"],
         "pytorch.md": [
             f"at most {limits.MAX_GPU_PAIRS} on GPUs",
-            f"{limits.MAX_OF_ENTRY}, normal {normal_layout._MOST_TOKENS}",
+            f"{limits.MAX_OF_ENTRY}, normal {normal_layout.MOST_TOKENS}",
             f"fewer than {FEWEST_SMS} are taken as {FEWEST_SMS}",
         ],
         "elastic.md": [f"fewer than {FEWEST_SMS} are taken as {FEWEST_SMS}"],

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from max_ep import LaunchError, launch
-from max_ep.torch import library
 from tests.children import ALL_CASES, ROOT, ran, slow
 from tests.torch import deep_ep_programs, torch_member, torch_misuse, torch_shrink
 from tests.torch.torch_member import PHASES
@@ -122,22 +121,38 @@ def test_torch_moe(place: str) -> None:
     assert "output and gradients are the plain layer's" in done.stdout, done.stderr
 
 
-def test_build_ahead(
-    run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_for_a_gpu(run_cli: Callable[..., str]) -> None:
     """The command of the documents, for a GPU that need not be there."""
     page = (ROOT / "docs/pytorch.md").read_text()
     (command,) = re.findall(r"^max-ep (build --torch .*)$", page, re.M)
     path = Path(run_cli(*command.split()).strip())
     assert path.is_file() and "sm_90a" in path.name
-    # The sizes of the normal calls of `test_scenarios` with 2 ranks.
-    sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 2048"
-    words = f"build --torch cpu {sizes} --dispatch normal".split()
-    paths = [Path(line) for line in run_cli(*words).split()]
-    assert len(set(paths)) == 3 and all(path.is_file() for path in paths)
-    monkeypatch.setattr(library, "build_all", list)
-    words = f"build --torch cpu {sizes} --dispatch fp8-ue8m0 --hidden 512".split()
-    assert "packed_scales=True" in run_cli(*words)
+
+
+@pytest.mark.parametrize("place", ["cpu"], indirect=True)
+def test_what_is_built_ahead_is_not_compiled(
+    place: str, run_cli: Callable[..., str], tmp_path: Path
+) -> None:
+    """Each interface works where nothing can be compiled, and an error names the
+    command for what is missing. Fails if a call asks for another library than the
+    command has built.
+
+    The libraries are those of two ranks in the scenarios, here and in
+    `test_torch_elastic.py`.
+    """
+    group = "--torch cpu --ranks 2 --experts 8 --top-k 3 --hidden 256".split()
+    for calls, n, tokens in (
+        ("low-latency", 1, 32),
+        ("normal", 3, 32),
+        ("elastic", 2, 16),
+    ):
+        words = "--dispatch", calls, "--tokens", tokens
+        paths = run_cli("build", *group, *words).split()
+        assert len({*paths}) == n and all(Path(path).is_file() for path in paths)
+    said = launch(torch_member.ahead, 2, (str(tmp_path / "store"),), timeout_s=600)
+    for text in said:
+        assert text.startswith("nothing can be compiled\n`max-ep build --torch cpu ")
+        assert " --tokens 31 --format mxfp8 --combine-mode sums`" in text
 
 
 def test_no_max_is_loaded() -> None:

@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from max_ep import cli
+from max_ep.cli import build
 from max_ep.extension import mojo_dir
 from max_ep.torch import (
     Buffer,
     ElasticBuffer,
     EventOverlap,
+    calls,
     channel,
     channels,
     dequantize,
@@ -150,7 +151,7 @@ def test_a_gpu_before_hopper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 --tokens 70000 | --tokens 70000 must be an integer from 1 to 65535
 --ranks 64 --experts 64 --dispatch normal | --ranks 64 must be an integer from 1 to 32
 --hidden 0 | --hidden 0 must be an integer from 1 to 536870911
---hidden 260 | --hidden 260 must be a multiple of 8 with --dispatch bf
+--hidden 260 | --hidden 260 must be a multiple of 8 with --format bf
 --hidden 640 --dispatch fp8-ue8m0 | --hidden 640 must be a multiple of 512
 """)
 def test_build_refuses_what_no_call_takes(
@@ -160,7 +161,7 @@ def test_build_refuses_what_no_call_takes(
     run_cli: Callable[..., str],
 ) -> None:
     """In one line, before it compiles."""
-    monkeypatch.setattr(library, "build_all", lambda wanted: [])
+    monkeypatch.setattr(build, "build_all", lambda wanted: [])
     given = "--torch cpu --ranks 2 --experts 8 --top-k 2 --hidden 256 --tokens 8"
     run_cli("build", *given.split())
     run_cli("build", *given.split(), "--torch", "sm_103a")
@@ -324,16 +325,60 @@ def test_hook_after_a_wait_runs_once() -> None:
 
 def test_memory_is_for_few_numbers_of_tokens() -> None:
     """So that few kernels are built, and never for fewer tokens than are asked for."""
-    found = [library.memory_for(n) for n in (0, 1, 2, 100, 4096, 4097, 65535)]
+    found = [calls.memory_for(n) for n in (0, 1, 2, 100, 4096, 4097, 65535)]
     assert found == [1, 1, 2, 128, 4096, 8192, 65535]
 
 
-def test_build_takes_what_libraries_are_for(capsys: pytest.CaptureFixture) -> None:
-    """The command line does not import them, and lists their names itself."""
-    with pytest.raises(SystemExit):
-        cli.main(["build", "--dispatch", "unknown"])
-    text = capsys.readouterr().err.partition("choose from")[2]
-    assert re.findall(r"[\w-]+", text) == [*library.WIRE_FORMATS]
+SIZES = dict(target="cpu", ranks=4, experts=8, top_k=3, hidden=512, tokens=100)
+CALLS = [
+    calls.LowLatencyCall(**SIZES),
+    calls.LowLatencyCall(**SIZES, format="nvfp4", pair=True, hosts=2),
+    calls.LowLatencyCall(**SIZES, format="fp8", round_scale=True, use_ue8m0=True),
+    calls.LowLatencyCall(**SIZES, enable_shrink=True, combine_mode="rows"),
+    calls.NormalCall(**SIZES, num_nvl_bytes=1 << 20),
+    calls.NormalCall(**SIZES | dict(tokens=5000), format="fp8", scales=1),
+    calls.NormalCall(**SIZES | dict(top_k=0), format="float32"),
+    calls.NormalCall(**SIZES | dict(top_k=9)),
+    calls.ElasticCall(**SIZES, format="mxfp8", do_expand=True, expert_alignment=16),
+    calls.ElasticCall(**SIZES, allow_multiple_reduction=False, scales=7, format="fp8"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_an_error_says_which_command_builds_the_library(
+    call: calls.Call, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., str]
+) -> None:
+    """The command that a call names builds what the call needs. Fails if an argument is
+    left out of it, or has another name or default on the command line."""
+    built: list[library.Settings] = []
+    monkeypatch.setattr(build, "build_all", lambda wanted: built.extend(wanted) or [])
+    words = call.command().split()
+    assert words.pop(0) == "max-ep"
+    run_cli(*words)
+    assert built == call.libraries() and len({*built}) == len(built)
+
+
+@refused("""
+--dispatch fast | --dispatch fast must be one of low-latency, normal, elastic
+--dispatch normal --pair | --pair is not for --dispatch normal
+--dispatch plain --combine-mode rows | --combine-mode is not for --dispatch elastic
+--dispatch elastic --format int8 | --format int8 must be one of bfloat16, fp8, mxfp8
+--dispatch normal --format uint9 | --format uint9 must be one of bfloat16, fp8, mxfp8
+--dispatch elastic --format nvfp4 --hidden 48 | --hidden 48 must be a multiple of 32
+--pair | --pair needs --format, one of fp8, mxfp8, nvfp4, mxfp4
+--round-scale | --round-scale needs --format fp8, and no --pair
+--format fp8 --use-ue8m0 | --use-ue8m0 needs --round-scale
+--enable-shrink --combine-mode sums | --enable-shrink masks no rank
+--hosts 2 --torch sm_90a | --hosts 2 must be an integer from 1 to 1
+--hosts 3 --ranks 4 | --ranks 4 is no multiple of --hosts 3
+--dispatch expanded --expert-alignment 0 | --expert-alignment 0 must be an integer
+""")
+def test_build_refuses_arguments_of_other_calls(
+    arguments: str, words: str, run_cli: Callable[..., str]
+) -> None:
+    given = "--torch cpu --ranks 2 --experts 8 --top-k 2 --hidden 256 --tokens 8"
+    said = run_cli("build", *given.split(), *arguments.split(), status=1)
+    assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1
 
 
 def calls_of(work: Callable[[], None]) -> int:

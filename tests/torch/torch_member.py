@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from max_ep import reference
-from max_ep.torch import Buffer, Config
+from max_ep import extension, reference
+from max_ep.torch import Buffer, Config, ElasticBuffer, library
 from tests.oracle.row_layouts import pad
 
 E, K, H, CAP = 8, 3, 256, 32
@@ -358,6 +358,36 @@ def member(
     buffer.destroy()
     dist.destroy_process_group()
     return outcomes
+
+
+def ahead(rank: int, store: str) -> str:
+    """A layer of each interface where nothing can be compiled; returns what a call
+    without a library says."""
+
+    def fail(*_: Any) -> str:
+        raise RuntimeError("nothing can be compiled")
+
+    extension.run_mojo = library.run_mojo = fail
+    open_group(rank, 2, store)
+    buffer = open_buffer(timeout_s=COMPILE_S)
+    given = tokens_of(1, 0)
+    want = want_doubled(*given)
+    for layer in (doubled, doubled_normal):
+        torch.testing.assert_close(
+            layer(buffer, *given).float(), want, rtol=0.03, atol=0.03
+        )
+    x, ids, weights = given
+    elastic = ElasticBuffer(buffer.group, None, 0, 16, timeout_s=COMPILE_S)
+    rows, _, of_rows, handle, _ = elastic.dispatch(x, ids, weights, num_experts=E)
+    _, back, _ = elastic.combine(rows, handle, of_rows)
+    assert torch.equal(back, weights.masked_fill(ids < 0, 0))
+    try:
+        buffer.low_latency_dispatch(x, ids, CAP - 1, E, format="mxfp8")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "compiled"
 
 
 PHASES = ("dispatch", "dispatch_wait", "combine", "combine_wait")
