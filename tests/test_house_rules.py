@@ -28,7 +28,7 @@ LAYERS = (
 
 # Each module or folder of the Python package may import only those to its left.
 PYTHON_LAYERS = (
-    "limits install npz quantize moe_shape checkpoint processes cache first_import "
+    "limits install npz quantize checkpoint processes cache first_import "
     "launch max_ep shmem_parts extension formats packing balance stats config "
     "agreement waits experts reference graph memory all_gather torch bench serve cli"
 ).split()

@@ -12,13 +12,14 @@ from .architectures import (
     BIASES,
     PLACES,
     check_place,
+    described,
     what_was_not_compared,
     why_not_balanced,
 )
 from .fields import check_config, config_in
 from .files import Tensor, read_tensors
 from .rope import Rope
-from .tensors import Stored, check_tensors, kept_in_fp8, loaded_bytes, shape_of
+from .tensors import Stored, check_tensors, kept_in_fp8, loaded_bytes
 
 __all__ = [
     "ARCHITECTURES",
@@ -32,9 +33,9 @@ __all__ = [
     "what_was_not_compared",
     "check_tensors",
     "config_in",
+    "described",
     "kept_in_fp8",
     "loaded_bytes",
     "read_tensors",
-    "shape_of",
     "why_not_balanced",
 ]

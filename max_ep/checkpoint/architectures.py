@@ -370,6 +370,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 """By the name in ``architectures`` of ``config.json``."""
 
 
+def described(config: Config) -> Decoder:
+    """Returns what a checked ``config.json`` says; there is no other source of a
+    model's sizes."""
+    return ARCHITECTURES[config["architectures"][0]].decoder(config)
+
+
 def check_place(architecture: str, n_gpus: int) -> None:
     """Refuses an architecture that is not served on so many GPUs; 0: the CPU."""
     place, places = _place(n_gpus), ARCHITECTURES[architecture].places
@@ -386,15 +392,12 @@ BIASES = "biases of experts have no replicas"
 def why_not_balanced(config: Config, n_ranks: int) -> str:
     """Returns why experts of a checked ``config.json`` cannot move while they are
     served, or ""."""
-    architecture = config["architectures"][0]
-    layers = ARCHITECTURES[architecture].decoder(config).layers
+    architecture, model = config["architectures"][0], described(config)
     if n_ranks == 1:
         return "one rank has all experts, so nothing is to be balanced"
-    if any(isinstance(layer.attention, LatentAttention) for layer in layers):
+    if isinstance(model.layers[0].attention, LatentAttention):
         return f"MAX's own model serves {architecture}, and its experts cannot move"
-    if any(layer.moe is not None and layer.moe.is_clamped for layer in layers):
-        return BIASES
-    return ""
+    return BIASES if model.moe.is_clamped else ""
 
 
 def what_was_not_compared(architecture: str, n_gpus: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ..limits import FP8_BLOCK, fp8_takes
 from .rope import Rope
 
 
@@ -81,6 +82,8 @@ class Moe:
     """The same of an expert that has all tokens; 0: there is none."""
     has_shared_gate: bool = False
     """Whether its result is multiplied with the sigmoid of a product."""
+    dispatches_shared: bool = False
+    """Whether it goes through dispatch: one expert of the size of the others."""
     has_correction: bool = False
     """Whether a bias is added to the scores by which experts are chosen."""
     is_clamped: bool = False
@@ -125,12 +128,31 @@ class Decoder:
     rms_norm_eps: float
     is_tied: bool
     layers: tuple[Layer, ...]
+    moe: Moe
+    """That of all layers that have experts."""
+    fp8_block: tuple[int, int] | None = None
+    """Rows and columns that have one scale, in matrices that are in FP8."""
     names: Names = Names()
 
     @property
     def dense_layers(self) -> list[int]:
         """Returns the layers without experts."""
         return [i for i, layer in enumerate(self.layers) if layer.moe is None]
+
+    @property
+    def expert_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns rows and columns of an expert's first matrix, which has gate and up,
+        and of its second."""
+        hidden, dim = self.hidden_size, self.moe.dim
+        return (2 * dim, hidden), (hidden, dim)
+
+    def keeps_fp8(self, n_gpus: int) -> bool:
+        """Returns whether experts stay in FP8, and tokens are dispatched in it; if not,
+        their weights are widened when they load, as those of all other layers. A
+        shared expert that goes through dispatch is one of them."""
+        fits = all(fp8_takes(n, k) for n, k in self.expert_sizes)
+        is_known = self.fp8_block == (FP8_BLOCK, FP8_BLOCK) and not self.moe.is_clamped
+        return n_gpus > 0 and is_known and fits
 
 
 def decoder(
@@ -144,6 +166,7 @@ def decoder(
     ``dense`` are the layers without experts."""
     n_layers = config["num_hidden_layers"]
     moe = replace(moe, has_correction=names.correction is not None)
+    block = (config["quantization_config"] or {}).get("weight_block_size")
     of_layers = attention if isinstance(attention, list) else [attention] * n_layers
     without = {*dense}
     return Decoder(
@@ -156,6 +179,8 @@ def decoder(
             Layer(of_layer, None if i in without else moe)
             for i, of_layer in enumerate(of_layers)
         ),
+        moe=moe,
+        fp8_block=tuple(block) if block else None,
         names=names,
     )
 

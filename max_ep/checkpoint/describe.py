@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..moe_shape import dense_layers
 from .decoder import (
     Attention,
     Decoder,
@@ -25,6 +24,14 @@ Config = Mapping[str, Any]
 _PLAIN = Names()
 
 
+def _dense_of_qwen(config: Config) -> list[int]:
+    """Returns the layers of a Qwen that have an MLP in place of experts."""
+    step, named = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
+    return [
+        i for i in range(config["num_hidden_layers"]) if (i + 1) % step or i in named
+    ]
+
+
 def qwen3(config: Config, names: Names = _PLAIN) -> Decoder:
     bias = dict.fromkeys(("has_bias", "has_output_bias"), config["attention_bias"])
     return decoder(
@@ -37,7 +44,7 @@ def qwen3(config: Config, names: Names = _PLAIN) -> Decoder:
             Router(renormalizes=config["norm_topk_prob"]),
         ),
         names,
-        dense_layers(_Fields(config)),
+        _dense_of_qwen(config),
     )
 
 
@@ -57,7 +64,7 @@ def qwen2(config: Config) -> Decoder:
             has_shared_gate=True,
         ),
         Names(shared="shared_expert"),
-        dense_layers(_Fields(config)),
+        _dense_of_qwen(config),
     )
 
 
@@ -157,6 +164,8 @@ def deepseek(config: Config) -> Decoder:
             dim,
             _sigmoid_router(config),
             shared_dim=dim * config["n_shared_experts"],
+            # Two or more are one wider expert, which MAX runs itself.
+            dispatches_shared=config["n_shared_experts"] == 1,
         ),
         _DEEPSEEK_NAMES,
         range(config["first_k_dense_replace"]),
@@ -281,10 +290,3 @@ def gpt_oss(config: Config) -> Decoder:
         ),
         Names(router="router", fused=(True,), is_interleaved=True, may_be_mxfp4=True),
     )
-
-
-class _Fields:
-    """A ``config.json`` with attributes."""
-
-    def __init__(self, config: Config) -> None:
-        self.__dict__.update(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..limits import MAX_TOP_K
-from .architectures import ARCHITECTURES
+from .architectures import ARCHITECTURES, described
 from .common import COMMON, MOST_EXPERTS
 from .rule import NEEDED, Rule, named, shown
 
@@ -62,7 +62,7 @@ def check_config(config: Any) -> dict[str, Any]:
         _check_quantization(quantization, architecture)
     full = {name: rule.default for name, rule in entry.fields.items()} | config
     _check_sizes(full, full[experts], architecture)
-    model = entry.decoder(full)  # refuses rotary embeddings
+    model = described(full)  # refuses rotary embeddings
     _check_same(full, model.dense_layers)
     if len(model.dense_layers) == len(model.layers):
         _refuse("no layer with experts", f"{experts}={full[experts]}")

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..moe_shape import MoeShape, fp8_block
-from .architectures import ARCHITECTURES
+from .architectures import described
 from .decoder import Attention, Decoder, LatentAttention, Moe, Names
 from .files import Tensor, and_others, are_equal
 
@@ -127,7 +126,7 @@ def _here(name: str, names: Names) -> str:
 def loaded_bytes(config: Mapping[str, Any], n_gpus: int) -> tuple[int, int]:
     """Returns the bytes of weights on each GPU, in FP8 and in bfloat16. Each has all
     but the experts of others."""
-    kept, in_fp8, in_bfloat16 = kept_in_fp8(shape_of(config), n_gpus), 0, 0
+    kept, in_fp8, in_bfloat16 = kept_in_fp8(described(config), n_gpus), 0, 0
     for name, needed in needed_tensors(config).items():
         n = math.prod(needed.shape)
         n = n // n_gpus if needed.is_expert else n
@@ -138,23 +137,12 @@ def loaded_bytes(config: Mapping[str, Any], n_gpus: int) -> tuple[int, int]:
     return in_fp8, in_bfloat16
 
 
-def kept_in_fp8(shape: MoeShape, n_gpus: int) -> tuple[str, ...]:
+def kept_in_fp8(model: Decoder, n_gpus: int) -> tuple[str, ...]:
     """Returns parts of the names of matrices that stay in blockwise FP8."""
-    if not shape.keeps_fp8(n_gpus):
+    if not model.keeps_fp8(n_gpus):
         return ()
-    return (".experts.", *((".shared_experts.",) if shape.has_shared_expert else ()))
-
-
-def shape_of(config: Mapping[str, Any]) -> MoeShape:
-    """Returns the sizes of the MoE layers of a checked ``config.json``."""
-    return MoeShape.of(_Fields(config))
-
-
-class _Fields:
-    """A ``config.json`` with attributes."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.__dict__.update(config)
+    more = (".shared_experts.",) if model.moe.dispatches_shared else ()
+    return (".experts.", *more)
 
 
 def check_tensors(
@@ -169,7 +157,7 @@ def check_tensors(
         ValueError: One is missing, has another shape or dtype, or there are some that
             the model does not have; or experts that stay in FP8 are not in it.
     """
-    block = fp8_block(_Fields(config))
+    block = described(config).fp8_block
     stored: dict[str, Stored] = {}
     used: set[str] = set()
     missing = []
@@ -245,9 +233,9 @@ def _find(name: str, needed: Needed, tensors: Mapping[str, Tensor]) -> Stored | 
 def _check_copy(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Refuses another ``lm_head`` than the embedding that is tied to it: transformers
     does not tie them then."""
-    copy = tensors.get(_HEAD)
-    embedding = tensors[f"{described(config).names.model}.embed_tokens.weight"]
-    if copy and config["tie_word_embeddings"] and not are_equal(copy, embedding):
+    model, copy = described(config), tensors.get(_HEAD)
+    embedding = tensors[f"{model.names.model}.embed_tokens.weight"]
+    if copy and model.is_tied and not are_equal(copy, embedding):
         raise ValueError(
             f"{copy} is not {embedding.name}, and config.json says "
             "tie_word_embeddings=true; say false, or remove the tensor"
@@ -269,7 +257,9 @@ def _check_dtype(tensor: Tensor, served: tuple[str, ...]) -> None:
         )
 
 
-def _check_scales(scales: Tensor, shape: tuple[int, ...], block: list[int]) -> None:
+def _check_scales(
+    scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]
+) -> None:
     _check_shape(scales, tuple(-(-n // b) for n, b in zip(shape, block)))
     if scales.dtype not in _OF_SCALES:
         raise ValueError(
@@ -280,10 +270,10 @@ def _check_scales(scales: Tensor, shape: tuple[int, ...], block: list[int]) -> N
 def _leftovers_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Returns whether a tensor is skipped: it has no effect, is the copy of tied
     embeddings, or of a layer behind the last one, which predicts further tokens."""
-    n_layers = config["num_hidden_layers"]
+    model = described(config)
+    n_layers, is_tied = len(model.layers), model.is_tied
     n_more = config.get("num_nextn_predict_layers") or config.get("num_mtp_modules")
     n_more = n_more or int(config["architectures"][0] in _ONE_MORE)
-    is_tied = config["tie_word_embeddings"]
 
     def is_leftover(name: str) -> bool:
         if _LEFTOVERS.fullmatch(name) or (is_tied and name == _HEAD):
@@ -294,11 +284,6 @@ def _leftovers_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
         return bool(of_layer) and 0 <= int(of_layer[1]) - n_layers < n_more
 
     return is_leftover
-
-
-def described(config: Mapping[str, Any]) -> Decoder:
-    """Returns the decoder of a checked ``config.json``."""
-    return ARCHITECTURES[config["architectures"][0]].decoder(config)
 
 
 def _needed(config: Mapping[str, Any]) -> Iterator[tuple[str, Needed]]:

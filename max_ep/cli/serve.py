@@ -23,10 +23,10 @@ from ..checkpoint import (
     check_place,
     check_tensors,
     config_in,
+    described,
     kept_in_fp8,
     loaded_bytes,
     read_tensors,
-    shape_of,
     what_was_not_compared,
     why_not_balanced,
 )
@@ -64,7 +64,7 @@ def run_serve(options: Any) -> None:
     config, tensors, n_bytes = checkpoint_of(options.model, n_gpus, options.dry_run)
     _check_supported(config, gpus[:n_gpus])
     _check_token(config["hidden_size"], n_gpus)
-    n_experts = shape_of(config).n_experts
+    n_experts = described(config).moe.n_experts
     n_ranks = n_gpus or options.ranks
     if n_ranks is None:
         # The most that have the same number of experts.
@@ -175,7 +175,7 @@ def checkpoint_of(
                 print(f"files      none yet: {folder} has config.json and the index")
                 return config, {}, _bytes_of_index(folder / INDEX)
         tensors = read_tensors(folder)
-        check_tensors(config, tensors, kept_in_fp8(shape_of(config), n_gpus))
+        check_tensors(config, tensors, kept_in_fp8(described(config), n_gpus))
         return config, tensors, sum(tensor.n_bytes for tensor in tensors.values())
     if folder.exists():
         raise ValueError(f"{model} is a file; name the folder it is in")

@@ -145,15 +145,15 @@ class OurDecoder(Module):
     """A decoder as a checkpoint describes it; its graph has the group's inputs, if
     layers dispatch."""
 
-    def __init__(self, config: Any, described: Decoder, shape: Any) -> None:
+    def __init__(self, config: Any, described: Decoder) -> None:
         """Makes the decoder of MAX's config, whose ``ep_config`` is the group."""
         super().__init__()
         self.config, self.described = config, described
         self.manager = EPBatchManager(config.ep_config)
-        self.dispatches = not gathers(config.ep_config, shape)
+        self.dispatches = not gathers(config.ep_config, described)
         self.held: HeldExperts | None = None
         if balance_s():
-            self.held = HeldExperts(config.ep_config, shape, config.dtype)
+            self.held = HeldExperts(config.ep_config, described, config.dtype)
         self.devices, dtype = config.devices, config.dtype
         sizes = described.vocab_size, described.hidden_size
         n = len(self.devices)

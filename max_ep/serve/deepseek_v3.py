@@ -21,12 +21,20 @@ from max.pipelines.architectures.deepseekV3.memory_planner import (
 from .model import CheckedConfig, ExpertParallelModel
 from .replaced import DEEPSEEK_LAYER
 from .settings import ExpertParallelPlanner
+from .source import decoder_of
 from .tokens import VocabularyTokenizer
 from .weights import reading
 
 
 class DeepseekV3Config(CheckedConfig, stock.DeepseekV3Config):
-    pass
+    @classmethod
+    def initialize(cls, pipeline_config: Any, *args: Any, **more: Any) -> Any:
+        """Gives MAX the rotary embeddings that were checked, wherever they stand."""
+        made = super().initialize(pipeline_config, *args, **more)
+        rope = decoder_of(pipeline_config).layers[0].attention.rope
+        scaling = {"rope_type": rope.kind, **rope.parameters}
+        theta = rope.parameters["rope_theta"]
+        return replace(made, rope_scaling=scaling, rope_theta=theta)
 
 
 class DeepseekV3Planner(ExpertParallelPlanner, DeepseekV3MemoryPlanner):

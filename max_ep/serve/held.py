@@ -18,9 +18,9 @@ from max.dtype import DType
 from max.graph import BufferType, TensorType, TensorValue, Value, ops
 
 from .. import EPConfig
+from ..checkpoint.decoder import Decoder
 from ..experts import GPU_COLUMNS, GPU_K_STEP, gpu_takes, grouped_swiglu
 from ..limits import BALANCE_VARIABLE, FP8_BLOCK
-from ..moe_shape import MoeShape
 
 
 class Kind(NamedTuple):
@@ -47,20 +47,14 @@ _GATE_UP, _DOWN = ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
 class HeldExperts:
     """The experts of all layers, on all ranks of this process."""
 
-    def __init__(self, config: EPConfig, shape: MoeShape, dtype: DType) -> None:
+    def __init__(self, config: EPConfig, model: Decoder, dtype: DType) -> None:
         """Describes the inputs; the group has a placement of experts."""
         self.config, self.n_layers = config, config.num_moe_layers
         self.n_places = (self.n_layers + 1) * config.n_local_experts
-        sizes = (
-            (2 * shape.moe_dim, shape.hidden_size),
-            (
-                shape.hidden_size,
-                shape.moe_dim,
-            ),
-        )
+        sizes = model.expert_sizes
         if config.target == "gpu" and not all(gpu_takes(*size) for size in sizes):
             raise ValueError(
-                f"experts of {shape.hidden_size} x {shape.moe_dim} cannot move: on "
+                f"experts of {model.hidden_size} x {model.moe.dim} cannot move: on "
                 f"GPUs our matmuls take k in multiples of {GPU_K_STEP} and n in "
                 f"multiples of {GPU_COLUMNS}; unset {BALANCE_VARIABLE}"
             )

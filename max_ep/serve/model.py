@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from max.driver import Buffer, is_virtual_device_mode
@@ -20,15 +21,15 @@ from max.pipelines.architectures.qwen3.batch_processor import Qwen3BatchProcesso
 from max.pipelines.lib.graph_specs import GraphSpec
 
 from .. import EPCommInitializer, EPConfig, experts, extension_path
-from ..checkpoint.tensors import described
+from ..checkpoint import described
+from ..checkpoint.decoder import Decoder
 from ..config.protocol import cost_of_by_expert
-from ..moe_shape import MoeShape
 from .balancer import Balancer
 from .decoder import OurDecoder, check_returns
 from .hopper import is_hopper
 from .replaced import OF_A_MODEL, replaced
 from .settings import balance_s, gathers, n_gpus, place_experts, serving_config
-from .source import config_of, config_of_model, fill
+from .source import config_of, config_of_model, correct, decoder_of
 from .weights import decoder_weights
 
 _CHECK_EVERY_S = 1.0
@@ -37,19 +38,19 @@ _logger = logging.getLogger("max.pipelines.max_ep")  # MAX shows only such names
 
 
 class CheckedConfig:
-    """Base class in front of a config of MAX: refuses a ``config.json``, and adds what
-    MAX reads and transformers does not write."""
+    """Base class in front of a config of MAX: refuses a ``config.json``, and corrects
+    what MAX reads."""
 
     @classmethod
     def calculate_max_seq_len(cls, huggingface_config: Any, model_config: Any) -> int:
         """Returns the longest sequence; it may be the first that MAX asks for."""
-        fill(huggingface_config, config_of_model(model_config))
+        correct(huggingface_config, config_of_model(model_config))
         return super().calculate_max_seq_len(huggingface_config, model_config)
 
     @classmethod
     def initialize(cls, pipeline_config: Any, *args: Any, **more: Any) -> Any:
         checked = config_of(pipeline_config)
-        fill(pipeline_config.model.huggingface_config, checked)
+        correct(pipeline_config.model.huggingface_config, checked)
         return super().initialize(pipeline_config, *args, **more)
 
 
@@ -112,8 +113,8 @@ class ExpertParallelModel:
 
     def _group(self, **_: Any) -> EPConfig:
         """Takes the place of MAX's ``EPConfig``, whatever its arguments."""
-        shape = MoeShape.of(self.huggingface_config)
-        group = serving_config(self.pipeline_config, shape, self.dtype)
+        model = decoder_of(self.pipeline_config)
+        group = serving_config(self.pipeline_config, model, self.dtype)
         group.node_id = 0
         return group
 
@@ -145,19 +146,26 @@ class OurConfig(CheckedConfig, stock.Qwen3Config):
         cls, pipeline_config: Any, model_config: Any = None, *, max_seq_len: int
     ) -> Any:
         checked = config_of(pipeline_config)
-        fill(pipeline_config.model.huggingface_config, checked)
+        correct(pipeline_config.model.huggingface_config, checked)
         return cls.initialize_from_config(
-            pipeline_config, Plain(checked), max_seq_len=max_seq_len
+            pipeline_config, as_qwen3(described(checked)), max_seq_len=max_seq_len
         )
 
 
-class Plain:
-    """A checked ``config.json`` for MAX, whose rotary embeddings are not read."""
-
-    def __init__(self, checked: dict[str, Any]) -> None:
-        fill(self, checked)
-        self.rope_scaling, self.rope_theta = None, 1e4
-        self.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+def as_qwen3(model: Decoder) -> SimpleNamespace:
+    """Returns the fields of a ``config.json`` that MAX's config of Qwen3 must have; of
+    rotary embeddings nothing is read."""
+    attention = model.layers[0].attention
+    return SimpleNamespace(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.mlp_dim,
+        vocab_size=model.vocab_size,
+        num_hidden_layers=len(model.layers),
+        num_attention_heads=attention.n_heads,
+        num_key_value_heads=attention.n_kv_heads,
+        head_dim=attention.head_dim,
+        rope_theta=1e4,
+    )
 
 
 class OurBatches(Qwen3BatchProcessor):
@@ -190,7 +198,7 @@ class OurModel(ExpertParallelModel, stock.Qwen3Model):
         self, session: InferenceSession, model_config: OurConfig
     ) -> None:
         group = model_config.ep_config
-        if gathers(group, MoeShape.of(self.huggingface_config)):
+        if gathers(group, decoder_of(self.pipeline_config)):
             _logger.info("max_ep: all experts on one GPU; they gather their tokens")
         elif not is_virtual_device_mode():  # virtual ones compile only
             self.ep_comm_initializer = ServingInitializer(group)
@@ -198,9 +206,7 @@ class OurModel(ExpertParallelModel, stock.Qwen3Model):
 
     def graph_specs(self, model_config: OurConfig) -> dict[str, GraphSpec]:
         """Returns our decoder."""
-        model = described(config_of(self.pipeline_config))
-        shape = MoeShape.of(self.huggingface_config)
-        decoder = OurDecoder(model_config, model, shape)
+        decoder = OurDecoder(model_config, decoder_of(self.pipeline_config))
         if decoder.held is not None and self.ep_comm_initializer is not None:
             self._balancer = self.ep_comm_initializer.balancer = Balancer(
                 self.ep_comm_initializer, decoder.held, self.state_dict, balance_s()

@@ -21,7 +21,7 @@ from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement, default_replicas, plan
 from ..checkpoint import BIASES, check_place, why_not_balanced
-from ..checkpoint.tensors import described
+from ..checkpoint.decoder import Decoder
 from ..experts import gather_takes, gpu_takes
 from ..limits import (
     BALANCE_VARIABLE,
@@ -29,10 +29,9 @@ from ..limits import (
     PROTOCOLS,
     timeout_s_of_environment,
 )
-from ..moe_shape import MoeShape
 from .held import HeldExperts
 from .hopper import is_hopper
-from .source import config_of, is_downloaded, stored_in
+from .source import config_of, decoder_of, is_downloaded, stored_in
 
 PROTOCOL_VARIABLE = "MAX_EP_PROTOCOL"
 """Environment variable for :attr:`EPConfig.protocol`; unset or empty: ``auto``."""
@@ -57,7 +56,7 @@ def n_gpus(pipeline_config: Any) -> int:
     return 0 if specs[0].device_type == "cpu" else len(specs)
 
 
-def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPConfig:
+def serving_config(pipeline_config: Any, model: Decoder, dtype: DType) -> EPConfig:
     """Returns the group that serves a model.
 
     On GPUs a rank is a GPU. On the CPU ``--ep-size`` ranks share it and run one after
@@ -82,25 +81,26 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
             f"GPUs: max_ep serves with one replica a GPU; pass --data-parallel-degree "
             f"{n}"
         )
-    if shape.n_experts % n_ranks:
+    n_experts = model.moe.n_experts
+    if n_experts % n_ranks:
         remedy = "serve on a number of GPUs" if n else "pass an --ep-size"
         raise ValueError(
-            f"{shape.n_experts} experts cannot be loaded on --ep-size {n_ranks} ranks: "
+            f"{n_experts} experts cannot be loaded on --ep-size {n_ranks} ranks: "
             f"every rank has the same number of experts; {remedy} that divides "
-            f"{shape.n_experts}"
+            f"{n_experts}"
         )
     n_tokens = runtime.max_batch_input_tokens
     if not runtime.enable_chunked_prefill:
         # A whole prompt may come on top of a full batch.
         n_tokens += pipeline_config.model.max_length or 0
-    is_fp8 = shape.keeps_fp8(n)
+    is_fp8 = model.keeps_fp8(n)
     config = EPConfig(
         dispatch_dtype=DType.float8_e4m3fn if is_fp8 else dtype,
         dispatch_quant_config=blockwise_fp8_quant_config() if is_fp8 else None,
         combine_dtype=dtype,
-        hidden_size=shape.hidden_size,
-        top_k=shape.top_k,
-        n_experts=shape.n_experts,
+        hidden_size=model.hidden_size,
+        top_k=model.moe.top_k,
+        n_experts=n_experts,
         max_tokens_per_rank=calculate_ep_max_tokens_per_rank(
             max_batch_input_tokens=n_tokens,
             ep_size=n_ranks,
@@ -108,15 +108,16 @@ def serving_config(pipeline_config: Any, shape: MoeShape, dtype: DType) -> EPCon
         ),
         n_gpus_per_node=n_ranks,
         n_nodes=1,
-        fused_shared_expert=shape.has_shared_expert,
+        fused_shared_expert=model.moe.dispatches_shared,
         target="gpu" if n else "cpu",
         protocol=_protocol(),
         timeout_s=timeout_s_of_environment(),
     )
     config = _placed(config)
     if balance_s():
-        config = _balanced(config, config_of(pipeline_config))
-    if config.eplb_enabled and not shape.is_swiglu:
+        why_not = why_not_balanced(config_of(pipeline_config), n_ranks)
+        config = _balanced(config, model, why_not)
+    if config.eplb_enabled and model.moe.is_clamped:
         raise ValueError(f"{PLACEMENT_VARIABLE} is set, and {BIASES}; unset it")
     return replace(config, combine_mode="sums") if config.is_by_rank else config
 
@@ -173,16 +174,16 @@ def balance_s() -> float:
     return seconds
 
 
-def _balanced(config: EPConfig, checked: dict[str, Any]) -> EPConfig:
+def _balanced(config: EPConfig, model: Decoder, why_not: str) -> EPConfig:
     """Gives experts replicas that may move: those of the placement that the environment
     names, or as many as ``max-ep balance`` gives, spread evenly."""
-    if why := why_not_balanced(checked, config.n_ranks):
-        raise ValueError(f"{BALANCE_VARIABLE} is set, but {why}; unset it")
+    if why_not:
+        raise ValueError(f"{BALANCE_VARIABLE} is set, but {why_not}; unset it")
     if not config.eplb_enabled:
         n, n_ranks = config.n_experts, config.n_ranks
         n_more = default_replicas(n, n_ranks)
         placed = plan(np.zeros((1, n)), n_ranks, n_more, top_k=config.top_k)
-        n_layers = sum(layer.moe is not None for layer in described(checked).layers)
+        n_layers = len(model.layers) - len(model.dense_layers)
         placement = Placement(np.tile(placed.phy2log, (n_layers, 1)), n_ranks)
         config = _with_placement(config, placement)
     return replace(config, max_replicas=config.n_ranks)
@@ -224,7 +225,7 @@ def _protocol() -> str:
     return name
 
 
-def gathers(config: EPConfig, shape: MoeShape) -> bool:
+def gathers(config: EPConfig, model: Decoder) -> bool:
     """Returns whether experts gather their tokens, in place of dispatch and combine:
     on one Hopper GPU in bfloat16, without replicas."""
     return (
@@ -232,35 +233,35 @@ def gathers(config: EPConfig, shape: MoeShape) -> bool:
         and config.n_ranks == 1
         and config.dispatch_dtype == config.combine_dtype == DType.bfloat16
         and not (config.eplb_enabled or config.fused_shared_expert)
-        and shape.is_swiglu
-        and gather_takes(config.n_experts, 2 * shape.moe_dim, config.hidden_size)
-        and gpu_takes(config.hidden_size, shape.moe_dim)
+        and not model.moe.is_clamped
+        and gather_takes(config.n_experts, *model.expert_sizes[0])
+        and gpu_takes(*model.expert_sizes[1])
         and is_hopper()
     )
 
 
-def rank_bytes(config: EPConfig, shape: MoeShape) -> tuple[int, int]:
+def rank_bytes(config: EPConfig, model: Decoder) -> tuple[int, int]:
     """Returns a rank's bytes of symmetric memory, and those of its MoE layers."""
-    if not gathers(config, shape):
-        return config.estimate_memory_usage(), activation_bytes(config, shape)
-    per_row = (shape.hidden_size + shape.moe_dim) * config.combine_dtype.size_in_bytes
+    if not gathers(config, model):
+        return config.estimate_memory_usage(), activation_bytes(config, model)
+    per_row = (model.hidden_size + model.moe.dim) * config.combine_dtype.size_in_bytes
     # An int32 for each row, its token, and one for each choice, its row.
     per_row += 2 * DType.int32.size_in_bytes
     return 0, config.max_tokens_per_rank * config.top_k * per_row
 
 
-def activation_bytes(config: EPConfig, shape: MoeShape) -> int:
+def activation_bytes(config: EPConfig, model: Decoder) -> int:
     """Returns the bytes of the rows that a rank may receive, which layers share: as
     dispatched, as products of gate and up (not stored where one kernel has all of
     SwiGLU), and as results."""
+    hidden, dim = model.hidden_size, model.moe.dim
     if config.is_quantized:
         # In bytes, and scales of four for a block.
-        in_fp8 = (shape.hidden_size + shape.moe_dim) * (FP8_BLOCK + 4) // FP8_BLOCK
-        results = shape.hidden_size * config.combine_dtype.size_in_bytes
+        in_fp8 = (hidden + dim) * (FP8_BLOCK + 4) // FP8_BLOCK
+        results = hidden * config.combine_dtype.size_in_bytes
         return config.n_output_rows * (in_fp8 + results)
-    sizes = (2 * shape.moe_dim, shape.hidden_size), (shape.hidden_size, shape.moe_dim)
-    is_one_kernel = config.target == "gpu" and all(gpu_takes(*size) for size in sizes)
-    per_row = 2 * shape.hidden_size + (1 if is_one_kernel else 3) * shape.moe_dim
+    fits = all(gpu_takes(*size) for size in model.expert_sizes)
+    per_row = 2 * hidden + (1 if config.target == "gpu" and fits else 3) * dim
     return config.n_output_rows * per_row * config.dispatch_dtype.size_in_bytes
 
 
@@ -285,19 +286,19 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
     ) -> int:
         """Returns the bytes of all devices: symmetric memory and expert rows."""
         n = n_gpus(pipeline_config)
-        check_place(huggingface_config.architectures[0], n)
+        check_place(config_of(pipeline_config)["architectures"][0], n)
         if is_downloaded(pipeline_config):
             stored_in(pipeline_config, n)
-        shape = MoeShape.of(huggingface_config)
-        config = serving_config(pipeline_config, shape, self._config.dtype)
-        _check_fits(config, shape, pipeline_config)
+        model = decoder_of(pipeline_config)
+        config = serving_config(pipeline_config, model, self._config.dtype)
+        _check_fits(config, model, pipeline_config)
         held = 0
         if balance_s():
-            held = HeldExperts(config, shape, self._config.dtype).more_bytes
-        return (sum(rank_bytes(config, shape)) + held) * config.n_gpus_per_node
+            held = HeldExperts(config, model, self._config.dtype).more_bytes
+        return (sum(rank_bytes(config, model)) + held) * config.n_gpus_per_node
 
 
-def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None:
+def _check_fits(config: EPConfig, model: Decoder, pipeline_config: Any) -> None:
     """Refuses a group that is larger than a device's free memory."""
     if is_virtual_device_mode():
         return
@@ -305,7 +306,7 @@ def _check_fits(config: EPConfig, shape: MoeShape, pipeline_config: Any) -> None
     if not devices:
         n_here, devices = config.n_gpus_per_node, [CPU()]
     free = min(int(device.stats["free_memory"]) for device in devices)
-    regions, rows = (n_here * n_bytes for n_bytes in rank_bytes(config, shape))
+    regions, rows = (n_here * n_bytes for n_bytes in rank_bytes(config, model))
     if regions + rows <= free:
         return
     runtime = pipeline_config.runtime

@@ -13,10 +13,12 @@ from ..checkpoint import (
     check_config,
     check_tensors,
     config_in,
+    described,
     kept_in_fp8,
     read_tensors,
-    shape_of,
 )
+from ..checkpoint.decoder import Decoder
+from ..checkpoint.rope import FIELDS
 
 
 def config_of(pipeline_config: Any) -> dict[str, Any]:
@@ -34,6 +36,11 @@ def config_of_model(model_config: Any) -> dict[str, Any]:
     return check_config(config_in(Path(path).parent))
 
 
+def decoder_of(pipeline_config: Any) -> Decoder:
+    """Returns the description of the model: what all ask for its sizes."""
+    return described(config_of(pipeline_config))
+
+
 def stored_in(pipeline_config: Any, n_gpus: int) -> dict[str, Stored]:
     """Checks headers of files, and returns where each tensor is; files of the hub are
     downloaded."""
@@ -42,7 +49,7 @@ def stored_in(pipeline_config: Any, n_gpus: int) -> dict[str, Stored]:
     # MAX looks for files in folders of the model's folder, too.
     folder = min((file.parent for file in files), key=lambda path: len(path.parts))
     tensors = read_tensors(folder, files)
-    return check_tensors(config, tensors, kept_in_fp8(shape_of(config), n_gpus))
+    return check_tensors(config, tensors, kept_in_fp8(described(config), n_gpus))
 
 
 def is_downloaded(pipeline_config: Any) -> bool:
@@ -50,11 +57,19 @@ def is_downloaded(pipeline_config: Any) -> bool:
     return pipeline_config.model.huggingface_weight_repo.repo_type == "local"
 
 
-def fill(huggingface_config: Any, config: dict[str, Any]) -> None:
-    """Gives what transformers made of a ``config.json`` the fields that MAX reads and
-    transformers does not write, with values of the checked one."""
+_IN_OTHER_FORM = ("model_type", "dtype", "torch_dtype", "id2label", *FIELDS)
+"""Fields that transformers has in another form, or of the whole model."""
+
+
+def correct(huggingface_config: Any, config: dict[str, Any]) -> None:
+    """Gives what transformers made of a ``config.json``, which MAX reads, the values of
+    the checked one. They may differ: a class that comes with a checkpoint has defaults
+    of its own, and fields beside ``text_config`` are none of the text model."""
     for name, value in config.items():
-        if value is not None and getattr(huggingface_config, name, None) is None:
+        there = getattr(huggingface_config, name, None)
+        if value is None or value == there:
+            continue
+        if there is None or name not in _IN_OTHER_FORM:
             setattr(huggingface_config, name, value)
     if getattr(huggingface_config, "head_dim", None) is None:
         n_heads = huggingface_config.num_attention_heads

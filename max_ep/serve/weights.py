@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ from max.graph import Shape
 from max.graph.weights import WeightData, load_weights
 from max.pipelines.modeling.config_enums import supported_encoding_dtype
 
-from ..checkpoint import Stored, kept_in_fp8, shape_of
+from ..checkpoint import Stored, kept_in_fp8
 from ..checkpoint.tensors import SCALES
-from ..moe_shape import MoeShape, fp8_block
 from ..quantize import (
     bfloat16_to_float32,
     float4_e2m1fn_to_float32,
@@ -31,7 +29,7 @@ from ..quantize import (
     float32_to_bfloat16,
 )
 from .settings import n_gpus
-from .source import config_of, stored_in
+from .source import decoder_of, stored_in
 
 _Adapter = Callable[..., dict[str, WeightData]]
 
@@ -49,7 +47,7 @@ class _Weight:
         self.data = read
 
 
-def widen(bits: np.ndarray, scales: np.ndarray, block: list[int]) -> np.ndarray:
+def widen(bits: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """Multiplies FP8 bits ``[n, k]`` by the scales of their blocks, in float32."""
     n, k = bits.shape
     each = np.repeat(np.repeat(scales, block[0], 0)[:n], block[1], 1)[:, :k]
@@ -91,7 +89,10 @@ class _Reader:
     """Reads a checkpoint's weights in the model's dtype."""
 
     def __init__(
-        self, stored: Mapping[str, Stored], block: list[int] | None, dtype: DType
+        self,
+        stored: Mapping[str, Stored],
+        block: tuple[int, int] | None,
+        dtype: DType,
     ) -> None:
         self._stored, self._block, self._dtype = stored, block, dtype
         scales = [place.scales for place in stored.values() if place.scales]
@@ -149,34 +150,28 @@ class _Reader:
 def _adapted(
     adapter: _Adapter,
     _weights: dict[str, Any],
-    huggingface_config: Any,
     pipeline_config: Any,
     **more: Any,
 ) -> dict[str, WeightData]:
     """Reads what the model needs, and calls an architecture's weight adapter. In what
     MAX has opened the last copy of a tensor counts, not that of the index."""
-    more |= dict(huggingface_config=huggingface_config, pipeline_config=pipeline_config)
-    n = n_gpus(pipeline_config)
-    kept = kept_in_fp8(MoeShape.of(huggingface_config), n)
-    reader = _Reader(
-        stored_in(pipeline_config, n),
-        fp8_block(huggingface_config),
-        supported_encoding_dtype(pipeline_config.model.quantization_encoding),
-    )
-    return adapter(reader.weights(kept), **more)
+    _, weights = _read(pipeline_config)
+    return adapter(weights, pipeline_config=pipeline_config, **more)
 
 
 def decoder_weights(pipeline_config: Any) -> dict[str, WeightData]:
     """Reads what our decoder needs, under its names."""
-    n, config = n_gpus(pipeline_config), config_of(pipeline_config)
-    stored = stored_in(pipeline_config, n)
+    stored, weights = _read(pipeline_config)
+    return {stored[name].here: weight.data() for name, weight in weights.items()}
+
+
+def _read(pipeline_config: Any) -> tuple[dict[str, Stored], dict[str, _Weight]]:
+    """Returns where each weight is, and how it is read; of both by name."""
+    n, model = n_gpus(pipeline_config), decoder_of(pipeline_config)
     dtype = supported_encoding_dtype(pipeline_config.model.quantization_encoding)
-    reader = _Reader(stored, fp8_block(SimpleNamespace(**config)), dtype)
-    kept = kept_in_fp8(shape_of(config), n)
-    return {
-        stored[name].here: weight.data()
-        for name, weight in reader.weights(kept).items()
-    }
+    stored = stored_in(pipeline_config, n)
+    reader = _Reader(stored, model.fp8_block, dtype)
+    return stored, reader.weights(kept_in_fp8(model, n))
 
 
 def reading(adapters: Mapping[Any, _Adapter]) -> dict[Any, _Adapter]:

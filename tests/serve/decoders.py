@@ -22,10 +22,8 @@ from max.nn.layer import Module
 from max.nn.transformer import ReturnLogits
 
 from max_ep import EPCommInitializer, extension_path
-from max_ep.checkpoint import check_config, config_in
-from max_ep.checkpoint.tensors import described
+from max_ep.checkpoint import check_config, config_in, described
 from max_ep.experts import PACKAGE
-from max_ep.moe_shape import MoeShape
 from max_ep.serve.balancer import Balancer
 from max_ep.serve.decoder import OurDecoder
 from max_ep.serve.replaced import replaced
@@ -153,8 +151,8 @@ def _pipeline_of(folder: Path, n_ranks: int) -> Any:
 
 
 def _decoder_of(config: dict[str, Any], pipeline: Any) -> OurDecoder:
-    model, shape = described(config), MoeShape.of(SimpleNamespace(**config))
-    group = serving_config(pipeline, shape, DType.float32)
+    model = described(config)
+    group = serving_config(pipeline, model, DType.float32)
     group.node_id = 0
     attention = model.layers[0].attention
     kv_params = MHAKVCacheParams(
@@ -174,4 +172,4 @@ def _decoder_of(config: dict[str, Any], pipeline: Any) -> OurDecoder:
         return_logits=ReturnLogits.LAST_TOKEN,
         ep_config=group,
     )
-    return OurDecoder(of_max, model, shape)
+    return OurDecoder(of_max, model)

@@ -9,17 +9,42 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from max.dtype import DType
 from torch.nn.functional import silu, softplus
 
-from max_ep.checkpoint import Rope, check_config, check_tensors, config_in, read_tensors
+from max_ep.checkpoint import (
+    Rope,
+    check_config,
+    check_tensors,
+    config_in,
+    described,
+    read_tensors,
+)
 from max_ep.checkpoint.decoder import Attention, Decoder, Moe, Router
-from max_ep.checkpoint.tensors import described
-from max_ep.moe_shape import fp8_block
 from max_ep.serve.weights import _Reader
+
+QWEN3 = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    model_type="qwen3_moe",
+    vocab_size=64,
+    max_position_embeddings=128,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    num_experts=16,
+    num_experts_per_tok=4,
+)
+
+
+def qwen3(**changes: Any) -> Decoder:
+    """Returns the description of a Qwen3-MoE."""
+    return described(check_config(QWEN3 | changes))
 
 
 class _Weights:
@@ -45,9 +70,8 @@ class DescribedDecoder:
     def __init__(self, folder: Path) -> None:
         config = check_config(config_in(folder))
         stored = check_tensors(config, read_tensors(folder))
-        block = fp8_block(SimpleNamespace(**config))
-        read = _Reader(stored, block, DType.float32).weights(())
-        self._of: Decoder = described(config)
+        self.described: Decoder = described(config)
+        read = _Reader(stored, self.described.fp8_block, DType.float32).weights(())
         weights = {
             stored[name].here: torch.from_dlpack(weight.data()).clone()
             for name, weight in read.items()
@@ -56,7 +80,7 @@ class DescribedDecoder:
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """Returns them of each token, ``[n_tokens, vocab_size]``."""
-        of, weights = self._of, self._weights
+        of, weights = self.described, self._weights
         x = weights("embed_tokens.weight")[torch.tensor(tokens)]
         for i, layer in enumerate(of.layers):
             here = weights.at(f"layers.{i}")
@@ -73,7 +97,7 @@ class DescribedDecoder:
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         mean = x.pow(2).mean(-1, keepdim=True)
-        return x * torch.rsqrt(mean + self._of.rms_norm_eps) * weight
+        return x * torch.rsqrt(mean + self.described.rms_norm_eps) * weight
 
     def _attended(
         self, x: torch.Tensor, of: Attention, weights: _Weights

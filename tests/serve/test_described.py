@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from graphs.serve.checkpoint import _VISION, _draw_what_is_constant
 from max_ep.checkpoint import ARCHITECTURES
 from max_ep.checkpoint.files import INDEX, SINGLE
+from max_ep.serve.model import as_qwen3
 from tests.children import ALL_CASES
 from tests.serve.described import DescribedDecoder
 from tests.serve.serving import model_of
@@ -174,7 +175,7 @@ def make(folder: Path, name: str, draw: Draw) -> None:
 
 def spell_otherwise(folder: Path, draw: Draw) -> None:
     """Writes rotary embeddings as older versions of transformers do, or halfway, and
-    leaves out fields that are null."""
+    leaves out fields that are null, and writes some beside `text_config`."""
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)
     rope = text.get("rope_parameters")
@@ -188,6 +189,8 @@ def spell_otherwise(folder: Path, draw: Draw) -> None:
     for field in [field for field, value in text.items() if value is None]:
         if draw.choice(_FLAGS):
             del text[field]
+    if text is not config and draw.choice(_FLAGS):
+        config |= dict(num_experts_per_tok=2, hidden_size=8)  # nobody reads them
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -251,7 +254,8 @@ def store_otherwise(folder: Path, plain: Path, draw: Draw) -> None:
 @pytest.mark.parametrize("seed", range(N_SEEDS))
 @pytest.mark.parametrize("name", SPECIAL)
 def test_what_is_read_has_logits_of_transformers(name, seed, tmp_path):
-    """Fails if a field is not read as transformers reads it, or a weight is another."""
+    """Fails if a field is not read as transformers reads it, or a weight is another; or
+    if MAX is given another size."""
     draw = random.Random(f"{name} {seed}")
     torch.manual_seed(seed)
     made, plain = tmp_path / "made", tmp_path / "plain"
@@ -267,6 +271,12 @@ def test_what_is_read_has_logits_of_transformers(name, seed, tmp_path):
         wanted = reference(torch.tensor([tokens])).logits[0]
         logits = decoder.logits(tokens)
     torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+    of_transformers = reference.config.get_text_config()
+    given = vars(as_qwen3(decoder.described))
+    del given["num_attention_heads"]  # layers of Laguna have their own
+    for field, value in given.items():
+        if hasattr(of_transformers, field):
+            assert value == getattr(of_transformers, field), field
 
 
 def test_each_architecture_is_drawn():

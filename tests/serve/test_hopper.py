@@ -23,8 +23,9 @@ from max_ep.serve import hopper, settings
 from max_ep.serve.hopper import forward_layers
 from max_ep.serve.model import ExpertParallelModel, ServingInitializer
 from max_ep.serve.replaced import EVERYWHERE, OF_A_MODEL, _home_of, absent, replaced
-from max_ep.serve.settings import MoeShape, gathers, rank_bytes
+from max_ep.serve.settings import gathers, rank_bytes
 from tests.oracle.cases import Case
+from tests.serve.described import qwen3
 
 ORIGINALS = {
     "grouped_matmul_ragged": grouped_matmul_ragged,
@@ -219,13 +220,13 @@ def test_experts_gather_their_tokens_on_one_gpu(
 ):
     """They need no symmetric memory, and rows are stored behind each product."""
     monkeypatch.setattr(settings, "is_hopper", lambda: is_hopper)
-    shape = MoeShape(hidden_size=64, n_experts=16, top_k=4, moe_dim=moe_dim)
+    model = qwen3(moe_intermediate_size=moe_dim)
     config = Case("one_gpu", 1, 16, 4, 64, 10).config(**(dict(target="gpu") | change))
-    assert gathers(config, shape) == wanted
-    clamped = replace(shape, is_swiglu=False)
+    assert gathers(config, model) == wanted
+    clamped = replace(model, moe=replace(model.moe, is_clamped=True))
     assert not gathers(config, clamped)
     in_place = 0, 40 * (2 * (64 + moe_dim) + 8)
-    assert (rank_bytes(config, shape) == in_place) == wanted
+    assert (rank_bytes(config, model) == in_place) == wanted
 
 
 def test_what_stands_while_a_model_is_built(monkeypatch):

@@ -12,36 +12,41 @@ from typing import Any
 
 import numpy as np
 import pytest
+from max.driver import DeviceSpec
 from max.dtype import DType
+from max.pipelines.architectures.deepseekV3.model_config import (
+    DeepseekV3Config as MaxsConfig,
+)
+from max.pipelines.lib import KVCacheConfig
 from transformers import AutoConfig
 
 from graphs.serve.checkpoint import make_checkpoint
 from max_ep import EPConfig
 from max_ep.balance import Placement, plan
-from max_ep.checkpoint import check_config, config_in
+from max_ep.checkpoint import check_config
 from max_ep.limits import BALANCE_VARIABLE
-from max_ep.moe_shape import MoeShape
 from max_ep.serve import deepseek_v3, settings, source
-from max_ep.serve.model import CheckedConfig
+from max_ep.serve.model import CheckedConfig, ExpertParallelModel, OurConfig
 from max_ep.serve.settings import (
     PLACEMENT_VARIABLE,
     activation_bytes,
     place_experts,
     serving_config,
 )
+from tests.serve.described import QWEN3, qwen3
+from tests.serve.serving_configs import PUBLISHED
 
 
 @pytest.mark.parametrize("device, words", [("gpu", "one GPU"), ("cpu", "the CPU")])
-def test_devices_that_an_architecture_is_not_for(device, words):
+def test_devices_that_an_architecture_is_not_for(device, words, monkeypatch):
     """Before weights are read: the memory plan comes first."""
     name = "DeepseekV3ForCausalLM"
     devices = [SimpleNamespace(device_type=device)]
+    monkeypatch.setattr(settings, "config_of", lambda _: dict(architectures=[name]))
     words += ", but on several GPUs; .*without max_ep"
     where = SimpleNamespace(model=SimpleNamespace(device_specs=devices))
     with pytest.raises(ValueError, match=f"{name} is not served on {words}"):
-        _planner().estimate_activation_memory(
-            where, SimpleNamespace(architectures=[name])
-        )
+        _planner().estimate_activation_memory(where, None)
 
 
 class _Copied(SimpleNamespace):
@@ -51,11 +56,12 @@ class _Copied(SimpleNamespace):
         return _Copied(**(vars(self) | update))
 
 
-def _served(folder: Path) -> SimpleNamespace:
-    """What MAX knows of a checkpoint in a folder, as far as we ask."""
+def _served(folder: Path, parsed: Any = None) -> SimpleNamespace:
+    """What MAX knows of a checkpoint in a folder, as far as we ask; ``parsed`` is its
+    ``config.json``, if not as transformers parses it."""
     repo = SimpleNamespace(repo_type="local", local_path=str(folder), subfolder=None)
     model = SimpleNamespace(huggingface_model_repo=repo, huggingface_weight_repo=repo)
-    model.huggingface_config = AutoConfig.from_pretrained(folder)
+    model.huggingface_config = parsed or AutoConfig.from_pretrained(folder)
     model.resolved_weight_paths = lambda: sorted(folder.rglob("*.safetensors"))[::-1]
     model.device_specs = [SimpleNamespace(device_type="cpu")]
     return SimpleNamespace(model=model)
@@ -64,6 +70,7 @@ def _served(folder: Path) -> SimpleNamespace:
 def test_a_server_checks_the_checkpoint(tmp_path, monkeypatch):
     """With MAX's own command, too: the config when MAX reads it, and with the memory
     plan the files. What MAX reads and transformers does not write is added."""
+    monkeypatch.undo()
 
     class Stock:
         @classmethod
@@ -93,13 +100,55 @@ def test_a_server_checks_the_checkpoint(tmp_path, monkeypatch):
     assert files == {folder / "model.safetensors"}
     cut = folder / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-500])
-    monkeypatch.setattr(settings, "is_downloaded", source.is_downloaded)
     with pytest.raises(ValueError, match="model.safetensors is cut"):
         _planner().estimate_activation_memory(served, served.model.huggingface_config)
     fields["use_sliding_window"] = True
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match="use_sliding_window=True is not served"):
         Checked.initialize(served)
+
+
+def test_fields_beside_those_of_the_text_model_do_not_count(tmp_path, monkeypatch):
+    """transformers reads `text_config` alone. Failed while the group read what
+    transformers had parsed: a token had one expert of eight."""
+    monkeypatch.undo()
+    published = PUBLISHED["Qwen3-VL-30B-A3B-Instruct"]
+    beside = dict(num_experts_per_tok=1, hidden_size=64, max_position_embeddings=77)
+    (tmp_path / "config.json").write_text(json.dumps(published | beside))
+    served, flags = _served(tmp_path), _flags(64, True)
+    vars(served.model).update(vars(flags.model) | dict(max_length=None))
+    served.runtime = flags.runtime
+
+    class Model(ExpertParallelModel):
+        pipeline_config, dtype = served, DType.float32
+        huggingface_config = served.model.huggingface_config
+
+    group, text = Model()._group(), published["text_config"]
+    longest = OurConfig.calculate_max_seq_len(Model.huggingface_config, served.model)
+    assert longest == text["max_position_embeddings"]
+    assert (group.top_k, group.hidden_size) == (8, text["hidden_size"])
+
+
+def test_max_reads_what_was_checked_of_deepseek(tmp_path, monkeypatch):
+    """Not what the checkpoint's own class says of fields that are left out. Failed for
+    each of the three."""
+    monkeypatch.undo()
+    others = dict(routed_scaling_factor=1.0, qk_rope_head_dim=32, rope_theta=5e4)
+    kimi = PUBLISHED["Kimi-K2-Instruct"]
+    given = {name: value for name, value in kimi.items() if name not in others}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    served = _served(tmp_path, SimpleNamespace(**(given | others)))
+    gpus = [DeviceSpec.accelerator(i) for i in range(2)]
+    how = dict(data_parallel_degree=2, use_subgraphs=True, device_specs=gpus)
+    vars(served.model).update(how, kv_cache=KVCacheConfig())
+    served.speculative = None
+    chosen = f"{MaxsConfig.__module__}._select_quantization_encoding"
+    monkeypatch.setattr(chosen, lambda *_: "bfloat16")
+    made = deepseek_v3.DeepseekV3Config.initialize(served, max_seq_len=100)
+    assert made.routed_scaling_factor == 2.5
+    assert made.kv_params.head_dim == 512 + 64
+    assert made.rope_theta == 1e4
+    assert made.rope_scaling["factor"] == kimi["rope_scaling"]["factor"]
 
 
 def test_deepseek_needs_attention_and_experts(monkeypatch):
@@ -123,22 +172,20 @@ def test_deepseek_needs_attention_and_experts(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_files(monkeypatch):
-    """What the plan refuses of files, `test_serve_checkpoint.py` has."""
+def checked(monkeypatch) -> dict[str, Any]:
+    """A checked `config.json` in place of files; what the plan refuses of them,
+    `test_serve_checkpoint.py` has."""
+    config = check_config(QWEN3)
     monkeypatch.setattr(settings, "is_downloaded", lambda _: False)
+    for place in (settings, source):
+        monkeypatch.setattr(place, "config_of", lambda _: config)
+    return config
 
 
 PLACEMENT = plan(np.outer([1, 2], 1000 / np.arange(1, 17)), 4, 4, top_k=4)
 """Two layers of 16 experts on four ranks, with a replica each."""
 
-HUGGINGFACE = SimpleNamespace(
-    architectures=["Qwen3MoeForCausalLM"],
-    hidden_size=64,
-    num_experts=16,
-    moe_intermediate_size=32,
-    num_experts_per_tok=4,
-)
-SHAPE = MoeShape.of(HUGGINGFACE)
+MODEL = qwen3()
 
 
 def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
@@ -151,7 +198,7 @@ def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
 
 
 def _config(flags: SimpleNamespace) -> EPConfig:
-    return serving_config(flags, SHAPE, DType.float32)
+    return serving_config(flags, MODEL, DType.float32)
 
 
 def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
@@ -192,26 +239,23 @@ def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
         _config(_flags(256, True))
 
 
-def test_experts_that_move_have_room(tmp_path, monkeypatch):
+def test_experts_that_move_have_room(monkeypatch):
     """Replicas, and places for one layer more, are in the memory plan; without a
     placement each layer has its own replicas, spread evenly."""
-    make_checkpoint(tmp_path / "tiny", "tiny")
-    checked = check_config(config_in(tmp_path / "tiny"))
-    monkeypatch.setattr(settings, "config_of", lambda _: checked)
     flags, planned = _flags(64, True), []
     for seconds in ("", "60"):
         monkeypatch.setenv(BALANCE_VARIABLE, seconds)
         config = _config(flags)
-        of_group = sum(settings.rank_bytes(config, SHAPE))
-        whole = _planner().estimate_activation_memory(flags, HUGGINGFACE)
+        of_group = sum(settings.rank_bytes(config, MODEL))
+        whole = _planner().estimate_activation_memory(flags, None)
         planned.append(whole - 4 * of_group)
     n_layers, of_expert = 2, 3 * 64 * 32 * 4
     assert planned == [0, 4 * ((n_layers + 1) * 5 - n_layers * 4) * of_expert]
     assert (config.n_experts, config.max_replicas) == (20, 4)
     placed = Placement(config.eplb_phy2log_plan, 4)
     assert len(placed.phy2log) == n_layers and placed.logcnt.sum(1).tolist() == [20, 20]
-    monkeypatch.setitem(checked, "num_hidden_layers", 5)
-    assert len(_config(flags).eplb_phy2log_plan) == 5
+    deeper = serving_config(flags, qwen3(num_hidden_layers=5), DType.float32)
+    assert len(deeper.eplb_phy2log_plan) == 5
     one = _flags(64, True)
     one.runtime.ep_size = 1
     with pytest.raises(ValueError, match="MAX_EP_BALANCE is set, but one rank has all"):
@@ -228,8 +272,8 @@ def test_the_plan_is_of_all_ranks_and_of_the_longest_prompt():
     """Fails if memory is planned for one of several ranks, or for a batch alone."""
     whole, chunked = _config(_flags(64, False)), _config(_flags(164, True))
     assert whole == chunked
-    of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, SHAPE)
-    planned = _planner().estimate_activation_memory(_flags(64, False), HUGGINGFACE)
+    of_a_rank = whole.estimate_memory_usage() + activation_bytes(whole, MODEL)
+    planned = _planner().estimate_activation_memory(_flags(64, False), None)
     assert planned == 4 * of_a_rank
 
 
@@ -254,16 +298,16 @@ def test_the_plan_has_gate_and_up_where_they_are_stored(
     config = SimpleNamespace(
         target=target, n_output_rows=10, is_quantized=is_fp8, **how
     )
-    shape = MoeShape(hidden_size=128, n_experts=16, top_k=4, moe_dim=moe_dim)
-    assert activation_bytes(config, shape) == 10 * n_bytes
+    model = qwen3(hidden_size=128, moe_intermediate_size=moe_dim)
+    assert activation_bytes(config, model) == 10 * n_bytes
 
 
 def test_experts_with_biases_have_no_replicas(tmp_path, monkeypatch):
     PLACEMENT.save(tmp_path / "plan.npz")
     monkeypatch.setenv(PLACEMENT_VARIABLE, str(tmp_path / "plan.npz"))
-    shape = replace(SHAPE, is_swiglu=False)
+    model = replace(MODEL, moe=replace(MODEL.moe, is_clamped=True))
     with pytest.raises(ValueError, match="MAX_EP_PLACEMENT is set, and biases"):
-        serving_config(_flags(256, True), shape, DType.float32)
+        serving_config(_flags(256, True), model, DType.float32)
 
 
 def test_gpus_that_do_not_divide_the_experts():
@@ -281,9 +325,9 @@ def test_what_makes_batches_large_is_named(monkeypatch):
     monkeypatch.setattr(settings, "CPU", lambda: free)
     plan = _planner()
     with pytest.raises(ValueError, match="lower --max-batch-input-tokens$"):
-        plan.estimate_activation_memory(_flags(64, True), HUGGINGFACE)
+        plan.estimate_activation_memory(_flags(64, True), None)
     with pytest.raises(ValueError, match="--max-length.*chunked prefill on$"):
-        plan.estimate_activation_memory(_flags(64, False), HUGGINGFACE)
+        plan.estimate_activation_memory(_flags(64, False), None)
 
 
 def test_variables(monkeypatch):
