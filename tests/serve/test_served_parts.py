@@ -20,7 +20,7 @@ from graphs.serve.checkpoint import (
 )
 from graphs.serve.run import LIMITS
 from graphs.serve.server import Server
-from max_ep.checkpoint import Stored, check_config, read_tensors
+from max_ep.checkpoint import Stored, check_config, described, read_tensors
 from max_ep.cli.serve import CUSTOM_ARCHITECTURES, device_flags
 from max_ep.limits import BALANCE_VARIABLE
 from max_ep.serve import hopper, model, weights
@@ -49,7 +49,8 @@ def read(folder, monkeypatch, device, **fields) -> dict:
     monkeypatch.setattr(weights, "stored_in", lambda *_: stored)
     sizes = dict(hidden_size=256, moe_intermediate_size=128, num_experts=16)
     config = PUBLISHED["Qwen3-30B-A3B"] | sizes | fields
-    monkeypatch.setattr(weights, "config_of", lambda _: check_config(config))
+    decoder = described(check_config(config))
+    monkeypatch.setattr(weights, "decoder_of", lambda _: decoder)
     encoding = "float32" if device == "cpu" else "bfloat16"
     specs = [SimpleNamespace(device_type=device)]
     flags = SimpleNamespace(device_specs=specs, quantization_encoding=encoding)
