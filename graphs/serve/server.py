@@ -117,13 +117,13 @@ class Server:
                     if choice.delta.content:
                         yield choice.delta.content
 
-    def stop(self, timeout_s: float = 90) -> None:
+    def stop(self) -> None:
         """Stops the server as Ctrl-C does, and by force what is left of it; raises if
         it did not end in time by itself."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:
-            self._process.wait(timeout_s)
+            self._process.wait(90)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -99,7 +99,7 @@ def test_a_group_is_forgotten_with_its_last_line(server):
 
 @pytest.mark.parametrize("text", [b"[]\n", b"\xff\n", b"GET / HTTP/1.1\r\n", b"x"])
 def test_what_is_no_request_ends_its_line(server, text):
-    with socket.create_connection(("127.0.0.1", server.port), 5) as stranger:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as stranger:
         stranger.sendall(text)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(1) == b""

@@ -29,8 +29,8 @@ def pair() -> Any:
     """Two ranks, each on a host, and their store."""
     store = Kept()
     with ThreadPoolExecutor(2) as pool:
-        made = [pool.submit(Wires, store, rank, 2, 1, 10.0) for rank in range(2)]
-        wires = [one.result(30) for one in made]
+        made = [pool.submit(Wires, store, rank, 2, 1, 60.0) for rank in range(2)]
+        wires = [one.result(300) for one in made]
     yield *wires, store
     for one in wires:
         one.close()
@@ -69,7 +69,7 @@ def test_a_stranger_writes_nothing(pair):
     put = b"".join(n.to_bytes(8, "little") for n in (5, 0, 8)) + b"x" * 8
     ask = bytes(24)
     for is_known in (False, True):
-        with socket.create_connection((host, port), 10) as line:
+        with socket.create_connection((host, port), 60) as line:
             line.sendall((bytes.fromhex(token) if is_known else bytes(16)) + put + ask)
             try:
                 assert line.recv(1) == (b"\0" if is_known else b"")
@@ -93,7 +93,7 @@ def test_gather_names_who_does_not_come():
     store = Kept()
     come = threading.Timer(0.1, store.set, ("sizes/1", b"b"))
     come.start()
-    assert gather(store, "sizes", 0, 2, b"a", 10.0) == [b"a", b"b"]
+    assert gather(store, "sizes", 0, 2, b"a", 60.0) == [b"a", b"b"]
     with raises(TimeoutError, "sizes: rank 0 waited 0.1 s for rank 2"):
         gather(store, "sizes", 0, 3, b"a", 0.1)
 
@@ -105,9 +105,9 @@ def test_the_store_of_the_environment_gathers():
         for use in ("a", "b"):
             with ThreadPoolExecutor(2) as pool:
                 given = [
-                    pool.submit(gather, Prefixed(of, use), "k", rank, 2, text, 10.0)
+                    pool.submit(gather, Prefixed(of, use), "k", rank, 2, text, 60.0)
                     for rank, (of, text) in enumerate(
                         zip(stores, (b"\0", use.encode()))
                     )
                 ]
-                assert [x.result(30) for x in given] == [[b"\0", use.encode()]] * 2
+                assert [x.result(300) for x in given] == [[b"\0", use.encode()]] * 2

@@ -466,11 +466,9 @@ def with_header(header: bytes, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(header)) + header + data
 
 
-def rewrite(header: dict[str, Any], n_data: int = 8) -> Callable[[Path], None]:
+def rewrite(header: dict[str, Any]) -> Callable[[Path], None]:
     text = json.dumps(header).encode()
-    return lambda folder: files_of(folder)[1].write_bytes(
-        with_header(text, bytes(n_data))
-    )
+    return lambda folder: files_of(folder)[1].write_bytes(with_header(text, bytes(8)))
 
 
 def cut(folder: Path) -> None:

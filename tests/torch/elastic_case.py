@@ -65,11 +65,11 @@ class Case:
             first += -(-len(found) // align) * align
         return rows, counts
 
-    def want(self, scale_of: Any = lambda expert: 1 + expert % 4) -> torch.Tensor:
+    def want(self) -> torch.Tensor:
         """Returns what experts, which multiply by a number, make of this rank's tokens:
         the plain layer."""
         ids = self.ids
-        factors = torch.where(ids >= 0, self.weights * scale_of(ids), 0)
+        factors = torch.where(ids >= 0, self.weights * (1 + ids % 4), 0)
         return self.x.float() * factors.sum(1, keepdim=True)
 
     def run_experts(self, rows: Any, ids: Any, weights: Any, handle: Any) -> Any:
