@@ -49,6 +49,7 @@ UNPACK = $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps 
 	&& $(BIN)/python -m tests.torch.engines.unpack build/wheels build/engines
 
 test-engines: export MAX_EP_ENGINES = build/engines
+test-engines: export MAX_EP_ALL_CASES = 1
 test-engines: .venv/.installed-dev
 	$(call UNPACK,$(ENGINES))
 	$(BIN)/python -m pytest tests/torch/test_engines.py

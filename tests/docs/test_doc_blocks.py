@@ -108,8 +108,8 @@ def test_the_pytorch_pages_run(tmp_path, name, n_blocks):
     assert "`torchrun --nproc-per-node 4 program.py`" in how_to
     (tmp_path / "program.py").write_text(program_of(page, n_blocks))
     command = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"
-    how = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), cwd=tmp_path)
-    done = ran(*command, "program.py", **how)
+    how = dict(OMP_NUM_THREADS="1", MAX_EP_TIMEOUT_S="600", PYTHONPATH=str(ROOT))
+    done = ran(*command, "program.py", **how, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -98,8 +98,11 @@ def test_killed(phase: str, place: str, tmp_path: Path, monkeypatch) -> None:
 
 @slow_on_cpu
 @pytest.mark.parametrize("n_ranks", MORE_RANKS)
-def test_deep_ep(place: str, n_ranks: int, tmp_path: Path) -> None:
+def test_deep_ep(
+    place: str, n_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Programs of vLLM, SGLang and Megatron-core, as far as they call it."""
+    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "600")
     arguments = n_ranks, str(tmp_path / "store")
     launch(deep_ep_programs.member, n_ranks, arguments, timeout_s=600)
 
@@ -117,7 +120,8 @@ def test_torch_moe(place: str) -> None:
     assert command in page
     words = command.replace("4", "2").split()[1:]
     run = sys.executable, "-m", "torch.distributed.run"
-    done = ran(*run, *words, cwd=ROOT, OMP_NUM_THREADS="1")
+    patient = dict(OMP_NUM_THREADS="1", MAX_EP_TIMEOUT_S="600")
+    done = ran(*run, *words, cwd=ROOT, **patient)
     assert "output and gradients are the plain layer's" in done.stdout, done.stderr
 
 

@@ -19,6 +19,7 @@ from tests.oracle.row_layouts import pad
 
 E, K, H, CAP = 8, 3, 256, 32
 TIMEOUT_S = float(os.environ.get("MAX_EP_TIMEOUT_S") or 3)
+"""How long a group waits in which a rank is missing."""
 COMPILE_S = 60.0
 """How much longer than another a rank may compile on a busy machine."""
 
@@ -48,7 +49,7 @@ def open_group(rank: int, n_ranks: int, store: str) -> None:
 
 
 def open_buffer(
-    group: Any = None, timeout_s: float = TIMEOUT_S, **options: Any
+    group: Any = None, timeout_s: float = COMPILE_S, **options: Any
 ) -> Buffer:
     return Buffer(group or dist.group.WORLD, timeout_s=timeout_s, **options)
 
@@ -147,7 +148,7 @@ def low_latency(buffer: Buffer, kinds: list[str]) -> None:
 def sums(other: Buffer) -> None:
     """Combine of sums, whose weights come with combine."""
     try:
-        buffer = open_buffer(combine_mode="sums", timeout_s=COMPILE_S)
+        buffer = open_buffer(combine_mode="sums")
     except ValueError:
         assert other._comm.is_gpu and other._comm.shares_gpu
         return
@@ -161,7 +162,7 @@ def sums(other: Buffer) -> None:
 
 def rows(_: Buffer) -> None:
     """Combine of rows."""
-    buffer = open_buffer(combine_mode="rows", timeout_s=COMPILE_S)
+    buffer = open_buffer(combine_mode="rows")
     low_latency(buffer, ["bf16"])
     buffer.destroy()
 
@@ -281,7 +282,7 @@ def want_doubled(
 
 def compiled(_: Buffer) -> None:
     """`torch.compile` keeps the calls in one graph, in order."""
-    buffer = open_buffer(timeout_s=COMPILE_S)
+    buffer = open_buffer()
     layer = torch.compile(doubled, fullgraph=True, backend="aot_eager", dynamic=True)
     for generation in range(4):
         given = given_to(buffer, generation)
@@ -346,7 +347,7 @@ def member(
 ) -> dict[str, tuple[str, Any]]:
     """Runs scenarios; returns of each the error, "" if there is none, and a value."""
     open_group(rank, n_ranks, store)
-    buffer = open_buffer(timeout_s=COMPILE_S)
+    buffer = open_buffer()
     outcomes: dict[str, tuple[str, Any]] = {}
     for name in names:
         try:
@@ -396,7 +397,7 @@ PHASES = ("dispatch", "dispatch_wait", "combine", "combine_wait")
 def killed(rank: int, store: str, phase: str) -> None:
     """Rank 1 dies before it makes a phase's launch; rank 0 goes on until it raises."""
     open_group(rank, 2, store)
-    buffer = open_buffer()
+    buffer = open_buffer(timeout_s=TIMEOUT_S)
     check_low_latency(buffer, 0, "bf16", False)
     x, ids, weights = given_to(buffer, 1)
 

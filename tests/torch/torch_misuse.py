@@ -134,7 +134,7 @@ def modes(buffer: Buffer) -> None:
     """What is made in inference mode is changed outside it; a handle of a compiled
     dispatch is combined outside that."""
     with torch.inference_mode():
-        other = open_buffer(timeout_s=COMPILE_S, use_fabric=True)  # which is ignored
+        other = open_buffer(use_fabric=True)  # which is ignored
         rows, _, handle, *_ = dispatch(other)
         to = other.get_next_low_latency_combine_buffer(handle)
     to.copy_(rows)
@@ -282,7 +282,7 @@ def facts(buffer: Buffer) -> None:
     if buffer._comm.is_gpu:
         return
     # EPConfig knows no sums whose weights come with combine.
-    buffer = Buffer(buffer.group, combine_mode="rows", timeout_s=TIMEOUT_S)
+    buffer = Buffer(buffer.group, combine_mode="rows", timeout_s=COMPILE_S)
     dispatch(buffer)
     (channel,) = (
         c for c in buffer._channels.opened.values() if c.settings.tokens == CAP
@@ -313,6 +313,8 @@ def late(buffer: Buffer) -> None:
     """Rank 1 misses one call of each kind; after `reset` all have the same memory."""
     if buffer.group_size == 1:
         return
+    buffer = open_buffer(timeout_s=TIMEOUT_S)
+    check_works(buffer)
     layout = layout_of(buffer, given_to(buffer)[1])
     low_latency = lambda: (dispatch(buffer), buffer.check())  # noqa: E731
     usual = lambda: buffer.dispatch(given_to(buffer)[0], **layout)  # noqa: E731
@@ -335,6 +337,7 @@ def late(buffer: Buffer) -> None:
         buffer._channels.cap = 0
         check_works(buffer)
         usual()
+    buffer.destroy()
 
 
 def caps(buffer: Buffer) -> None:
@@ -345,8 +348,9 @@ def caps(buffer: Buffer) -> None:
     is_one = buffer.rank == 1
     for name, given in (("enable_shrink", is_one), ("num_nvl_bytes", 64 * is_one)):
         with raises(ValueError, f"has {name}=; pass the same on all ranks") as caught:
-            Buffer(buffer.group, timeout_s=TIMEOUT_S, **{name: given})
+            Buffer(buffer.group, timeout_s=COMPILE_S, **{name: given})
         assert str(caught.value).count(f"{name}=") == 2
+    buffer = open_buffer(timeout_s=TIMEOUT_S)
     dispatch(buffer)
     x, ids, _ = given_to(buffer)
     for _ in range(2):
@@ -358,11 +362,12 @@ def caps(buffer: Buffer) -> None:
         buffer.reset()
         check_works(buffer)
         buffer.low_latency_dispatch(x, ids, CAP + 1, E, use_fp8=False)
+    buffer.destroy()
 
 
 def no_memory(buffer: Buffer) -> None:
     """The last rank has no memory for a new size; it says so, and the rest names it."""
-    other = open_buffer()
+    other = open_buffer(timeout_s=TIMEOUT_S)
     comm = other._comm
     is_last = other.rank == other.group_size - 1
     allocate = comm.allocate
