@@ -17,10 +17,11 @@ from ..balance import Placement
 from ..config import EPConfig, check_is_config
 from ..config.checks import check_tables
 from ..extension import run_mojo
-from ..limits import GROUP_VARIABLE, NODE_VARIABLE, STORE_VARIABLE
+from ..limits import GROUP_VARIABLE, NODE_VARIABLE
 from ..processes import presence
 from ..processes.meeting import check_group
-from ..processes.stores import named_store
+from ..processes.rendezvous import named_store
+from ..processes.store import store_of_environment
 from ..waits import RankWait, Waits, Words, gpu_wait
 from .answering import answer_for, waits_of_processes
 from .gpu import GpuMemory
@@ -146,7 +147,7 @@ class EPCommInitializer:
         """Returns which process this is, if the configuration does not say it."""
         if self.config.n_nodes == 1:
             return 0
-        if self.config.uses_shmem and not os.environ.get(STORE_VARIABLE):
+        if self.config.uses_shmem and not store_of_environment():
             return mpi_rank()[0]
         text = os.environ.get(NODE_VARIABLE, "")
         if not text.isdecimal() or int(text) >= self.config.n_nodes:

@@ -27,7 +27,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from ..limits import STORE_VARIABLE
-from ..processes.stores import Store, gather
+from ..processes.rendezvous import KeyStore, gather
 from ..shmem_parts import (
     check_installed,
     host_library,
@@ -123,7 +123,7 @@ class _ByMpi:
 class _ByStore:
     """NVSHMEM's wheel, and a store in which processes with one rank each meet."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: KeyStore, rank: int, size: int, timeout_s: float) -> None:
         check_installed(by_store=True)
         library = wheel_library()
         assert library is not None
@@ -292,7 +292,7 @@ class ShmemMemory:
         fingerprint: str,
         timeout_s: float,
         start_timeout_s: float,
-        store: Store | None = None,
+        store: KeyStore | None = None,
     ) -> None:
         """Joins SHMEM, if this process has not yet, and allocates; collective. Each of
         the ``n_local`` ranks has the GPU of its number. Processes meet in a store, or

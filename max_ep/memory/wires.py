@@ -28,7 +28,7 @@ from ..limits import (
     link_of_environment,
 )
 from ..processes.meeting import differing
-from ..processes.stores import NamedStore, Prefixed, Store, gather
+from ..processes.rendezvous import KeyStore, NamedStore, Prefixed, gather
 from .link import Link
 from .symmetric_memory import SharedMemory
 
@@ -51,7 +51,7 @@ class Wires:
 
     def __init__(
         self,
-        store: Store,
+        store: KeyStore,
         rank: int,
         n_ranks: int,
         per_host: int,

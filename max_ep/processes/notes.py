@@ -18,7 +18,7 @@ import time
 import zlib
 from typing import Any
 
-from .store import State, Store
+from .store import State, StoreLine
 
 _NOTE_BYTES = 64 << 10
 _HEADER = struct.Struct("QII")  # number, bytes, checksum of both and the text
@@ -163,7 +163,7 @@ class NotesInStore:
     poll_s, n_spins = 0.005, 0
 
     def __init__(self, address: str, group: str, node: int) -> None:
-        self._store, self._node = Store(address, group, node), node
+        self._store, self._node = StoreLine(address, group, node), node
         self._ahead_s = 0.0
         """How much later it is there."""
         self._state = self._ask()

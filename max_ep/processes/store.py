@@ -155,7 +155,7 @@ class StoreLost(RuntimeError):
     """The store cannot be asked; steps need it not."""
 
 
-class Store:
+class StoreLine:
     """A process's line to the store."""
 
     def __init__(self, address: str, group: str, node: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ..limits import START_TIMEOUT_S
 from ..memory.symmetric_memory import SharedMemory
-from ..processes.stores import Store
+from ..processes.rendezvous import KeyStore
 
 _NOTE_BYTES = 64 << 10
 _HEADER = ctypes.c_uint64 * 3  # number of the exchange, bytes, checksum
@@ -75,7 +75,7 @@ class StoredNotes:
 
     poll_s, n_spins = 0.001, 0
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: KeyStore, rank: int) -> None:
         self._store, self._rank = store, rank
 
     def write(self, i: int, number: int, body: bytes) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 
 from max_ep.memory import shmem
-from max_ep.processes.stores import NamedStore
+from max_ep.processes.rendezvous import NamedStore
 
 if __name__ == "__main__":
     node, n_nodes, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -21,7 +21,7 @@ from max_ep.processes import store as store_module
 from max_ep.processes.meeting import Owner
 from max_ep.processes.membership import GONE, MEMBER, Membership, RankExpelled
 from max_ep.processes.notes import NotesInStore
-from max_ep.processes.store import Store, StoreLost, StoreServer, parse_address
+from max_ep.processes.store import StoreLine, StoreLost, StoreServer, parse_address
 from tests.errors import raises, refused
 
 AHEAD_S = 1e6
@@ -50,32 +50,32 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_the_first_of_a_number_counts(server):
     """Also after one of a higher number: a store that takes any fails."""
-    first, other = (Store(address(server), "group", node) for node in range(2))
+    first, other = (StoreLine(address(server), "group", node) for node in range(2))
     first.ask(number=1, decision="a")
     state = other.ask(number=1, decision="b")
     assert (state.number, state.decision) == (1, "a")
     assert other.ask(number=3, decision="c").decision == "c"
     assert first.ask(number=2, decision="d").decision == "c"
-    assert Store(address(server), "another", 0).ask().number == 0
+    assert StoreLine(address(server), "another", 0).ask().number == 0
 
 
 def test_a_line_that_ends_is_a_death(server):
     """Its text stays; the next process of the node has a line of its own."""
-    stays, ends = (Store(address(server), "group", node) for node in range(2))
+    stays, ends = (StoreLine(address(server), "group", node) for node in range(2))
     ends.ask("text")
     (text,) = stays.ask().texts
     assert (text.node, text.text, text.is_alive) == (1, "text", True)
     ends.close()
     until(lambda: not stays.ask().texts[0].is_alive)
     assert stays.ask().texts[0].text == "text"
-    again = Store(address(server), "group", 1)
+    again = StoreLine(address(server), "group", 1)
     assert not again.ask().texts[0].is_alive
     assert again.ask("new").texts[0].is_alive
 
 
 def test_a_line_is_opened_again(server):
     """After a fault of the network; the process says again what it said last."""
-    stays, breaks = (Store(address(server), "group", node) for node in range(2))
+    stays, breaks = (StoreLine(address(server), "group", node) for node in range(2))
     breaks.ask("text")
     stays.ask()
     breaks._line.shutdown(socket.SHUT_RDWR)
@@ -85,12 +85,12 @@ def test_a_line_is_opened_again(server):
 
 def test_a_group_is_forgotten_with_its_last_line(server):
     """So the next of its name finds no decision of it."""
-    last = Store(address(server), "group", 0)
+    last = StoreLine(address(server), "group", 0)
     last.ask("text", 7, "decision")
     last.close()
 
     def is_forgotten() -> bool:
-        with contextlib.closing(Store(address(server), "group", 0)) as other:
+        with contextlib.closing(StoreLine(address(server), "group", 0)) as other:
             state = other.ask()
         return not state.texts and state.number == 0
 
@@ -103,12 +103,12 @@ def test_what_is_no_request_ends_its_line(server, text):
         stranger.sendall(text)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(1) == b""
-    assert Store(address(server), "group", 0).ask().number == 0
+    assert StoreLine(address(server), "group", 0).ask().number == 0
 
 
 def test_a_store_that_is_lost_is_named(server):
     """Nobody agrees with a store that has forgotten what was agreed."""
-    member = Store(address(server), "group", 3)
+    member = StoreLine(address(server), "group", 3)
     member.ask("text")
     server.close()
     member._line.shutdown(socket.SHUT_RDWR)
@@ -119,7 +119,7 @@ def test_a_store_that_is_lost_is_named(server):
             member.ask()
     with socket.create_server(("127.0.0.1", 0)) as other:
         other.listen()
-        talks = Store(f"127.0.0.1:{other.getsockname()[1]}", "group", 0)
+        talks = StoreLine(f"127.0.0.1:{other.getsockname()[1]}", "group", 0)
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(talks.ask)
             line, _ = other.accept()

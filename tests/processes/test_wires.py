@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from max_ep.memory.wires import Wires
+from max_ep.processes.rendezvous import NamedStore, Prefixed, gather
 from max_ep.processes.store import StoreServer
-from max_ep.processes.stores import NamedStore, Prefixed, gather
 from tests.errors import raises
 
 

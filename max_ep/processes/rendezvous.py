@@ -12,13 +12,12 @@ import functools
 import time
 from typing import Protocol
 
-from .store import Store as GroupStore
-from .store import parse_address, store_of_environment
+from .store import StoreLine, parse_address, store_of_environment
 
 _POLL_S = 0.002
 
 
-class Store(Protocol):
+class KeyStore(Protocol):
     """Where processes leave what others read."""
 
     def set(self, key: str, value: bytes) -> None: ...
@@ -28,7 +27,7 @@ class Store(Protocol):
 
 
 def gather(
-    store: Store, key: str, rank: int, n_ranks: int, mine: bytes, timeout_s: float
+    store: KeyStore, key: str, rank: int, n_ranks: int, mine: bytes, timeout_s: float
 ) -> list[bytes]:
     """Returns what each rank gives under a key, which is used once; a ``TimeoutError``
     names the first that does not come."""
@@ -53,12 +52,12 @@ class NamedStore:
     def __init__(self, address: str) -> None:
         self.host, _ = parse_address(address)
         self._address = address
-        self._groups: dict[str, GroupStore] = {}
+        self._groups: dict[str, StoreLine] = {}
         """A line each, which stays open: a group ends with its last line."""
 
     def set(self, key: str, value: bytes) -> None:
         group, _, node = key.rpartition("/")
-        line = GroupStore(self._address, group, int(node))
+        line = StoreLine(self._address, group, int(node))
         self._groups[group] = line
         line.ask(value.hex())
 
@@ -73,7 +72,7 @@ class NamedStore:
 class Prefixed:
     """A store whose keys are those of one use of another."""
 
-    def __init__(self, store: Store, prefix: str) -> None:
+    def __init__(self, store: KeyStore, prefix: str) -> None:
         self._store, self._prefix = store, prefix
 
     def set(self, key: str, value: bytes) -> None:
