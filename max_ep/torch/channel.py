@@ -221,12 +221,12 @@ class Channel:
     def next_region(self) -> Region:
         return self.regions[(self.n_taken + 1) % len(self.regions)]
 
-    @torch.inference_mode(False)  # later calls read it in any mode
     def no_weights(self, n: int) -> torch.Tensor:
         """Returns router weights of 0, for a dispatch that has none."""
         if self._no_weights is None:
-            device = self.comm.device
-            self._no_weights = torch.zeros(n, dtype=torch.float32, device=device)
+            with torch.inference_mode(False):  # later calls read it in any mode
+                how = dict(dtype=torch.float32, device=self.comm.device)
+                self._no_weights = torch.zeros(n, **how)
         return self._no_weights
 
     def take(self, region: Region) -> None:

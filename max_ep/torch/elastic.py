@@ -74,6 +74,7 @@ class Elastic:
         self._channels = channels
         self._most, self._rounds = most, rounds
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._repeated_through: dict[tuple[Any, ...], Channel] = {}
         channels.cap = memory_for(most)
 
     def dispatch(
@@ -101,10 +102,9 @@ class Elastic:
             routing = Routing(comm, *plan.sizes, n_tokens, plan.n_rows, plan.cap, *ids)
             handle, channel = EPHandle(routing, plan.most, plan.num_sms), plan.channel
         else:
-            routing, given, topk_weights = self._repeated(
+            routing, given, topk_weights, channel = self._repeated(
                 handle, x, topk_idx, topk_weights, sizes, form
             )
-            channel = self._channel(routing, given)
         if stats is not None:
             shape = (routing.n_experts // comm.n_ranks,)
             name = "cumulative_local_expert_recv_stats"
@@ -152,7 +152,8 @@ class Elastic:
         routing = checked_handle(comm, handle)
         comm.check_tensor("x", x, torch.bfloat16, (routing.n_rows, None), True)
         x = x.contiguous()
-        y = x.new_empty((routing.n_tokens, x.shape[1]))
+        columns = x.shape[1]
+        y = comm.empty((routing.n_tokens, columns), (columns, 1), torch.bfloat16)
         biases = () if bias is None else self._checked_biases(bias, y)
         channel = self._channel_back(routing, x)
         back, weights = None, None
@@ -167,7 +168,7 @@ class Elastic:
             weights = x.new_empty(
                 (routing.n_tokens, routing.top_k), dtype=torch.float32
             )
-            call = routing.call(x.shape[1], self._rounds, "bfloat16")
+            call = routing.call(columns, self._rounds, "bfloat16")
             back = sums.open_channel(self._channels, call.weights(), call)
 
         def work() -> None:
@@ -220,6 +221,7 @@ class Elastic:
     def forget(self) -> None:
         """Forgets channels, which a reset may close."""
         self._plans.clear()
+        self._repeated_through.clear()
 
     def _repeated(
         self,
@@ -229,22 +231,38 @@ class Elastic:
         topk_weights: torch.Tensor | None,
         sizes: Sizes,
         form: Form,
-    ) -> tuple[Routing, Given, torch.Tensor | None]:
-        """Checks a dispatch with a handle; returns its routing and what is sent."""
+    ) -> tuple[Routing, Given, torch.Tensor | None, Channel]:
+        """Checks a dispatch with a handle; returns its routing, what is sent, and the
+        channel."""
         comm = self._comm
-        given = given_as(comm, x, form.format)
-        n_tokens = given.rows.shape[0]
         if topk_idx is not None:
             refuse("topk_idx", "is that of the handle; leave it out")
-        checked_int("max_ep: num_sms", form.num_sms, 0)
-        if form.is_synced:
-            refuse("do_cpu_sync", "is not for a handle: its sizes are known")
-        check_same(handle, form.expands, sizes.n_experts, sizes.most)
         routing = checked_handle(comm, handle)
-        if n_tokens != routing.n_tokens:
-            refuse("x", f"has {n_tokens} rows, the handle has {routing.n_tokens}")
+        check_same(handle, form.expands, sizes.n_experts, sizes.most)
+        key, channel = None, None
+        if isinstance(x, torch.Tensor) and x.is_contiguous() and form.format is None:
+            key = (x.shape, x.dtype, x.device, form, form.num_sms.__class__)
+            key += (routing.rows, routing.n_experts, routing.top_k, routing.alignment)
+            key += (routing.n_tokens, routing.cap)
+            try:
+                channel = self._repeated_through.get(key)
+            except TypeError:  # a list, or other things that are no sizes
+                key = None
+        if channel is not None:  # what has this key was checked
+            given, n_tokens = Given(x), routing.n_tokens
+        else:
+            given = given_as(comm, x, form.format)
+            n_tokens = given.rows.shape[0]
+            checked_int("max_ep: num_sms", form.num_sms, 0)
+            if form.is_synced:
+                refuse("do_cpu_sync", "is not for a handle: its sizes are known")
+            if n_tokens != routing.n_tokens:
+                refuse("x", f"has {n_tokens} rows, the handle has {routing.n_tokens}")
+            channel = self._channel(routing, given)
+            if key is not None:
+                self._repeated_through[key] = channel
         weights = self._checked_weights(topk_weights, n_tokens, routing.top_k)
-        return routing, given, weights
+        return routing, given, weights, channel
 
     def _checked_weights(
         self, weights: torch.Tensor | None, n_tokens: int, top_k: int

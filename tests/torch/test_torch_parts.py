@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import re
 import sys
@@ -384,6 +385,7 @@ def test_build_refuses_arguments_of_other_calls(
 def calls_of(work: Callable[[], None]) -> int:
     """Counts the functions of Python that are called."""
     events = []
+    gc.collect()  # so that nothing is collected meanwhile
     sys.setprofile(lambda _, event, __: events.append(event))
     try:
         work()
@@ -427,13 +429,27 @@ def test_an_eager_layer_makes_few_calls(
             rows, *_, handle, _ = elastic.dispatch(x, ids, weights, **how)
             elastic.combine(rows, handle)
 
+        *_, handle, _ = elastic.dispatch(x, ids, num_experts=8, do_cpu_sync=False)
+
+        def again() -> None:
+            rows, *_ = elastic.dispatch(x, handle=handle)
+            elastic.combine(rows, handle)
+
         for layer, most in (
             (low_latency, 40),
             (lambda: of_elastic(False), 80),
             (lambda: of_elastic(True), 80),
+            (again, 80),
         ):
             layer()  # opens the channel
             assert 10 < calls_of(layer) <= most
+        # What was checked is known by all that was checked.
+        with raises(ValueError, "x has 2 rows"):
+            elastic.dispatch(torch.zeros(2, 512).bfloat16(), handle=handle)
+        with raises(ValueError, "num_sms=0.0"):
+            elastic.dispatch(x, handle=handle, num_sms=0.0)
+        with raises(ValueError, "x has rows of 8 bytes"):
+            elastic.dispatch(x[:, :4].contiguous(), handle=handle)
         buffer.destroy()
         elastic.destroy()
     finally:
