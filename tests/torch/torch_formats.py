@@ -176,8 +176,8 @@ def member(rank: int, n_ranks: int, store: str, name: str) -> str:
     """Runs all interfaces; returns what went wrong."""
     open_group(rank, n_ranks, store)
     here = Rank(rank, n_ranks, name)
-    buffer = Buffer(dist.group.WORLD, timeout_s=20)
-    more = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=CAP, timeout_s=20)
+    buffer = Buffer(dist.group.WORLD, timeout_s=60)
+    more = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=CAP, timeout_s=60)
     try:
         for seed, is_given in ((1, False), (2, True)):
             here.given(seed)
