@@ -105,6 +105,8 @@ class Settings:
     def words(self) -> str:
         """Says which call this is for."""
         call = "low_latency_dispatch" if self.wide_ids else "dispatch or combine"
+        if self.rows != "padded":
+            call = "ElasticBuffer.dispatch or combine"
         return f"{call}({self.facts()})"
 
     def name(self) -> str:
