@@ -230,6 +230,8 @@ def test_tokens_are_quantized(name):
     """Bit for bit as the oracle; the last scales of a token do not fill 16 bytes."""
     world = World(name)
     tokens, ids, weights = draw(world.sizes, [5, 3, 4], 0)
+    tokens[0][:, :16] = 0
+    tokens[0][:, 16:32] = 6 * 2.0**-9  # The smallest scale of nvfp4 is 2**-9.
     outputs = world.dispatch(tokens, ids, weights)
     for rank, output in outputs.items():
         _, _, info = output.read()
@@ -270,6 +272,14 @@ def test_all_blocks_share_work():
     halves = [world.memory.load(at + 4 * 32 * i, 4) for i in range(6)]
     assert halves[::2] == [0] * 3
     assert halves[1] > 0 and halves[5] > 0  # Rank 0 has many tokens, its peers few.
+
+
+def test_all_warps_send_by_expert():
+    """A block has more choices than warps that send."""
+    world = World("expert_shared")
+    world.n_blocks = 1
+    run_steps(world, [([world.sizes.max_tokens] * 3, 1)], n_wrong=0)
+    check_header(world, range(3), 1)
 
 
 def test_parts_of_a_row_are_counted_in_all_rounds():
@@ -363,6 +373,18 @@ def test_rows_that_do_not_fit_are_dropped(name, more):
         results = world.combine(outputs, weights)
         check_results(world, results, tokens, ids, weights, stays)
         check_header(world, range(sizes.n_ranks), step + 3)
+        for rank in outputs:  # How many rows a token has, and an expert has dropped.
+            n = sizes.max_tokens, sizes.n_local
+            n_behind = sum(n) + bool(world.link)  # which has a word at the end
+            at = world.counters[rank] + 4 * (sizes.counters - n_behind)
+            of_tokens, of_experts = np.split(
+                world.memory.array(at, np.int32, sum(n)), n[:1]
+            )
+            for token in range(len(ids[rank])):
+                here = [x for x in stays if x[:2] == (rank, token)]
+                assert of_tokens[token] == len(here)
+            for expert, wanted in enumerate(rows_of(rank, ids, sizes)):
+                assert of_experts[expert] == len({*wanted} - stays)
 
 
 @pytest.mark.parametrize("name", ["sums", "rows", "expert", "expert_shared"])
@@ -481,6 +503,29 @@ def test_a_lost_word_is_named(name, kind):
     n_bytes = 2 * outputs[1].n_rows_max * sizes.hidden
     rows = world.memory.array(outputs[1].rows, np.uint8, n_bytes)
     assert code != NO_COUNT or (rows == POISON).all()
+
+
+@pytest.mark.parametrize("name", ["shared", "expert_shared"])
+def test_a_rank_alone_has_no_rows(name):
+    """Where others do not come, each output says so, a shared expert's too."""
+    world = World(name, timeout_ms=MASKED_MS, finds_races=False)
+    outputs = world.dispatch(*draw(world.sizes, [2, 2, 2], 1), ranks=[1])
+    assert failure(world, 1)[:2] == [NO_COUNT, RECEIVE]
+    assert not outputs[1].read()[0].any()
+
+
+def test_scales_that_do_not_come_are_not_used():
+    """The values of the token are there."""
+    world = World("nvfp4", timeout_ms=MASKED_MS, finds_races=False)
+    tokens, ids, weights = draw(world.sizes, [1, 0, 0], 1, n_wrong=0)
+    ids[0][0, 0] = world.sizes.n_local  # the first expert of rank 1
+    world.dispatch(tokens, ids, weights, ranks=[0, 2])
+    _, scales = quantize_nvfp4(tokens[0].astype(np.float32))
+    begin, memory = world.regions[1], world.memory
+    at = memory.bytes.index(scales.tobytes()[:12], begin, begin + world.sizes.region)
+    memory.bytes[at : at + 16] = b"\xff" * 16
+    world.dispatch(tokens, ids, weights, ranks=[1])
+    assert failure(world, 1)[:3] == [NO_MESSAGE, RECEIVE, 0]
 
 
 @pytest.mark.parametrize("word, number", [(0, 5), (0, -1), (1, 3), (1, -1)])

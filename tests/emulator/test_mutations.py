@@ -26,14 +26,16 @@ from tests.emulator.harmless import HARMLESS
 from tests.emulator.mutations import PLAIN
 
 SEED = os.environ.get("MAX_EP_FUZZ_SEED", sources_hash())
-TRIED = "sums expert rows shared".split()
+TRIED = "sums expert rows shared fp8_sums nvfp4".split()
 """Worlds whose orders and waits are all noticed, but for those of `harmless.py`."""
-TRIED_PLAIN = ["sums", "expert"]
+TRIED_PLAIN = [*TRIED, "expert_shared", "fp8", "drops"]
 """The same for stores, places, bounds and compares."""
-N_WORLDS, N_PLAIN, N_OF_WORLD = 2, 1, 8
-if ALL_CASES:
-    N_WORLDS, N_PLAIN, N_OF_WORLD = len(TRIED), len(TRIED_PLAIN), 10**6
-"""How many worlds are drawn of each list, and how many of the mutations in each."""
+N_OF_WORLD = 10**6
+"""How many of a world's mutations are tried."""
+if not ALL_CASES:
+    # They have most.
+    TRIED, N_OF_WORLD = TRIED[:2], 8
+    TRIED_PLAIN = random.Random(SEED).sample(TRIED, 1)
 
 
 def two_steps(name: str) -> None:
@@ -73,6 +75,10 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
         ("rows", checks.test_sources_that_cannot_be_are_refused, 0, 5),
         ("rows", checks.test_sources_that_cannot_be_are_refused, 1, 3),
         ("work", checks.test_all_blocks_share_work),
+        ("expert_shared", checks.test_all_warps_send_by_expert),
+        ("expert_shared", checks.test_a_rank_alone_has_no_rows, "expert_shared"),
+        ("shared", checks.test_a_rank_alone_has_no_rows, "shared"),
+        ("nvfp4", checks.test_scales_that_do_not_come_are_not_used),
         ("expert", checks.test_parts_of_a_row_are_counted_in_all_rounds),
         *(
             (name, checks.test_rows_that_do_not_fit_are_refused, name)
@@ -107,6 +113,7 @@ def drawn(world: str, are_plain: bool) -> list[Mutation]:
         for m in owned_by(world)
         if (m.kind in PLAIN) == are_plain and not any(x.has(m) for x in HARMLESS)
     ]
+    assert owned, "nothing is tried"
     n = min(N_OF_WORLD // (1 + are_plain), len(owned))
     return random.Random(f"{SEED} {world}").sample(owned, n)
 
@@ -124,14 +131,14 @@ def unnoticed(tried: list[Mutation], world: str) -> list[Mutation]:
     return [m for m in tried if m not in trials.caught]
 
 
-@pytest.mark.parametrize("world", random.Random(SEED).sample(TRIED, N_WORLDS))
+@pytest.mark.parametrize("world", TRIED)
 def test_orders_and_waits_matter(world):
     """Fails where a world or a check is missing; see `harmless.py` for the others."""
     left = unnoticed(drawn(world, are_plain=False), world)
     assert not left, "\n".join(map(str, left))
 
 
-@pytest.mark.parametrize("world", random.Random(SEED).sample(TRIED_PLAIN, N_PLAIN))
+@pytest.mark.parametrize("world", TRIED_PLAIN)
 def test_stores_places_and_bounds_matter(world):
     """A store is left out, an access goes one place too far, a bound is off by one, or
     what was awaited is not compared."""

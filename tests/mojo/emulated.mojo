@@ -258,7 +258,11 @@ def main() raises:
     emit_group[expert, splits=True]("expert")
     emit_group[small(hidden_size=264, shared=True), splits=True]("shared")
     comptime expert_shared = small(
-        hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False, shared=True
+        max_tokens=7,  # More than warps that send.
+        hidden_size=264,
+        addressing=Addressing.BY_EXPERT,
+        has_sums=False,
+        shared=True,
     )
     emit_group[expert_shared]("expert_shared")
     emit_group[small(hidden_size=384, partial_block=128)]("fp8_sums")
