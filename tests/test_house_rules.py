@@ -197,6 +197,21 @@ def test_layers_point_one_way(path):
             assert LAYERS.index(layer) < LAYERS.index(own), f"imports {layer}"
 
 
+def test_what_mojo_imports_is_used():
+    """A name that stands once in a file stands in its import only."""
+    unused, n = [], 0
+    for path in [*MOJO_FILES, *MOJO_TESTS]:
+        code = re.sub(r'"""[\s\S]*?"""', "", path.read_text())
+        if path.name == "__init__.mojo":  # which hands on
+            continue
+        for names in re.findall(r"^from \S+ import (\([^)]*\)|.*)", code, re.M):
+            for name in re.findall(r"(\w+)\s*(?:,|\)|$)", names):
+                n += 1
+                if len(re.findall(rf"\b{name}\b", code)) == 1:
+                    unused.append(f"{path.relative_to(ROOT)}: {name}")
+    assert n > 1000 and not unused, unused
+
+
 def test_no_import_circle_in_mojo():
     graph = nx.DiGraph()
     for path in PACKAGE_FILES:

@@ -11,7 +11,7 @@ After the send phase: every row is on its way to its source. After the receive
 phase: the result is complete. The next launch of this rank publishes that the rows were
 read (`done_words.mojo`). A launch that fails writes NaN where it has no result.
 """
-from max.gpu import barrier, block_idx, grid_dim, thread_idx, WARP_SIZE
+from max.gpu import WARP_SIZE
 
 from ..device.block import Block
 from ..device.done_words import (

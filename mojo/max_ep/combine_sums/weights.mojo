@@ -8,7 +8,6 @@ from max.gpu import block_idx, grid_dim, lane_id, syncwarp, warp_id, WARP_SIZE
 from ..device.block import Block
 from ..device.done_words import await_readers
 from ..device.warp import any_lane, bytes_at
-from ..protocol.arguments import CombinedTokens
 from ..protocol.counters import Counters, NO_ROW, rank_elsewhere
 from ..protocol.entries import value_of_word, value_word
 from ..protocol.failures import Failure, SEND

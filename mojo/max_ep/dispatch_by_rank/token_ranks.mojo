@@ -6,7 +6,7 @@ Lanes load the router's ids of some tokens, each id once, and combine them to a 
 each rank. Neighbouring lanes load neighbouring ids, so a load touches few lines.
 """
 import max.gpu.primitives.warp as warp
-from max.gpu import lane_id, WARP_SIZE
+from max.gpu import WARP_SIZE
 from std.bit import log2_ceil
 
 from ..protocol.counters import NO_EXPERT
