@@ -167,7 +167,8 @@ class EPCommInitializer:
         if config.uses_shmem:
             return ShmemMemory(n_local, *node, region_bytes, same, *times, store)
         if store is not None:
-            return StoredMemory(store, n_local, *node, region_bytes, same, *times)
+            of_rank = region_bytes, same, *times, config.sizes()
+            return StoredMemory(store, n_local, *node, *of_rank)
         if config.n_nodes == 1:
             if config.target == "gpu":
                 return GpuMemory(devices_of_ranks(config, self._devices), region_bytes)

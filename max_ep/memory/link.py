@@ -17,10 +17,8 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-_PUT, _SIGNAL, _FENCE = range(3)
-_ROOM, _APPENDED, _TAKEN, _FIRST = 0, 1, 2, 8
-_REQUEST_WORDS = 8
 _N_REQUESTS = 1 << 12
 _WORD_BYTES = 8
 _MOST_PIECES = 4
@@ -47,19 +45,22 @@ class Link:
         local_ranks: Sequence[int],
         regions: Sequence[int],
         seed: int,
+        sizes: Any,
         keeps_fences: bool = True,
     ) -> None:
         """Begins to carry. ``regions`` are those of all ranks, as this process maps
-        them. Tests of tests have a link that keeps no fences."""
+        them; ``sizes`` are the group's, which say how queues are laid out. Tests of
+        tests have a link that keeps no fences."""
         self._regions, self._keeps_fences = list(regions), keeps_fences
-        n_words = _FIRST + _N_REQUESTS * _REQUEST_WORDS
+        self._words = sizes
+        n_words = sizes.link_first + _N_REQUESTS * sizes.link_request_words
         self._queues = {rank: (ctypes.c_uint64 * n_words)() for rank in local_ranks}
         self._epochs: dict[int, int] = defaultdict(int)
         self._pending: dict[tuple[int, int], list[_Request]] = {}
         """By sender and receiver, in the order of their epochs."""
         self._random = random.Random(f"{seed} {list(local_ranks)}")
         for queue in self._queues.values():
-            queue[_ROOM] = _N_REQUESTS
+            queue[sizes.link_room] = _N_REQUESTS
         self._is_closing = False
         self._thread = threading.Thread(
             target=self._run, name="max_ep-link", daemon=True
@@ -81,7 +82,8 @@ class Link:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             queues = self._queues.values()  # What is taken is pending before that.
-            is_taken = all(q[_TAKEN] == q[_APPENDED] for q in queues)
+            words = self._words.link_carried, self._words.link_appended
+            is_taken = all(q[words[0]] == q[words[1]] for q in queues)
             if is_taken and not self._pending:
                 return True
             time.sleep(_IDLE_S)
@@ -106,20 +108,21 @@ class Link:
 
     def _take(self, rank: int, queue: ctypes.Array) -> None:
         """Takes what a rank has asked for since."""
-        for n in range(queue[_TAKEN], queue[_APPENDED]):
-            at = _FIRST + n % _N_REQUESTS * _REQUEST_WORDS
+        words = self._words
+        for n in range(queue[words.link_carried], queue[words.link_appended]):
+            at = words.link_first + n % _N_REQUESTS * words.link_request_words
             what, to, of, n_bytes = queue[at : at + 4]
-            peer, kind = divmod(what, 256)
-            if kind == _FENCE:
+            peer, kind = divmod(what, words.link_n_kinds)
+            if kind == words.link_fence:
                 self._epochs[rank] += self._keeps_fences
             else:
                 to += self._regions[peer] - self._regions[rank]
                 pieces = [(to, of, 0)]
-                if kind == _PUT:
+                if kind == words.link_put:
                     pieces = self._pieces(to, of, n_bytes)
                 request = _Request(self._epochs[rank], pieces)
                 self._pending.setdefault((rank, peer), []).append(request)
-            queue[_TAKEN] = n + 1
+            queue[words.link_carried] = n + 1
 
     def _pieces(self, to: int, of: int, n_bytes: int) -> list[tuple[int, int, int]]:
         """Cuts a put into pieces of whole words, in any order."""

@@ -70,7 +70,7 @@ class MaskedRanks:
         if isinstance(self._memory, StoredMemory):
             self._link = self._memory.link
         else:
-            self._link = Link(ranks, regions, seed)
+            self._link = Link(ranks, regions, seed, config.sizes())
         self._tell_of_link()
 
     def _tell_of_link(self) -> None:

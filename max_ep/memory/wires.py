@@ -20,6 +20,7 @@ import secrets
 import socket
 import struct
 import threading
+from typing import Any
 
 from ..limits import (
     GROUP_VARIABLE,
@@ -171,13 +172,14 @@ class WiredLink(Link):
         block: int,
         base: int,
         seed: int,
+        sizes: Any,
         keeps_fences: bool = True,
     ) -> None:
         self._wires, self._block = wires, block
         # What a place is of other ranks: counted from the beginning of the block.
         regions = [0] * wires.n_ranks
         regions[wires.rank] = base
-        super().__init__([wires.rank], regions, seed, keeps_fences)
+        super().__init__([wires.rank], regions, seed, sizes, keeps_fences)
 
     def _write(self, peer: int, to: int, of: int, n_bytes: int) -> None:
         is_put = n_bytes > 0
@@ -189,9 +191,16 @@ class WiredMemory:
     """A block of each rank; those of this host are mapped."""
 
     def __init__(
-        self, wires: Wires, name: str, n_bytes: int, fingerprint: str, seed: int
+        self,
+        wires: Wires,
+        name: str,
+        n_bytes: int,
+        fingerprint: str,
+        seed: int,
+        sizes: Any,
     ) -> None:
-        """Makes this rank's block, zeroed; ``name`` is the same on all ranks."""
+        """Makes this rank's block, zeroed; ``name`` is the same on all ranks, and
+        ``sizes`` are the group's."""
         host, i = divmod(wires.rank, wires.per_host)
         of_host = f"{name}-{host}", i, wires.per_host, 1, n_bytes, fingerprint
         self._wires, self._name = wires, name
@@ -200,7 +209,7 @@ class WiredMemory:
         self._block = int.from_bytes(digest, "little") | 1
         (base,) = self._shared.local_addresses()
         wires.attach(self._block, base, n_bytes)
-        self.link = WiredLink(wires, self._block, base, seed)
+        self.link = WiredLink(wires, self._block, base, seed, sizes)
         self.queue = self.link.queues()[wires.rank]
         """Address of what this rank asks its link for."""
 
@@ -248,6 +257,7 @@ class StoredMemory(WiredMemory):
         fingerprint: str,
         timeout_s: float,
         start_timeout_s: float,
+        sizes: Any,
     ) -> None:
         """Waits for the other processes, which have the same fingerprint, and connects
         them."""
@@ -271,7 +281,7 @@ class StoredMemory(WiredMemory):
         name, _ = all_[0]
         of_wires = node_id, n_nodes, per_host, timeout_s, store.host
         wires = Wires(Prefixed(store, name), *of_wires)
-        super().__init__(wires, name, n_bytes, fingerprint, seed)
+        super().__init__(wires, name, n_bytes, fingerprint, seed, sizes)
 
     def close(self) -> None:
         super().close()

@@ -174,8 +174,9 @@ class Channel:
         self.latest: tuple[Any, bool] = (None, False)
         self.was_captured = False
         library = load(settings)
-        n_bytes = library.sizes.region_bytes
-        self.memory = comm.allocate(n_regions * n_bytes, settings.facts())
+        sizes = library.sizes
+        n_bytes = sizes.region_bytes
+        self.memory = comm.allocate(n_regions * n_bytes, settings.facts(), sizes)
         self.regions: list[Region] = []
         try:
             (mine,) = self.memory.local_addresses()

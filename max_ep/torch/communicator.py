@@ -233,10 +233,10 @@ class Communicator:
                 )
         return ""
 
-    def allocate(self, n_bytes: int, same: str) -> Any:
+    def allocate(self, n_bytes: int, same: str, sizes: Any) -> Any:
         name = f"{self.board.name}-{self.board.n_exchanges}-{len(self.regions)}"
         if self.hosts:
-            return self.hosts.allocate(name, n_bytes, same)
+            return self.hosts.allocate(name, n_bytes, same, sizes)
         if not self.is_gpu:
             return SharedMemory(name, self.rank, self.n_ranks, 1, n_bytes, same)
         return GpuSharedMemory(name, self.rank, self.n_ranks, n_bytes, same, self.index)

@@ -88,9 +88,9 @@ class Hosts:
         first_host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
         self._wires = Wires(store, rank, n_ranks, n, timeout_s, first_host)
 
-    def allocate(self, name: str, n_bytes: int, same: str) -> WiredMemory:
+    def allocate(self, name: str, n_bytes: int, same: str, sizes: Any) -> WiredMemory:
         _, seed = link_of_environment(self._wires.n_ranks, 1)
-        return WiredMemory(self._wires, name, n_bytes, same, seed)
+        return WiredMemory(self._wires, name, n_bytes, same, seed, sizes)
 
     def close(self) -> None:
         self._wires.close()

@@ -372,7 +372,7 @@ def no_memory(buffer: Buffer) -> None:
     is_last = other.rank == other.group_size - 1
     allocate = comm.allocate
 
-    def fail(n_bytes: int, same: str) -> Any:
+    def fail(n_bytes: int, *_: Any) -> Any:
         raise MemoryError(f"max_ep: no space for {n_bytes} bytes")
 
     if is_last:

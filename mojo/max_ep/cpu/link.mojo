@@ -9,7 +9,7 @@ bytes:
     0       requests that there is room for
     1       requests that were appended
     2       requests that were carried out
-    8, ...  for each request 8 words: kind + rank * 256; the place, as it is in this
+    8, ...  for each request 8 words: kind + rank * `N_KINDS`; the place, as it is in this
             rank's own region; for a put where it reads and how many bytes, for a signal
             the word
 """
@@ -26,15 +26,20 @@ from ..protocol.flags import (
 from ..protocol.kernel_argument import MutPointer
 from ..protocol.token_format import BytePointer
 
-comptime _PUT = 0
-comptime _SIGNAL = 1
-comptime _FENCE = 2
 
-comptime _ROOM = 0
-comptime _APPENDED = 1
-comptime _CARRIED = 2
-comptime _FIRST = 8
-comptime _REQUEST_WORDS = 8
+struct Queue:
+    """Kinds of requests, and the places of words; Python asks for them."""
+
+    comptime PUT = 0
+    comptime SIGNAL = 1
+    comptime FENCE = 2
+    comptime N_KINDS = 256
+
+    comptime ROOM = 0
+    comptime APPENDED = 1
+    comptime CARRIED = 2
+    comptime FIRST = 8
+    comptime REQUEST_WORDS = 8
 
 
 @fieldwise_init
@@ -59,30 +64,32 @@ struct Link(TrivialRegisterPassable):
         """Asks for bytes to be put. They are read later: they may change once the peer
         has said that it has read them."""
         if n_bytes > 0:
-            self._append(_PUT, rank, Int(to), Int(from_), n_bytes, end)
+            self._append(Queue.PUT, rank, Int(to), Int(from_), n_bytes, end)
 
     def signal(self, rank: Int, to: FlagPointer, word: UInt64, end: Deadline) raises:
-        self._append(_SIGNAL, rank, Int(to), Int(word), 0, end)
+        self._append(Queue.SIGNAL, rank, Int(to), Int(word), 0, end)
 
     def fence(self, end: Deadline) raises:
         """Has what is asked for from now on come after all that was asked for."""
-        self._append(_FENCE, 0, 0, 0, 0, end)
+        self._append(Queue.FENCE, 0, 0, 0, 0, end)
 
     def _append(
         self, kind: Int, rank: Int, to: Int, what: Int, n_bytes: Int, end: Deadline
     ) raises:
-        var room = self.queue[unsafe_offset=_ROOM]
-        var n = self.queue[unsafe_offset=_APPENDED]
-        while n - load_acquire_sys(self.queue.unsafe_offset(_CARRIED)) >= room:
+        var room = self.queue[unsafe_offset=Queue.ROOM]
+        var n = self.queue[unsafe_offset=Queue.APPENDED]
+        while n - load_acquire_sys(self.queue.unsafe_offset(Queue.CARRIED)) >= room:
             if end.has_passed():
                 raise Error(
                     t"max_ep: the link to rank {rank} has not carried {room} requests"
                     t" in time; the thread of this process that carries them has ended."
                 )
             sleep(SLEEP_SECONDS)
-        var at = self.queue.unsafe_offset(_FIRST + Int(n % room) * _REQUEST_WORDS)
-        at[unsafe_offset=0] = UInt64(kind + rank * 256)
+        var at = self.queue.unsafe_offset(
+            Queue.FIRST + Int(n % room) * Queue.REQUEST_WORDS
+        )
+        at[unsafe_offset=0] = UInt64(kind + rank * Queue.N_KINDS)
         at[unsafe_offset=1] = UInt64(to)
         at[unsafe_offset=2] = UInt64(what)
         at[unsafe_offset=3] = UInt64(n_bytes)
-        publish_word(self.queue.unsafe_offset(_APPENDED), n + 1)
+        publish_word(self.queue.unsafe_offset(Queue.APPENDED), n + 1)

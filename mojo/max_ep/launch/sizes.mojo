@@ -4,6 +4,7 @@
 `layout_query.mojo` prints it, and the C ABI hands it out. Sizes are in bytes, unless
 their name says otherwise; a `_word` is the first of its kind in the counters.
 """
+from ..cpu.link import Queue
 from ..protocol.counters import (
     choices_word,
     local_sync_counters_words,
@@ -60,6 +61,14 @@ def sizes_of(group: Group) -> String:
         ("region_bytes", group.region_bytes()),
         ("dispatch_put_bytes", combine_put_from_region_end(group)),
         ("put_bytes", put_bytes(group)),
+        ("link_put", Queue.PUT),
+        ("link_fence", Queue.FENCE),
+        ("link_n_kinds", Queue.N_KINDS),
+        ("link_room", Queue.ROOM),
+        ("link_appended", Queue.APPENDED),
+        ("link_carried", Queue.CARRIED),
+        ("link_first", Queue.FIRST),
+        ("link_request_words", Queue.REQUEST_WORDS),
     ]
     var text = String("{")
     for i in range(len(numbers)):
