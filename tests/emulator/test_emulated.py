@@ -275,7 +275,8 @@ def test_all_blocks_share_work():
 
 
 def test_all_warps_send_by_expert():
-    """A block has more choices than warps that send."""
+    """A block has more tokens than warps that send. Fails if the last of these warps
+    sends nothing."""
     world = World("expert_shared")
     world.n_blocks = 1
     run_steps(world, [([world.sizes.max_tokens] * 3, 1)], n_wrong=0)
@@ -507,7 +508,8 @@ def test_a_lost_word_is_named(name, kind):
 
 @pytest.mark.parametrize("name", ["shared", "expert_shared"])
 def test_a_rank_alone_has_no_rows(name):
-    """Where others do not come, each output says so, a shared expert's too."""
+    """Where others do not come. Fails if the offset of a shared expert is not written
+    then."""
     world = World(name, timeout_ms=MASKED_MS, finds_races=False)
     outputs = world.dispatch(*draw(world.sizes, [2, 2, 2], 1), ranks=[1])
     assert failure(world, 1)[:2] == [NO_COUNT, RECEIVE]
@@ -515,7 +517,7 @@ def test_a_rank_alone_has_no_rows(name):
 
 
 def test_scales_that_do_not_come_are_not_used():
-    """The values of the token are there."""
+    """The values of the token are there. Fails if its scales are not awaited."""
     world = World("nvfp4", timeout_ms=MASKED_MS, finds_races=False)
     tokens, ids, weights = draw(world.sizes, [1, 0, 0], 1, n_wrong=0)
     ids[0][0, 0] = world.sizes.n_local  # the first expert of rank 1

@@ -3,15 +3,7 @@
 
 A rank appends what it asks for to a queue in its own memory; a thread of its process
 carries it out (`max_ep/memory/link.py`): late, in any order, a put in pieces of at least
-8 bytes. What a fence separates comes in order, for each rank. The queue, in words of 8
-bytes:
-
-    0       requests that there is room for
-    1       requests that were appended
-    2       requests that were carried out
-    8, ...  for each request 8 words: kind + rank * `N_KINDS`; the place, as it is in this
-            rank's own region; for a put where it reads and how many bytes, for a signal
-            the word
+8 bytes. What a fence separates comes in order, for each rank.
 """
 from std.time import sleep
 
@@ -28,7 +20,7 @@ from ..protocol.token_format import BytePointer
 
 
 struct Queue:
-    """Kinds of requests, and the places of words; Python asks for them."""
+    """Kinds of requests, and the places of words of 8 bytes; Python asks for them."""
 
     comptime PUT = 0
     comptime SIGNAL = 1
@@ -36,9 +28,14 @@ struct Queue:
     comptime N_KINDS = 256
 
     comptime ROOM = 0
+    """How many requests there is room for."""
     comptime APPENDED = 1
+    """How many were appended."""
     comptime CARRIED = 2
+    """How many were carried out."""
     comptime FIRST = 8
+    """The first request: kind + rank * `N_KINDS`; the place, as it is in this rank's own
+    region; for a put where it reads and how many bytes, for a signal the word."""
     comptime REQUEST_WORDS = 8
 
 
