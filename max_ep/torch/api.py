@@ -14,7 +14,7 @@ from ..limits import checked_int, is_integer
 from .calls import sends_sums
 from .communicator import Masks, refuse, refuse_arguments
 from .compiled import Compiled
-from .low_latency import Handle, How, LowLatency, Wire
+from .low_latency import AT_ONCE, Handle, How, LowLatency, Wire
 from .member import Member, not_compiled
 from .normal import Normal
 from .normal_layout import Layout, NormalHandle
@@ -170,7 +170,9 @@ class Buffer(Member):
         if torch.compiler.is_compiling():
             given = x, topk_idx, *sizes, wire, stats, return_recv_hook
             return self._compiled.dispatch(*given)
-        how = How(dispatch_wait_recv_cost_stats, async_finish, return_recv_hook)
+        waits, how = dispatch_wait_recv_cost_stats, AT_ONCE
+        if waits is not None or async_finish or return_recv_hook:
+            how = How(waits, async_finish, return_recv_hook)
         return self._low_latency.dispatch(x, topk_idx, *sizes, wire, stats, how)
 
     def low_latency_combine(
@@ -219,7 +221,9 @@ class Buffer(Member):
             return self._compiled.combine(*given, handle, out, return_recv_hook)
         if isinstance(handle, tuple) and len(handle) == 6:  # of a compiled dispatch
             handle = self._compiled.stored(handle[5])
-        how = How(combine_wait_recv_cost_stats, async_finish, return_recv_hook)
+        waits, how = combine_wait_recv_cost_stats, AT_ONCE
+        if waits is not None or async_finish or return_recv_hook:
+            how = How(waits, async_finish, return_recv_hook)
         return self._low_latency.combine(*given, handle, zero_copy, out, how)
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:

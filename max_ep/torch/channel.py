@@ -27,7 +27,7 @@ from .tables import n_table_words, row_major
 SEND, RECEIVE, BOTH = 1, 2, 3
 """Which parts of dispatch or combine a call does; see ``max_ep_c/api.mojo``."""
 
-_DISPATCH, _COMBINE = struct.Struct("16q"), struct.Struct("9q")
+_DISPATCH, _COMBINE = struct.Struct("19q"), struct.Struct("12q")
 _NONE = (0,) * 16
 
 
@@ -79,31 +79,38 @@ class Region:
             ctypes.c_uint64.from_address(at).value = self._queue
 
     def dispatch(self, form: int, *arguments: int) -> None:
-        """Launches on the current stream, with the fields of ``DispatchArguments``; 0
-        for the last ones that are not given."""
-        given = _DISPATCH.pack(*arguments, *_NONE[len(arguments) :])
-        self._launch(self.library.dispatch, form, given)
+        """Launches on the current stream, with the fields of ``DispatchArguments``
+        behind ``form``; 0 for the last ones that are not given."""
+        arguments += _NONE[len(arguments) :]
+        self._launch(self.library.dispatch, _DISPATCH.pack, form, arguments)
 
     def combine(self, form: int, *arguments: int) -> None:
         """Launches a combine, with the fields of ``CombineArguments``, likewise."""
-        given = _COMBINE.pack(*arguments, *_NONE[len(arguments) : 9])
-        self._launch(self.library.combine, form, given)
+        arguments += _NONE[len(arguments) : 9]
+        self._launch(self.library.combine, _COMBINE.pack, form, arguments)
 
     def watch(self, is_combine: bool, waits_ns: torch.Tensor) -> None:
         """Adds how long each peer is waited for, in ns, to ``int64 [n_ranks]``."""
+        self.comm.raise_failure()
         waits = torch.empty_like(waits_ns)
-        self._launch(self.library.watch, is_combine, waits.data_ptr())
+        stream = self.comm.streams.current()
+        if self.library.watch(self.handle, stream, is_combine, waits.data_ptr()):
+            self._raise()
         waits_ns += waits.clamp_(min=0)
 
     def _launch(
-        self, function: Callable[..., int], what: int, given: bytes | int
+        self,
+        function: Callable[[bytes], int],
+        pack: Callable[..., bytes],
+        form: int,
+        arguments: tuple[int, ...],
     ) -> None:
         """Raises if the communicator has failed; looks at a GPU now and then."""
         comm = self.comm
         # In one launch blocks could wait for those of a rank that have no place to run.
-        if what == BOTH and comm.shares_gpu:
-            self._launch(function, SEND, given)
-            what = RECEIVE
+        if form == BOTH and comm.shares_gpu:
+            self._launch(function, pack, SEND, arguments)
+            form = RECEIVE
         if comm.n_sms != self._n_sms:
             self._n_sms = comm.n_sms
             self.library.use_sms(self.handle, self._n_sms)
@@ -112,7 +119,7 @@ class Region:
         if comm.is_gpu and time.monotonic() > comm.next_check:
             if not comm.streams.is_capturing():
                 comm.check_regions()
-        if function(self.handle, comm.streams.current(), what, given):
+        if function(pack(self.handle, comm.streams.current(), form, *arguments)):
             self._raise()
 
     def check(self) -> None:
@@ -196,10 +203,24 @@ class Channel:
             self.close()
             raise
         self.n_taken = 0
-        self._no_weights: torch.Tensor | None = None
         if settings.rows != "padded":
-            # A capture must not make it.
-            self.no_weights(settings.tokens * settings.top_k)
+            self._prepare_given()
+
+    @torch.inference_mode(False)  # later calls read them in any mode
+    def _prepare_given(self) -> None:
+        """Makes what calls of plain and expanded rows need, and a capture must not."""
+        settings, n = self.settings, len(self.regions)
+        is_split = self.comm.is_gpu and n > 1
+        captured = self.regions[n // 2 :] if is_split else self.regions
+        self.turns = self.regions[: n // 2] if is_split else captured, captured
+        """Regions of eager calls, and of captured ones."""
+        how = dict(dtype=torch.float32, device=self.comm.device)
+        n_choices = settings.tokens * settings.top_k
+        self.no_weights = torch.zeros(n_choices, **how)
+        """Router weights of a dispatch that has none."""
+        n_rows = settings.ranks * n_choices + (self.n_local + 1) * settings.alignment
+        self.unread_weights = torch.empty(n_rows, **how)
+        """Where they go."""
 
     def _lay_out_padded(self, capacity: int) -> None:
         """Says what a low-latency dispatch allocates for rows, and for scales."""
@@ -221,14 +242,6 @@ class Channel:
 
     def next_region(self) -> Region:
         return self.regions[(self.n_taken + 1) % len(self.regions)]
-
-    def no_weights(self, n: int) -> torch.Tensor:
-        """Returns router weights of 0, for a dispatch that has none."""
-        if self._no_weights is None:
-            with torch.inference_mode(False):  # later calls read it in any mode
-                how = dict(dtype=torch.float32, device=self.comm.device)
-                self._no_weights = torch.zeros(n, **how)
-        return self._no_weights
 
     def take(self, region: Region) -> None:
         """Begins another use of a region, the next one."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..limits import MAX_OF_ENTRY, checked_int
-from .elastic import Elastic, Form, Sizes
+from .elastic import Elastic
 from .elastic_handle import EPHandle
 from .elastic_layout import (
     MOST,
@@ -172,17 +172,16 @@ class ElasticBuffer(Member):
             host's wait there are as many rows as there can be, and those that nobody
             sent are undefined.
         """
-        sizes = Sizes(num_experts, num_max_tokens_per_rank, expert_alignment)
-        rows = do_cpu_sync, do_expand, do_zero_padding, use_tma_aligned_col_major_sf
-        form = Form(*rows, do_handle_copy, num_sms, format)
+        numbers = num_experts, num_max_tokens_per_rank, expert_alignment, num_sms
+        form = do_expand, do_cpu_sync, do_zero_padding, use_tma_aligned_col_major_sf
+        options = *numbers, *form, do_handle_copy, format
         stats = cumulative_local_expert_recv_stats
-        given = x, topk_idx, topk_weights, stats, handle, sizes, form
-        is_async = async_with_compute_stream
-        when = When(previous_event, is_async, allocate_on_comm_stream)
-        given += when, previous_event_before_epilogue
+        when = previous_event, async_with_compute_stream, allocate_on_comm_stream
+        at = *when, previous_event_before_epilogue
+        given = x, topk_idx, topk_weights, stats, handle, options, at
         if not allocate_on_comm_stream:
             return self._elastic.dispatch(*given)
-        with self._comm.streams.allocating(when):
+        with self._comm.streams.allocating(When(*when)):
             return self._elastic.dispatch(*given)
 
     @not_compiled
@@ -220,14 +219,12 @@ class ElasticBuffer(Member):
             or None, each as the rank of the expert gives it, 0 where there is none; the
             event.
         """
-        is_async = async_with_compute_stream
-        when = When(previous_event, is_async, allocate_on_comm_stream)
-        later = previous_event_before_epilogue
-        given = x, handle, topk_weights, bias, when, later, num_sms
+        when = previous_event, async_with_compute_stream, allocate_on_comm_stream
+        at = *when, previous_event_before_epilogue
         if not allocate_on_comm_stream:
-            return self._elastic.combine(*given)
-        with self._comm.streams.allocating(when):
-            return self._elastic.combine(*given)
+            return self._elastic.combine(x, handle, topk_weights, bias, at, num_sms)
+        with self._comm.streams.allocating(When(*when)):
+            return self._elastic.combine(x, handle, topk_weights, bias, at, num_sms)
 
     # ----------------------------------------------------------- around the calls
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .calls import PLAIN
 from .communicator import Communicator, refuse
 from .sums import Routing
 
@@ -43,25 +42,10 @@ class EPHandle:
     token_metadata_at_forward: torch.Tensor | None = None
     channel_linked_list: torch.Tensor | None = None
 
-    def __init__(self, routing: Routing, max_tokens: int, num_sms: int) -> None:
+    def __init__(self, routing: Routing, num_sms: int) -> None:
         """Describes a dispatch; the host has not waited for its sizes."""
         self._routing = routing
-        self.topk_idx: torch.Tensor | None = routing.topk_idx
-        self.do_expand = routing.rows != PLAIN
-        self.num_experts = routing.n_experts
-        self.expert_alignment = routing.alignment
-        self.num_max_tokens_per_rank = max_tokens
         self.num_sms = num_sms
-        self.num_recv_tokens_per_expert_list: list[int] = []
-        self.num_recv_tokens = routing.comm.n_ranks * max_tokens
-        self.num_expanded_tokens = routing.n_rows if self.do_expand else 0
-        if not self.do_expand:
-            self.num_recv_tokens = routing.n_rows
-
-    @property
-    def n_rows(self) -> int:
-        """Returns how many rows the dispatch returned."""
-        return self._routing.n_rows
 
     def __getattr__(self, name: str) -> Any:
         """Computes an attribute that nobody has read or assigned yet."""
@@ -75,11 +59,11 @@ class EPHandle:
 
 def _counts(handle: EPHandle, routing: Routing) -> torch.Tensor:
     """Counts the rows of each local expert."""
-    n_local = routing.n_experts // routing.comm.n_ranks
+    n_local = routing.sizes.n_local
     if handle.do_expand:
         return routing.counts[:n_local]
     # The last place takes what is elsewhere.
-    local = routing.ids - routing.comm.rank * n_local
+    local = routing.ids - routing.sizes.comm.rank * n_local
     local = torch.where((local >= 0) & (local < n_local), local, n_local)
     found = routing.tables.new_zeros(n_local + 1, dtype=torch.int32)
     ones = found.new_ones(1).expand(local.numel())
@@ -101,8 +85,8 @@ def _sources(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns of each row: whether it is one, number of its token among the places that
     all ranks have, and its choice."""
-    rows = torch.arange(routing.n_rows, device=routing.ends.device)
-    ends, n_ranks = routing.ends.long(), routing.comm.n_ranks
+    rows = torch.arange(routing.sizes.n_rows, device=routing.ends.device)
+    ends, n_ranks = routing.ends.long(), routing.sizes.comm.n_ranks
     if not handle.do_expand:
         is_row, source = rows < ends[-1], torch.searchsorted(ends, rows, right=True)
     else:
@@ -114,7 +98,7 @@ def _sources(
         is_row = (rows < ends[expert]) & (rows >= starts[expert])
         places = (rows - starts[expert]).unsqueeze(1)
         source = (of_pairs.view(n_local, n_ranks).cumsum(1)[expert] <= places).sum(1)
-    token, choice = routing.src_info[: routing.n_rows].long().unbind(1)
+    token, choice = routing.src_info[: routing.sizes.n_rows].long().unbind(1)
     token = source * handle.num_max_tokens_per_rank + token
     return is_row, torch.where(is_row, token, 0), torch.where(is_row, choice, 0)
 
@@ -122,8 +106,8 @@ def _sources(
 def _tokens(handle: EPHandle, routing: Routing) -> torch.Tensor:
     """Returns the rows of each token of all ranks ``[places, top_k]``, or -1."""
     is_row, token, choice = _sources(handle, routing)
-    n_places = routing.comm.n_ranks * handle.num_max_tokens_per_rank
-    top_k = routing.top_k
+    n_places = routing.sizes.comm.n_ranks * handle.num_max_tokens_per_rank
+    top_k = routing.sizes.top_k
     found = token.new_full((n_places * top_k + 1,), -1)
     # What is no row goes to a place of its own.
     place = torch.where(is_row, token * top_k + choice, n_places * top_k)
@@ -136,7 +120,7 @@ def _rank_ends(handle: EPHandle, routing: Routing) -> torch.Tensor:
     if not handle.do_expand:
         return routing.ends
     is_here = (_tokens(handle, routing) >= 0).any(1)
-    per_rank = is_here.view(routing.comm.n_ranks, -1).sum(1)
+    per_rank = is_here.view(routing.sizes.comm.n_ranks, -1).sum(1)
     return per_rank.cumsum(0, dtype=torch.int32)
 
 
@@ -145,7 +129,7 @@ def _metadata(handle: EPHandle, routing: Routing) -> torch.Tensor:
     if not handle.do_expand:
         is_row, token, _ = _sources(handle, routing)
         token = token[is_row]
-        rows = token.new_full((len(token), routing.top_k), -1)
+        rows = token.new_full((len(token), routing.sizes.top_k), -1)
     else:
         found = _tokens(handle, routing)
         token = (found >= 0).any(1).nonzero().flatten()
@@ -156,9 +140,9 @@ def _metadata(handle: EPHandle, routing: Routing) -> torch.Tensor:
 
 def _slots(handle: EPHandle, routing: Routing) -> torch.Tensor:
     """Numbers, for each choice, this rank's tokens that go where it goes."""
-    ids, n_ranks = routing.topk_idx, routing.comm.n_ranks
-    is_id = (ids >= 0) & (ids < routing.n_experts)
-    n_local = routing.n_experts // n_ranks
+    ids, n_ranks = routing.topk_idx, routing.sizes.comm.n_ranks
+    is_id = (ids >= 0) & (ids < routing.sizes.n_experts)
+    n_local = routing.sizes.n_local
     # The last column takes the choices of no expert.
     rank = torch.where(is_id, ids.clamp(min=0) // n_local, n_ranks)
     goes = ids.new_zeros((len(ids), n_ranks + 1)).scatter_(1, rank, 1)
@@ -166,30 +150,44 @@ def _slots(handle: EPHandle, routing: Routing) -> torch.Tensor:
     return torch.where(is_id, before, -1).int()
 
 
-_COMPUTED: dict[str, Callable[[EPHandle, Routing], torch.Tensor]] = {
+def _places_for_tokens(handle: EPHandle, routing: Routing) -> int:
+    return routing.sizes.comm.n_ranks * routing.sizes.most
+
+
+_COMPUTED: dict[str, Callable[[EPHandle, Routing], Any]] = {
+    "do_expand": lambda _, routing: not routing.sizes.is_plain,
     "dst_buffer_slot_idx": _slots,
+    "expert_alignment": lambda _, routing: routing.sizes.alignment,
+    "num_expanded_tokens": lambda handle, r: r.sizes.n_rows if handle.do_expand else 0,
+    "num_experts": lambda _, routing: routing.sizes.n_experts,
+    "num_max_tokens_per_rank": lambda _, routing: routing.sizes.most,
+    "num_recv_tokens": _places_for_tokens,
+    "num_recv_tokens_per_expert_list": lambda _, __: [],
     "num_unaligned_recv_tokens_per_expert": _counts,
     "psum_num_recv_tokens_per_expert": _ends,
     "psum_num_recv_tokens_per_scaleup_rank": _rank_ends,
     "recv_src_metadata": _metadata,
+    "topk_idx": lambda _, routing: routing.topk_idx,
 }
 
 
 def checked_handle(comm: Communicator, handle: Any) -> Routing:
     """Returns where the tokens of a handle go; refuses one of other ranks."""
-    comm.raise_failure()
+    if comm.failure:
+        comm.raise_failure()
     if not isinstance(handle, EPHandle):
         kind = type(handle).__name__
         refuse("handle", f"is a {kind}; pass what ElasticBuffer.dispatch returned")
     routing = handle._routing
-    if routing.comm.group_and_device != comm.group_and_device:
+    owner = routing.sizes.comm
+    if owner is not comm and owner.group_and_device != comm.group_and_device:
         refuse("handle", "is of an ElasticBuffer of other ranks")
     # A copy will do: autograd keeps those that NeMo assigns.
-    ids = handle.topk_idx
+    ids = vars(handle).get("topk_idx", routing)
     if ids is None:
         refuse("handle.topk_idx", "is None; assign the tensor that dispatch was given")
-    if ids is not routing.topk_idx:
-        shape = (routing.n_tokens, routing.top_k)
+    if ids is not routing and ids is not routing.topk_idx:
+        shape = (routing.sizes.n_tokens, routing.sizes.top_k)
         comm.check_tensor("handle.topk_idx", ids, torch.int64, shape)
-        routing.topk_idx = ids
+        routing.kept_ids = ids
     return routing

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from .calls import PLAIN
-from .communicator import Communicator, refuse
+from .communicator import refuse
 from .elastic_handle import EPHandle
 from .library import round_up
 from .quantized import Given
-from .sums import Received, Routing
+from .sums import Received, Routing, Sizes
 
 MOST = "num_max_tokens_per_rank"
 _SIZE_STEP = 2 << 20
@@ -27,13 +29,10 @@ def n_worst_rows(
     return round_up(n, alignment)
 
 
-def with_sizes(
-    comm: Communicator, handle: EPHandle, ids: torch.Tensor, what: str
-) -> EPHandle:
+def with_sizes(sizes: Sizes, num_sms: int, ids: torch.Tensor, what: str) -> EPHandle:
     """Exchanges counts; returns a handle with places for the rows that come."""
-    worst = handle._routing
-    n_ranks, n_experts = comm.n_ranks, worst.n_experts
-    n_local = n_experts // n_ranks
+    comm, n_experts, n_local = sizes.comm, sizes.n_experts, sizes.n_local
+    n_ranks = comm.n_ranks
     # Place 0 takes the choices of no expert.
     is_id = (ids >= 0) & (ids < n_experts)
     per_expert = ids.new_zeros(n_experts + 1)
@@ -44,22 +43,18 @@ def with_sizes(
     per_rank = ids.new_zeros((len(ids), n_ranks + 1)).scatter_(1, rank, 1).sum(0)
     mine = torch.cat([per_rank[1:], per_expert[1:]]).tolist()
     call = f"ElasticBuffer.dispatch of {what}, num_experts={n_experts}, "
-    call += f"top_k={worst.top_k}, do_expand={handle.do_expand}, "
-    call += f"{MOST}={handle.num_max_tokens_per_rank}"
+    call += f"top_k={sizes.top_k}, do_expand={not sizes.is_plain}, "
+    call += f"{MOST}={sizes.most}"
     notes = comm.exchange(call, mine)
     first = n_ranks + comm.rank * n_local
     counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
-    aligned = [round_up(n, worst.alignment) for n in counts]
-    per_source = [note[comm.rank] for note in notes]
-    n_rows = sum(aligned) if handle.do_expand else sum(per_source)
-    routing = Routing(
-        *(comm, worst.rows, n_experts, worst.top_k, worst.alignment),
-        *(worst.n_tokens, n_rows, worst.cap, ids, worst.copies_ids),
-    )
-    sized = EPHandle(routing, handle.num_max_tokens_per_rank, handle.num_sms)
-    sized.num_recv_tokens_per_expert_list = aligned
-    sized.num_recv_tokens = sum(per_source)
-    return sized
+    aligned = [round_up(n, sizes.alignment) for n in counts]
+    n_tokens = sum(note[comm.rank] for note in notes)
+    n_rows = n_tokens if sizes.is_plain else sum(aligned)
+    handle = EPHandle(Routing(replace(sizes, n_rows=n_rows), ids), num_sms)
+    handle.num_recv_tokens_per_expert_list = aligned
+    handle.num_recv_tokens = n_tokens
+    return handle
 
 
 def n_bytes(n_ranks: int, most: int, hidden: int) -> int:
@@ -67,7 +62,7 @@ def n_bytes(n_ranks: int, most: int, hidden: int) -> int:
 
 
 def check_same(
-    handle: EPHandle, do_expand: bool, n_experts: int | None, most: int | None
+    handle: EPHandle, n_experts: int | None, most: int | None, do_expand: bool
 ) -> None:
     """Refuses sizes that are not those of the handle."""
     for name, given in (
@@ -75,32 +70,32 @@ def check_same(
         (MOST, most),
         ("do_expand", do_expand or None),
     ):
-        if given is not None and given != getattr(handle, name, given):
+        if given is not None and given != getattr(handle, name):
             refuse(name, f"={given!r}, and the handle has {getattr(handle, name)}")
 
 
 def outputs(
-    routing: Routing, given: Given, weights: torch.Tensor | None, in_columns: bool
+    sizes: Sizes, given: Given, weights: torch.Tensor | None, in_columns: bool
 ) -> Received:
     """Allocates what a dispatch delivers."""
     x, scales, one_byte = given.rows, given.words, 1
     if in_columns and scales is not None and given.scales.element_size() == one_byte:
         what = "is for scales of 4 bytes, which columns of 16 bytes hold"
         refuse("use_tma_aligned_col_major_sf", what)
-    comm, n_rows, top_k = routing.comm, routing.n_rows, routing.top_k
-    columns, is_plain = x.shape[1], routing.rows == PLAIN
-    to = Received(comm.empty((n_rows, columns), (columns, 1), x.dtype))
+    empty, n_rows, top_k = sizes.comm.empty, sizes.n_rows, sizes.top_k
+    columns = x.shape[1]
+    to = Received(empty((n_rows, columns), (columns, 1), x.dtype))
     if scales is not None:
         n = scales.shape[1]
         to.scales = x.new_empty((n_rows, n), dtype=torch.int32)
         if in_columns:
             by_column = x.new_empty((n, round_up(n_rows, 4)), dtype=torch.int32)
             to.scales = by_column.t()[:n_rows]
-    shape, strides = ((n_rows, top_k), (top_k, 1)) if is_plain else ((n_rows,), (1,))
+    layout = ((n_rows, top_k), (top_k, 1)) if sizes.is_plain else ((n_rows,), (1,))
     if weights is not None:
-        to.weights = comm.empty(shape, strides, torch.float32)
-    if is_plain:
-        to.local_ids = comm.empty(shape, strides, torch.int64)
+        to.weights = empty(*layout, torch.float32)
+    if sizes.is_plain:
+        to.local_ids = empty(*layout, torch.int64)
     return to
 
 

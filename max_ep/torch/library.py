@@ -40,8 +40,8 @@ _FUNCTIONS = {
     "close": (None, [I64]),
     "last_error": (I32, [I64, I64, I32]),
     "failure": (I32, [I64, I64]),
-    "dispatch": (I32, [I64, I64, I32, BYTES]),
-    "combine": (I32, [I64, I64, I32, BYTES]),
+    "dispatch": (I32, [BYTES]),
+    "combine": (I32, [BYTES]),
     "watch": (I32, [I64, I64, I32, I64]),
 }
 

@@ -80,7 +80,7 @@ class How(NamedTuple):
     return_recv_hook: bool = False
 
 
-_AT_ONCE = How()
+AT_ONCE = How()
 
 
 class LowLatency:
@@ -107,10 +107,11 @@ class LowLatency:
         num_experts: int,
         wire: Wire = _PLAIN,
         stats: torch.Tensor | None = None,
-        how: How = _AT_ONCE,
+        how: How = AT_ONCE,
     ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Checks a dispatch, and launches it or its sending half."""
-        self._check_how(how)
+        if how is not AT_ONCE:
+            self._check_how(how)
         if isinstance(x, tuple):
             if wire.format is not None:
                 what = f"={wire.format!r}, and x is a pair, which is quantized already"
@@ -152,9 +153,14 @@ class LowLatency:
             src_info,
         )
         channel.take(region)  # now that nothing is refused any more
-        tensors = x, topk_idx, tables, rows, scales, stats
-        after = None if stats is None else lambda: stats.add_(counts)
-        event, hook = self._phase(region, "dispatch", arguments, tensors, how, after)
+        if how is AT_ONCE and stats is None and region.hook is None:
+            region.dispatch(BOTH, *arguments)
+            event, hook = EventOverlap(), None
+        else:
+            tensors = x, topk_idx, tables, rows, scales, stats
+            after = None if stats is None else lambda: stats.add_(counts)
+            given = region, region.dispatch, arguments, tensors, how, after
+            event, hook = self._phase(*given)
         handle = Handle(self.comm, channel, region, region.use, tables, x.shape[0])
         return result, counts, handle, event, hook
 
@@ -166,16 +172,18 @@ class LowLatency:
         handle: Handle,
         zero_copy: bool = False,
         out: torch.Tensor | None = None,
-        how: How = _AT_ONCE,
+        how: How = AT_ONCE,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Checks a combine, and launches it or its sending half."""
         self.comm.check_handle(handle, Handle, "low_latency_dispatch")
-        if handle.use is not handle.region.use:
+        region = handle.region
+        if handle.use is not region.use:
             what = f"{_N_REGIONS} later dispatches, or reset(), have taken its memory"
             refuse("handle", f"is too old: {what}")
-        if handle.region.hook is not None and handle.region.hook_is_of_dispatch:
+        if region.hook is not None and region.hook_is_of_dispatch:
             refuse("handle", "has no rows yet: call the hook of its dispatch")
-        self._check_how(how)
+        if how is not AT_ONCE:
+            self._check_how(how)
         channel, n_tokens, comm = handle.channel, handle.n_tokens, self.comm
         if zero_copy:
             if handle.combine_buffer is None:
@@ -187,7 +195,7 @@ class LowLatency:
         comm.check_tensor("topk_weights", topk_weights, torch.float32, choices)
         shape = (n_tokens, channel.settings.hidden)
         if out is None:
-            out = x.new_empty(shape)
+            out = comm.empty(shape, (shape[1], 1), torch.bfloat16)
         else:
             comm.check_tensor("out", out, torch.bfloat16, shape)
         arguments = (
@@ -197,13 +205,15 @@ class LowLatency:
             n_tokens,
             topk_weights.data_ptr(),
         )
+        if how is AT_ONCE and region.hook is None:
+            region.combine(BOTH, *arguments)
+            return out, EventOverlap(), None
         tensors = x, topk_weights, handle.tables, out
-        return out, *self._phase(handle.region, "combine", arguments, tensors, how)
+        given = region, region.combine, arguments, tensors, how
+        return out, *self._phase(*given)
 
     def _check_how(self, how: How) -> None:
         waits_ns, async_finish, return_recv_hook = how
-        if waits_ns is None and not async_finish:
-            return
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         if waits_ns is not None:
@@ -215,7 +225,7 @@ class LowLatency:
     def _phase(
         self,
         region: Region,
-        name: str,
+        launch: Callable[..., None],
         arguments: tuple[int, ...],
         tensors: tuple[torch.Tensor | None, ...],
         how: How,
@@ -224,13 +234,10 @@ class LowLatency:
         """Launches a phase, for the hook or to measure waits in two; returns the event,
         and the hook if one is wanted."""
         waits_ns, async_finish, return_recv_hook = how
-        launch, is_combine = getattr(region, name), name == "combine"
+        is_combine = launch == region.combine
         if region.hook is not None:  # which nobody called
             region.hook()
         in_two = return_recv_hook or waits_ns is not None
-        if not (in_two or async_finish or after is not None):
-            launch(BOTH, *arguments)
-            return EventOverlap(), None
         tensors += (waits_ns,)
 
         def send() -> None:

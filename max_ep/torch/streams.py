@@ -37,6 +37,9 @@ class EventOverlap:
         ...     work_that_does_not_need_the_rows()
     """
 
+    _releases = False
+    _after: Callable[[], None] | None = None
+
     def __init__(
         self,
         event: EventHandle | None = None,
@@ -45,8 +48,6 @@ class EventOverlap:
         """Takes an event, and tensors that must live until it is waited for."""
         self.event = event
         self.extra_tensors = extra_tensors
-        self._releases = False
-        self._after: Callable[[], None] | None = None
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
         """Sets what the next wait calls at its end, once."""

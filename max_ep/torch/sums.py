@@ -10,14 +10,13 @@ repeats it, without rows: routing alone decides where rows are.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .calls import EXPANDED, PLAIN, Call, ElasticCall
+from .calls import PLAIN, Call, ElasticCall
 from .channel import BOTH, Channel, Region
 from .channels import Channels
 from .communicator import Communicator
@@ -30,22 +29,59 @@ captured graphs: a replay changes a region without a call of Python. With four, 
 batches may be in flight."""
 
 
-@functools.lru_cache(1024)
-def _places(
-    rows: str, n_ranks: int, n_local: int, n_rows: int, top_k: int, n_copied: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the int32 words of each table; the byte at which each begins, at whole
-    16, and last the end."""
-    if rows == PLAIN:
-        words = n_ranks, 0, n_rows * top_k
-    else:
-        words = n_local, n_local * (1 + n_ranks), 0
-    words = *words, 2 * max(1, n_rows), 2 * n_copied
-    steps = [round_up(4 * n, 16) for n in words]
-    return words, tuple(itertools.accumulate(steps, initial=0))
-
-
 @dataclass(eq=False)
+class Sizes:
+    """What dispatches of as many tokens to as many rows have alike."""
+
+    comm: Communicator
+    rows: str
+    n_experts: int
+    top_k: int
+    alignment: int
+    n_tokens: int
+    n_rows: int
+    cap: int
+    """Tokens of a rank that the memory holds."""
+    most: int
+    """Tokens that each rank may have."""
+    copies_ids: bool
+    """Whether a launch copies ``topk_idx`` into the tables."""
+
+    def __post_init__(self) -> None:
+        """Lays out the tables: int32 words of each, and the byte at which each begins,
+        at whole 16; last the end."""
+        self.is_plain = self.rows == PLAIN
+        n_ranks, n_local = self.comm.n_ranks, self.n_experts // self.comm.n_ranks
+        self.n_local = n_local
+        if self.is_plain:
+            words = n_ranks, 0, self.n_rows * self.top_k
+        else:
+            words = n_local, n_local * (1 + n_ranks), 0
+        n_copied = self.n_tokens * self.top_k if self.copies_ids else 0
+        self.words_of = *words, 2 * max(1, self.n_rows), 2 * n_copied
+        steps = [round_up(4 * n, 16) for n in self.words_of]
+        self.at = tuple(itertools.accumulate(steps, initial=0))
+        self.of_kernels = self.rows, self.n_experts, self.top_k, self.alignment
+        self.of_kernels += self.n_tokens, self.cap
+
+    def call(
+        self, hidden: int, rounds: bool, format: str, scales: int | None = None
+    ) -> ElasticCall:
+        """Describes a call that sends such tokens there."""
+        return ElasticCall(
+            experts=self.n_experts,
+            top_k=self.top_k,
+            hidden=hidden,
+            tokens=self.cap,
+            format=format,
+            scales=scales,
+            do_expand=not self.is_plain,
+            expert_alignment=self.alignment,
+            allow_multiple_reduction=rounds,
+            **self.comm.for_calls,
+        )
+
+
 class Routing:
     """Where tokens go: what each dispatch of them has alike.
 
@@ -57,46 +93,30 @@ class Routing:
     row.
     """
 
-    comm: Communicator
-    rows: str
-    n_experts: int
-    top_k: int
-    alignment: int
-    n_tokens: int
-    n_rows: int
-    cap: int
-    """Tokens of a rank that the memory holds."""
-    topk_idx: torch.Tensor
-    copies_ids: bool = False
-    """Whether a launch copies what is given as ``topk_idx``, and that is the copy."""
-    tables: torch.Tensor = field(init=False)
     channel: Channel | None = None
     """Through which the last dispatch went."""
     region: Region | None = None
     use: object = None
     """What the region was used for last, if that is this."""
 
-    def __post_init__(self) -> None:
-        n_ranks = self.comm.n_ranks
-        n_copied = self.n_tokens * self.top_k if self.copies_ids else 0
-        sizes = n_ranks, self.n_experts // n_ranks, self.n_rows, self.top_k, n_copied
-        self._words_of, self._at = _places(self.rows, *sizes)
-        self.tables = self.comm.empty((self._at[-1] // 8,), (1,), torch.int64)
-        if self.copies_ids:
-            shape, strides = (self.n_tokens, self.top_k), (self.top_k, 1)
-            self.topk_idx = view(self.tables, shape, strides, self._at[4] // 8)
+    def __init__(self, sizes: Sizes, topk_idx: torch.Tensor) -> None:
+        self.sizes = sizes
+        self.tables = sizes.comm.empty((sizes.at[-1] // 8,), (1,), torch.int64)
+        self.kept_ids = None if sizes.copies_ids else topk_idx
+        """None: those in the tables."""
 
-    def addresses(self) -> tuple[int, int, int, int]:
-        """Returns where ``ends``, ``counts``, ``ids`` and ``src_info`` are; 0: it has
-        none."""
-        base, (ends, counts, ids, src_info, *_) = self.tables.data_ptr(), self._at
-        if self.rows == PLAIN:
-            return base + ends, 0, base + ids, base + src_info
-        return base + ends, base + counts, 0, base + src_info
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        """Returns int64 ``[n_tokens, top_k]``, or what its owner assigned."""
+        if self.kept_ids is None:
+            n_tokens, top_k, at = self.sizes.n_tokens, self.sizes.top_k, self.sizes.at
+            shape, strides = (n_tokens, top_k), (top_k, 1)
+            self.kept_ids = view(self.tables, shape, strides, at[4] // 8)
+        return self.kept_ids
 
     def _words(self, i: int) -> torch.Tensor:
-        first = self._at[i] // 4
-        return self.tables.view(torch.int32)[first : first + self._words_of[i]]
+        first = self.sizes.at[i] // 4
+        return self.tables.view(torch.int32)[first : first + self.sizes.words_of[i]]
 
     @property
     def ends(self) -> torch.Tensor:
@@ -111,33 +131,16 @@ class Routing:
     @property
     def ids(self) -> torch.Tensor:
         """Returns int32 ``[n_rows, top_k]``, of plain rows."""
-        return self._words(2).view(self.n_rows, self.top_k)
+        return self._words(2).view(self.sizes.n_rows, self.sizes.top_k)
 
     @property
     def src_info(self) -> torch.Tensor:
         """Returns int32 ``[n_rows, 2]``, at least one row."""
         return self._words(3).view(-1, 2)
 
-    def call(
-        self, hidden: int, rounds: bool, format: str, scales: int | None = None
-    ) -> ElasticCall:
-        """Describes a call that sends such tokens there."""
-        return ElasticCall(
-            experts=self.n_experts,
-            top_k=self.top_k,
-            hidden=hidden,
-            tokens=self.cap,
-            format=format,
-            scales=scales,
-            do_expand=self.rows == EXPANDED,
-            expert_alignment=self.alignment,
-            allow_multiple_reduction=rounds,
-            **self.comm.for_calls,
-        )
-
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Returns what launches use."""
-        return self.topk_idx, self.tables
+        return self.kept_ids, self.tables
 
     def is_latest(self, channel: Channel) -> bool:
         """Returns whether a region of a channel still has what this one dispatched."""
@@ -173,15 +176,6 @@ def open_channel(channels: Channels, settings: Settings, call: Call) -> Channel:
     return opened
 
 
-def _next_region(channel: Channel, captures: bool) -> Region:
-    """Returns the region of the next dispatch, in turn."""
-    regions, n = channel.regions, len(channel.regions)
-    if channel.comm.is_gpu and n > 1:
-        regions = regions[n // 2 :] if captures else regions[: n // 2]
-    channel.n_taken += 1
-    return regions[channel.n_taken % len(regions)]
-
-
 def joined(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Returns rows as kernels take them: each with its scales behind it."""
     if scales is None:
@@ -205,40 +199,44 @@ def dispatch(
 ) -> None:
     """Dispatches tokens, ``joined`` with their scales; None: weights of 0. ``ids`` are
     copied to those of the routing; None: they are there."""
-    comm = channel.comm
+    comm, sizes = channel.comm, routing.sizes
     captures = comm.streams.is_capturing()
-    region = _next_region(channel, captures)
+    channel.n_taken += 1
+    turns = channel.turns[captures]
+    region = turns[channel.n_taken % len(turns)]
     routing.channel, routing.region, routing.use = channel, region, object()
     region.use, region.is_captured = routing.use, captures
     region.was_captured |= captures
-    n_rows, top_k, is_plain = routing.n_rows, routing.top_k, routing.rows == PLAIN
+    n_rows, top_k, is_plain = sizes.n_rows, sizes.top_k, sizes.is_plain
     # Kernels write all of them.
     recv_weights, local_ids, scales = to.weights, to.local_ids, to.scales
     if recv_weights is None:
-        n = n_rows * top_k if is_plain else n_rows
-        recv_weights = comm.empty((n,), (1,), torch.float32)
+        recv_weights = channel.unread_weights
     if local_ids is None and is_plain:
         local_ids = comm.empty((n_rows * top_k,), (1,), torch.int64)
     if weights is None:
-        weights = channel.no_weights(routing.cap * top_k)
-    ends, counts, kept, src_info = routing.addresses()
+        weights = channel.no_weights
+    tables = routing.tables.data_ptr()
+    ends, counts, chosen, src_info, kept_ids, _ = sizes.at
+    if routing.kept_ids is not None:
+        kept_ids = routing.kept_ids.data_ptr() - tables
     region.dispatch(
         BOTH,
         sent.data_ptr(),
-        (routing.topk_idx if ids is None else ids).data_ptr(),
-        routing.n_tokens,
+        tables + kept_ids if ids is None else ids.data_ptr(),
+        sizes.n_tokens,
         to.rows.data_ptr(),
         0 if scales is None else scales.data_ptr(),
-        ends,
-        counts,
-        src_info,
+        tables + ends,
+        0 if is_plain else tables + counts,
+        tables + src_info,
         n_rows,
         weights.data_ptr(),
         recv_weights.data_ptr(),
-        kept,
+        tables + chosen if is_plain else 0,
         0 if local_ids is None else local_ids.data_ptr(),
         *((0, 0) if scales is None else scales.stride()),
-        routing.topk_idx.data_ptr(),
+        tables + kept_ids,
     )
 
 
@@ -250,22 +248,23 @@ def combine(
     biases: tuple[torch.Tensor, ...] = (),
 ) -> None:
     """Adds up the rows of each token into ``y``, after the biases."""
+    sizes = routing.sizes
     if not routing.is_latest(channel):
         settings, new = channel.settings, routing.src_info.new_empty
         n_words = (settings.hidden + round_up(4 * settings.scales, 16)) // 4
-        rows = new((routing.n_rows, settings.hidden // 4))
-        scales = new((routing.n_rows, settings.scales))
-        sent = new((routing.n_tokens, n_words))
+        rows = new((sizes.n_rows, settings.hidden // 4))
+        scales = new((sizes.n_rows, settings.scales))
+        sent = new((sizes.n_tokens, n_words))
         dispatch(channel, routing, sent, None, Received(rows, scales))
     region: Any = routing.region
     region.combine(
         BOTH,
         x.data_ptr(),
-        routing.addresses()[3],
+        routing.tables.data_ptr() + sizes.at[3],
         y.data_ptr(),
-        routing.n_tokens,
+        sizes.n_tokens,
         0,  # rows have their weights
-        x.shape[0],
+        sizes.n_rows,
         len(biases),
         *(one.data_ptr() for one in biases),
     )
@@ -276,17 +275,17 @@ def combine_weights(
 ) -> torch.Tensor:
     """Returns, for each choice of this rank's tokens, the weight that the rank of its
     expert gives; 0 for a choice without one."""
-    columns, top_k = channel.settings.combine_hidden, routing.top_k
-    rows = weights.new_zeros((routing.n_rows, columns))
-    if routing.rows == PLAIN:
-        n_local = routing.n_experts // routing.comm.n_ranks
-        local = routing.ids - routing.comm.rank * n_local
-        is_here = (local >= 0) & (local < n_local)
+    columns, sizes = channel.settings.combine_hidden, routing.sizes
+    top_k = sizes.top_k
+    rows = weights.new_zeros((sizes.n_rows, columns))
+    if sizes.is_plain:
+        local = routing.ids - sizes.comm.rank * sizes.n_local
+        is_here = (local >= 0) & (local < sizes.n_local)
         rows[:, :top_k] = torch.where(is_here, weights, 0)
     else:
         # Between the rows of two experts there is no choice.
-        choices = routing.src_info[: routing.n_rows, 1:].clamp(0, top_k - 1)
+        choices = routing.src_info[: sizes.n_rows, 1:].clamp(0, top_k - 1)
         rows.scatter_(1, choices.long(), weights.unsqueeze(1))
-    sums = weights.new_empty((routing.n_tokens, columns))
+    sums = weights.new_empty((sizes.n_tokens, columns))
     combine(channel, routing, rows, sums)
     return sums[:, :top_k].contiguous()

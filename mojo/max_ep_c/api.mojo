@@ -132,8 +132,12 @@ comptime FORMS = [Form.ASYNC, Form.WAIT, Form.FUSED]
 
 @fieldwise_init
 struct DispatchArguments(TrivialRegisterPassable):
-    """The tensors of a dispatch, by address; 0: not there."""
+    """A dispatch, and its tensors by address; 0: not there."""
 
+    var handle: Int
+    var queue: Int
+    var form: Int
+    """1: sends, 2: receives, 3: both."""
     var tokens: Int
     """`[n_tokens][HIDDEN]`, bfloat16, or float32 if that is the format. Given and
     forwarded: rows of bytes, and behind each its scales, of whole 16 bytes."""
@@ -173,7 +177,7 @@ struct DispatchArguments(TrivialRegisterPassable):
     """Where a copy of `topk_ids` goes, or the same address: none."""
 
 
-def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) raises:
+def _dispatch[form: Form](mut rank: Rank, given: DispatchArguments) raises:
     var outputs = OutputTensors(at[UInt8](given.rows), at[UInt8](given.scales))
     outputs.scales_columns = REGION.expert_capacity()
     var n_rows = REGION.n_local_experts() * REGION.expert_capacity()
@@ -201,31 +205,32 @@ def _dispatch[form: Form](mut rank: Rank, queue: Int, given: DispatchArguments) 
             {at[UInt32](given.recv_counts), at[Int32](given.recv_ranges)},
             at[Int32](given.src_info),
         ),
-        rank.queue_at(queue),
+        rank.queue_at(given.queue),
     )
 
 
 @export
-def max_ep_dispatch(
-    handle: Int, queue: Int, form: Int32, arguments: Int
-) abi("C") -> Int32:
-    """Dispatches; `arguments` is the address of `DispatchArguments`. Form 1: sends,
-    2: receives, 3: both."""
-    ref rank = _rank(handle)[]
+def max_ep_dispatch(arguments: Int) abi("C") -> Int32:
+    """Dispatches; `arguments` is the address of `DispatchArguments`."""
+    ref given = at[DispatchArguments](arguments)[]
+    ref rank = _rank(given.handle)[]
     try:
         comptime for i in range(3):
-            if Int(form) == i + 1:
-                _dispatch[FORMS[i]](rank, queue, at[DispatchArguments](arguments)[])
+            if given.form == i + 1:
+                _dispatch[FORMS[i]](rank, given)
                 return 0
-        raise Error(t"max_ep_dispatch: there is no form {form}")
+        raise Error(t"max_ep_dispatch: there is no form {given.form}")
     except error:
         return rank.failed(error)
 
 
 @fieldwise_init
 struct CombineArguments(TrivialRegisterPassable):
-    """The tensors of a combine, by address."""
+    """A combine, as `DispatchArguments`."""
 
+    var handle: Int
+    var queue: Int
+    var form: Int
     var rows: Int
     """`[n_local_experts][capacity][COMBINE_HIDDEN]`, or `[n_rows][COMBINE_HIDDEN]`."""
     var src_info: Int
@@ -244,7 +249,7 @@ struct CombineArguments(TrivialRegisterPassable):
     """As `combined`."""
 
 
-def _combine[form: Form](mut rank: Rank, queue: Int, given: CombineArguments) raises:
+def _combine[form: Form](mut rank: Rank, given: CombineArguments) raises:
     var n_rows = REGION.n_local_experts() * REGION.expert_capacity()
     var combined = CombinedTokens[COMBINE_DTYPE](
         at[Scalar[COMBINE_DTYPE]](given.combined),
@@ -263,22 +268,21 @@ def _combine[form: Form](mut rank: Rank, queue: Int, given: CombineArguments) ra
             LocalRows(at[UInt8](given.rows), n_rows), imm_at[Int32](given.src_info)
         ),
         combined,
-        rank.queue_at(queue),
+        rank.queue_at(given.queue),
     )
 
 
 @export
-def max_ep_combine(
-    handle: Int, queue: Int, form: Int32, arguments: Int
-) abi("C") -> Int32:
-    """Combines; as `max_ep_dispatch`, with `CombineArguments`."""
-    ref rank = _rank(handle)[]
+def max_ep_combine(arguments: Int) abi("C") -> Int32:
+    """Combines; `arguments` is the address of `CombineArguments`."""
+    ref given = at[CombineArguments](arguments)[]
+    ref rank = _rank(given.handle)[]
     try:
         comptime for i in range(3):
-            if Int(form) == i + 1:
-                _combine[FORMS[i]](rank, queue, at[CombineArguments](arguments)[])
+            if given.form == i + 1:
+                _combine[FORMS[i]](rank, given)
                 return 0
-        raise Error(t"max_ep_combine: there is no form {form}")
+        raise Error(t"max_ep_combine: there is no form {given.form}")
     except error:
         return rank.failed(error)
 

@@ -450,10 +450,10 @@ def test_an_eager_layer_makes_few_calls(
             elastic.combine(rows, handle)
 
         for layer, most in (
-            (low_latency, 40),
-            (lambda: of_elastic(False), 80),
-            (lambda: of_elastic(True), 80),
-            (again, 80),
+            (low_latency, 30),
+            (lambda: of_elastic(False), 50),
+            (lambda: of_elastic(True), 50),
+            (again, 45),
         ):
             layer()  # opens the channel
             assert 10 < calls_of(layer) <= most

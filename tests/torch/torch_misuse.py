@@ -3,6 +3,7 @@
 the next one works."""
 
 import os
+import struct
 from typing import Any
 
 import pytest
@@ -304,8 +305,8 @@ def facts(buffer: Buffer) -> None:
         with raises(RuntimeError, f"token 1, k 2: expert {words}"):
             region._raise()
         buffer._comm.failure = ""
-    assert region.library.dispatch(region.handle, -1, 4, b"") == 1
-    assert region.library.combine(region.handle, -1, 0, b"") == 1
+    for function, form in ((region.library.dispatch, 4), (region.library.combine, 0)):
+        assert function(struct.pack("3q", region.handle, -1, form)) == 1
     buffer.destroy()
 
 
