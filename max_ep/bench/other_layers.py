@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import warnings
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +38,8 @@ class DeepEPV2(Elastic):
     """DeepEP's ``ElasticBuffer``."""
 
     def elastic_buffer(self) -> type:
+        # It looks for a network that the GPUs of one host do not need.
+        os.environ.setdefault("EP_DISABLE_GIN", "1")
         from deep_ep import ElasticBuffer
 
         return ElasticBuffer
@@ -48,63 +50,61 @@ class OneSided(Layers):
     sends into the workspace; here every expert of a rank returns the same row, which is
     there already. So combine copies nothing."""
 
-    def open(self) -> None:
-        from flashinfer.comm.mapping import Mapping
-        from flashinfer.comm.mnnvl import MnnvlConfig, TorchDistBackend
-        from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll
+    @staticmethod
+    def build() -> None:
+        """Compiles its kernels, which takes minutes the first time."""
+        from flashinfer.jit.comm import gen_nvlink_one_sided_alltoall_module
 
-        n, size = self.config.n_ranks, self.config.max_tokens
-        mapping = Mapping(
-            world_size=n,
+        gen_nvlink_one_sided_alltoall_module().build_and_load()
+
+    def open(self) -> None:
+        import flashinfer.moe_ep as moe_ep
+
+        bootstrap = moe_ep.BootstrapConfig(
+            world_size=self.config.n_ranks,
             rank=self.rank,
-            gpus_per_node=n,
-            tp_size=n,
-            moe_ep_size=n,
+            # Its handles are exchanged on the host.
+            process_group=dist.new_group(backend="gloo"),
         )
-        # Its handles are exchanged on the host.
-        group = dist.new_group(backend="gloo")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._all_to_all = MoeAlltoAll(
-                mapping,
-                max_num_tokens=size,
-                top_k=self.shape.top_k,
-                num_experts=self.shape.n_experts,
-                hidden_size=self.shape.hidden_size,
-                mnnvl_config=MnnvlConfig(comm_backend=TorchDistBackend(group)),
-            )
+        sizes = moe_ep.MoEEpCommParams(
+            num_experts=self.shape.n_experts,
+            top_k=self.shape.top_k,
+            max_tokens_per_rank=self.config.max_tokens,
+            hidden_size=self.shape.hidden_size,
+        )
+        self._all_to_all = moe_ep.NVLinkOneSidedAlltoAll(bootstrap, sizes)
         self._row = torch.from_numpy(expert_row(self.shape, self.rank))
         self._row = self._row.bfloat16().to(self.device)
 
     def dispatch(self, layer: int) -> Any:
-        n, ids = self.case.n_tokens, self.ids[layer]
-        payloads = [self.x, ids, self.weights[layer]]
-        rows, ids_there, _ = self._all_to_all.dispatch(
-            ids, payloads, n, self.shape.n_experts, 1
+        return self._all_to_all.dispatch(
+            self.x,
+            self.ids[layer],
+            self.weights[layer],
+            runtime_max_tokens_per_rank=self.case.n_tokens,
         )
-        return rows, ids_there
 
     def combine(self, layer: int, sent: Any) -> torch.Tensor:
-        n, hidden = self.case.n_tokens, self.shape.hidden_size
-        payload = self._all_to_all.get_combine_payload_tensor_in_workspace(
-            n, hidden, torch.bfloat16
-        )
+        returned = self._all_to_all.get_combine_input_buffer(torch.bfloat16)
         if not torch.cuda.is_current_stream_capturing():
-            payload.copy_(self._row.expand_as(payload))
-        return self._all_to_all.combine(payload, n, payload_in_workspace=True)
+            returned.copy_(self._row.expand_as(returned))
+        return self._all_to_all.combine(returned)
 
     def delivered(
         self, layer: int, sent: Any
     ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        rows, ids = (t.flatten(0, 1) for t in sent)
-        # Where no token came, all ids are the one that no expert has.
-        is_there = (ids < self.shape.n_experts).any(dim=1)
-        yield rows[is_there], self.tokens_of_rank(layer)
+        # Where no token came, no id is an expert's.
+        is_there = (sent.topk_ids >= 0).any(dim=1)
+        yield sent.hidden_states[is_there], self.tokens_of_rank(layer)
 
     def wanted(self, layer: int) -> torch.Tensor:
         rows = [expert_row(self.shape, rank) for rank in range(self.config.n_ranks)]
         of_ranks = torch.from_numpy(np.stack(rows)).to(self.device).double()
         return self.ranks_of_tokens(layer).double() @ of_ranks
+
+    def close(self) -> None:
+        dist.barrier()  # all have combined
+        self._all_to_all.destroy()
 
 
 class NcclEP(RowsOfRanks):

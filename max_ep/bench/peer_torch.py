@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .cases import Case
-from .checks import CheckError
 from .clock import Clock, back_to_back, from_idle, summary
 from .runs import write
+from .systems import BY_PEER, System
 
 LAYERS = {
     ("nccl", "all_gather"): "torch_layers.AllGather",
@@ -42,8 +42,15 @@ LAYERS = {
 }
 """Module and class of each peer and form."""
 
+OTHER_INTERFACE = "installed, but its interface is not that"
+"""Part of what is said of a version that this package does not know."""
+
 _AHEAD_S = 500e-6
 """So long before its begin the ranks agree when a sample begins."""
+
+
+class FailedError(Exception):
+    """What failed on some rank, in words."""
 
 
 def layers_of(case: Case) -> type:
@@ -66,19 +73,24 @@ def run_rank(
     for case in todo:
         try:
             result = _measure(case, rank, device, options)
+        except FailedError as e:
+            result = {"error": str(e)[:500]}
         except Exception as e:
             result = {"error": f"{type(e).__name__}: {e}"[:500]}
         if rank == 0:
             write(results, case, result)
         torch.cuda.empty_cache()
+        if OTHER_INTERFACE in result.get("error", ""):
+            break  # it is that of all sizes
     dist.destroy_process_group()
 
 
 def _measure(case: Case, rank: int, device: torch.device, options: Any) -> dict:
     """Checks and times a case: median and p95 in µs a layer, see ``GraphPeer``."""
-    layers, n_layers = layers_of(case)(case, rank, device), case.config.n_layers
-    _together(layers.check_dispatch)
-    _together(lambda: layers.check_sums(layers.run()))
+    system, n_layers = BY_PEER[case.config.peer], case.config.n_layers
+    layers = _together(lambda: layers_of(case)(case, rank, device), system)
+    _together(layers.check_dispatch, system)
+    _together(lambda: layers.check_sums(layers.run()), system)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -106,17 +118,39 @@ def _measure(case: Case, rank: int, device: torch.device, options: Any) -> dict:
     return summary(_slowest(steady), n_layers * options.replays) | times
 
 
-def _together(check: Callable[[], None]) -> None:
-    """Checks on all ranks. If one fails, all do: none waits for one that stopped."""
-    error = ""
+def _together(do: Callable[[], Any], system: System | None = None) -> Any:
+    """Does something on all ranks. If it fails on one, it fails on all: none waits for
+    one that stopped."""
+    made, error = None, ""
     try:
-        check()
-    except CheckError as e:
-        error = str(e)
+        made = do()
+    except Exception as e:
+        error = in_words(e, system)
     errors = [""] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     if any(errors):
-        raise CheckError(next(filter(None, errors)))
+        raise FailedError(next(filter(None, errors)))
+    return made
+
+
+def in_words(error: Exception, system: System | None) -> str:
+    """Says what failed, and whether the interface of another library is why."""
+    text = f"{type(error).__name__}: {error}"
+    if not system or not system.tried or not _is_of_interface(error):
+        return text
+    return (
+        f"{system.package} {system.version()} is {OTHER_INTERFACE} of {system.tried}, "
+        f"which this calls: {text}"
+    )
+
+
+def _is_of_interface(error: Exception) -> bool:
+    """Tells a name that a library no longer has from a library that does not load."""
+    if isinstance(error, ModuleNotFoundError):
+        return "." in (error.name or "")  # the package itself is there
+    if isinstance(error, ImportError):
+        return "cannot import name" in str(error)
+    return isinstance(error, (AttributeError, TypeError))
 
 
 def _meet() -> None:

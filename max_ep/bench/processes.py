@@ -67,6 +67,13 @@ def build_library(config: Config, arch: str) -> None:
     print(build(LowLatencyCall(**sizes, **group, **how).settings()))
 
 
+def build_one_sided() -> None:
+    """Compiles what FlashInfer otherwise compiles when it is first called."""
+    from .other_layers import OneSided
+
+    OneSided.build()
+
+
 def measure(todo: list[Case], options: Any, results: Path) -> None:
     """Measures cases of one configuration, or of one peer from PyTorch; ``options`` has
     ``samples``, ``replays``, ``eager``, and ``mefs``: compiled graphs, or None."""

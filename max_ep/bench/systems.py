@@ -35,6 +35,11 @@ class System:
     max_tokens: int = 8192
     """The most tokens of a rank."""
 
+    @property
+    def tried(self) -> str:
+        """The version whose interface is called, where that is another project's."""
+        return install.TRIED.get(self.package, "")
+
     def version(self) -> str:
         """Returns the version that is installed; nothing if none is."""
         try:
