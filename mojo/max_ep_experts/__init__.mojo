@@ -4,7 +4,7 @@ in front of attention.
 
 On the CPU in any float type, on Hopper in bfloat16 and blockwise FP8. Nothing here knows expert
 parallelism. Why not MAX's: docs/decisions/0006-cpu-ranks.md and
-docs/decisions/0016-matmuls-on-hopper.md.
+docs/decisions/0016-matmuls-on-hopper.md, of few tokens 0035-products-of-few-tokens.md.
 
     product         what a matmul of groups reads and writes
     cpu             the ops on the CPU
@@ -18,7 +18,10 @@ docs/decisions/0016-matmuls-on-hopper.md.
     choices         sorts a router's choices, and adds up rows of a token
     tile            a warp's tile of a product on a GPU
     grouped_matmul  the same groups, of sizes that hopper does not take
-    linear          few rows and one weight, on a GPU
+    launch          which of them multiplies groups
+    linear          some rows and one weight, on a GPU
+    few_rows        one to four tokens on Hopper: a weight, or experts by choices
+    routed          the MAX op of a layer of experts on one GPU
     heads           what stands between a product and attention, on the CPU, too
     ops             the MAX ops of groups; other ops stand beside their kernels
     linear_op       the MAX op of linear

@@ -160,6 +160,16 @@ def sort_kernel(choices: Choices):
                 row = warp.shuffle_idx(ended, UInt32(WARP_SIZE - 1))
 
 
+def launch_sort(choices: Choices, context: DeviceContext) raises:
+    var n_warps = min(max(ceildiv(choices.n_choices, _STEP), 1), _MAX_WARPS)
+    context.enqueue_function(
+        context.compile_function[sort_kernel](),
+        choices,
+        grid_dim=choices.n_experts + 1,
+        block_dim=n_warps * WARP_SIZE,
+    )
+
+
 def cpu_sort(choices: Choices):
     var next = List[UInt32](length=choices.n_experts + 2, fill=0)
     for choice in range(choices.n_choices):
@@ -202,13 +212,7 @@ struct SortChoices:
             top_k=ids.dim_size(1),
         )
         comptime if is_gpu[target]():
-            var n_warps = min(max(ceildiv(choices.n_choices, _STEP), 1), _MAX_WARPS)
-            ctx.enqueue_function(
-                ctx.compile_function[sort_kernel](),
-                choices,
-                grid_dim=choices.n_experts + 1,
-                block_dim=n_warps * WARP_SIZE,
-            )
+            launch_sort(choices, ctx)
         else:
             cpu_sort(choices)
 
@@ -270,6 +274,16 @@ def add_kernel[dtype: DType, top_k: Int](rows: WeightedRows[dtype, top_k]):
         rows.add(Int(token), Int(vector) * width)
 
 
+def launch_add(rows: WeightedRows, context: DeviceContext) raises:
+    var n_threads = rows.n_tokens * (rows.n_columns // rows.width)
+    context.enqueue_function(
+        context.compile_function[add_kernel[rows.dtype, rows.top_k]](),
+        rows,
+        grid_dim=ceildiv(n_threads, _N_THREADS),
+        block_dim=_N_THREADS,
+    )
+
+
 @extensibility.register("max_ep.add_rows")
 struct AddRows:
     """Adds up the weighted rows of each token in order of its choices, in float32."""
@@ -300,13 +314,7 @@ struct AddRows:
         if added.n_tokens == 0:
             return
         comptime if is_gpu[target]():
-            var n_threads = added.n_tokens * (added.n_columns // added.width)
-            ctx.enqueue_function(
-                ctx.compile_function[add_kernel[y.dtype, top_k]](),
-                added,
-                grid_dim=ceildiv(n_threads, _N_THREADS),
-                block_dim=_N_THREADS,
-            )
+            launch_add(added, ctx)
         else:
             for token in range(added.n_tokens):
                 for column in range(0, added.n_columns, added.width):

@@ -6,21 +6,8 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
 from .cpu import cpu_fused_silu, cpu_grouped_matmul
-from .grouped_matmul import launch_grouped_matmul
-from .hopper import fits, is_hopper, launch_on_hopper
-from .product import GroupedProduct, product_of
-from .wgmma import Bf16Product
-
-
-def _launch[
-    swiglu: Bool
-](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
-    """Launches the kernel that takes the sizes."""
-    comptime if is_hopper():
-        if fits(product):
-            launch_on_hopper(Bf16Product[swiglu](product), context)
-            return
-    launch_grouped_matmul[swiglu](product, context)
+from .launch import launch_grouped
+from .product import product_of
 
 
 @extensibility.register("max_ep.grouped_matmul")
@@ -45,7 +32,7 @@ struct GroupedMatmul:
     ) raises:
         comptime if is_gpu[target]():
             comptime assert y.dtype == DType.bfloat16, "max_ep: bfloat16 only"
-            _launch[swiglu=False](
+            launch_grouped[swiglu=False](
                 product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids), ctx
             )
         else:
@@ -73,7 +60,7 @@ struct GroupedGateUp:
         ctx: DeviceContext,
     ) raises:
         comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
-        _launch[swiglu=True](
+        launch_grouped[swiglu=True](
             product_of[DType.bfloat16](y, x, weights, row_offsets, expert_ids), ctx
         )
 

@@ -53,6 +53,32 @@ def counter_word(name: str) -> int:
 
 
 @dataclass
+class Tuning:
+    """A `Tuning` of `few_rows.mojo`."""
+
+    n_warps: int
+    n_slices: int
+    n_rows: int
+    n_steps: int
+
+    @property
+    def of_block(self) -> int:
+        return self.n_warps // self.n_slices * self.n_rows
+
+    @property
+    def n_threads(self) -> int:
+        return 32 * self.n_warps
+
+
+def tuning(name: str) -> Tuning:
+    text = (mojo_dir() / "max_ep_experts/few_rows.mojo").read_text()
+    (numbers,) = re.findall(
+        rf"^comptime {name} = Tuning\(([\d, ]+), Tuning", text, re.M
+    )
+    return Tuning(*map(int, numbers.split(",")))
+
+
+@dataclass
 class Compiled:
     """A kernel for NVIDIA, and what to expect of it."""
 

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from tests.codegen.kernels import tuning
 from tests.emulator import Clock, Emulated, Launch, Memory, TensorMap, run
 from tests.emulator.emulated_world import bf16, kernel, of_bf16, words
 from tests.emulator.numbers import FP8
@@ -20,6 +21,7 @@ from tests.experts.test_heads import (
 )
 
 N_EXPERTS, K, N = 3, 384, 512
+LINEAR, GATE_UP = tuning("LINEAR"), tuning("GATE_UP")
 
 
 def of_experts(name: str) -> Emulated:
@@ -165,6 +167,82 @@ def test_few_rows():
         run([[grid]], memory, Clock(), seed=n_rows)
         found = of_bf16(memory, y, n_rows, n)
         np.testing.assert_allclose(found, x @ weight.T, rtol=2**-8)
+
+
+@pytest.mark.parametrize("n_rows, n, k", [(1, 44, 320), (3, 16, 1088), (4, 20, 2624)])
+def test_up_to_four_rows(n_rows, n, k):
+    """Warps with nothing of `k`; steps that end within a warp, and more of them than a
+    warp asks for at once. The last row and column are stored once, nothing behind."""
+    rng = np.random.default_rng(k)
+    memory = Memory(1 << 20)
+    x = rng.integers(-3, 4, (n_rows, k)).astype(np.float32)
+    weight = rng.integers(-3, 4, (n, k)).astype(np.float32)
+    y = memory.allocate(2 * n_rows * n)
+    params = [y, memory.put(bf16(x)), memory.put(bf16(weight)), n, k]
+    of = of_experts(f"few_rows.{n_rows}")
+    params = [words(w) for w in params]
+    grid = Launch(of, params, -(-n // LINEAR.of_block), LINEAR.n_threads)
+    run([[grid]], memory, Clock())
+    found = of_bf16(memory, y, n_rows, n)
+    np.testing.assert_allclose(found, x @ weight.T, rtol=2**-8)
+
+
+class Chosen:
+    """Experts of few tokens; two tokens have one of them, some choices are nobody's."""
+
+    n_tokens, top_k, n_experts = 3, 2, 3
+
+    def __init__(self, hidden: int, dim: int):
+        self.hidden, self.dim = hidden, dim
+        rng = np.random.default_rng(dim)
+        self.memory = Memory(1 << 20)
+        n, n_choices = self.n_experts, self.n_tokens * self.top_k
+
+        def draw(*shape: int) -> np.ndarray:
+            return rng.integers(-2, 3, shape).astype(np.float32)
+
+        self.x, self.rows = draw(self.n_tokens, hidden) / 16, draw(n_choices, dim)
+        self.gate_up, self.down = draw(n, 2 * dim, hidden), draw(n, hidden, dim)
+        self.ids = np.array([1, -1, 2, 1, n, 0], np.int32)
+        self.weights = rng.random(n_choices).astype(np.float32)
+
+    def launch(self, name: str, n_blocks: int, n_threads: int) -> None:
+        put = self.memory.put
+        self.y = self.memory.allocate(2 * self.n_tokens * self.hidden)
+        self.activated = put(bf16(self.rows))
+        params = [self.y, self.activated, put(bf16(self.x)), put(self.ids.tobytes())]
+        params += [put(self.weights.tobytes()), put(bf16(self.gate_up))]
+        params += [put(bf16(self.down)), self.n_tokens, self.top_k, self.n_experts]
+        params += [self.hidden, self.dim]
+        grid = Launch(of_experts(name), [words(*params)], n_blocks, n_threads)
+        run([[grid]], self.memory, Clock(), seed=2)
+
+
+def test_gate_and_up_of_few_tokens():
+    """A warp asks for weights twice, and the second time some are behind the end."""
+    of = Chosen(hidden=2120, dim=12)
+    n_blocks = len(of.ids) * -(-2 * of.dim // GATE_UP.of_block)
+    of.launch("chosen.gate_up", n_blocks, GATE_UP.n_threads)
+    found = of_bf16(of.memory, of.activated, len(of.ids), of.dim)
+    for choice, expert in enumerate(of.ids):
+        want = of.rows[choice]  # left as it was
+        if 0 <= expert < of.n_experts:
+            x = of.x[choice // of.top_k]
+            (want,) = swiglu(x[np.newaxis] @ of.gate_up[expert].T)
+        np.testing.assert_allclose(found[choice], want, rtol=2**-7, atol=1e-3)
+
+
+def test_down_of_few_tokens():
+    """Adds up weighted rows, but for those of nobody."""
+    of = Chosen(hidden=16, dim=776)
+    of.launch("chosen.down", of.n_tokens * of.hidden // 4, 32 * of.top_k)
+    want = np.zeros((of.n_tokens, of.hidden), np.float32)
+    for choice, expert in enumerate(of.ids):
+        if 0 <= expert < of.n_experts:
+            product = of.down[expert] @ of.rows[choice]
+            want[choice // of.top_k] += of.weights[choice] * product
+    found = of_bf16(of.memory, of.y, of.n_tokens, of.hidden)
+    np.testing.assert_allclose(found, want, rtol=2**-8, atol=1e-4)
 
 
 def test_heads():

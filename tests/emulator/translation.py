@@ -421,6 +421,8 @@ class Translation:
             return [
                 f"sh_store_8({at[0]} + {i}, mem_load_8({at[1]} + {i}))" for i in (0, 8)
             ]
+        if how == "copy" and kinds[1] == "prefetch":
+            return []
         if how == "copy" and kinds[1] == "tensor":
             pattern = r"\[(.*?)\], \[(.*?), \{(.*?)\}\], \[(.*?)\]"
             to, map_, coordinates, barrier = re.match(pattern, rest).groups()

@@ -12,7 +12,13 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 
-from max_ep.experts import gather_takes, grouped_gate_up, grouped_matmul, linear
+from max_ep.experts import (
+    gather_takes,
+    grouped_gate_up,
+    grouped_matmul,
+    linear,
+    routed_swiglu,
+)
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -24,6 +30,8 @@ OPS = {"": grouped_matmul, "_gate_up": grouped_gate_up}
 FP8_SHAPES = {"wide": (1536, 2048), "odd": (768, 128)}
 FP8_OPS = {"_fp8": grouped_matmul, "_gate_up_fp8": grouped_gate_up}
 # Sizes of attention's output and of a router; the last one's k is no multiple of 256.
+# Hidden size, that of an expert, and choices: Qwen3's; odd ones, two batches of `k`.
+LAYERS = {"qwen3": (2048, 768, 8), "two_batches": (2112, 1152, 3)}
 LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd_k": (256, 2112)}
 
 
@@ -59,6 +67,15 @@ def make_graphs() -> Iterator[tuple[str, Graph]]:
             types.append(TensorType(DType.int32, ["n_rows_of_tokens"], gpu))
             graph = Graph(f"experts_{name}_gathered", grouped_gate_up, types)
             yield f"{name}_gathered", graph
+    for name, (hidden, moe_dim, top_k) in LAYERS.items():
+        types = [
+            TensorType(DType.bfloat16, ["n_tokens", hidden], gpu),
+            TensorType(DType.int32, ["n_tokens", top_k], gpu),
+            TensorType(DType.float32, ["n_tokens", top_k], gpu),
+            TensorType(DType.bfloat16, [N_EXPERTS, 2 * moe_dim, hidden], gpu),
+            TensorType(DType.bfloat16, [N_EXPERTS, hidden, moe_dim], gpu),
+        ]
+        yield name, Graph(f"layer_{name}", routed_swiglu, types)
     for name, (n, k) in LINEARS.items():
         types = [
             TensorType(DType.bfloat16, ["n_rows", k], gpu),
@@ -242,7 +259,7 @@ def check_product(y: torch.Tensor, want: torch.Tensor, k: int) -> None:
 
 @pytest.mark.parametrize("shape", LINEARS)
 @pytest.mark.parametrize(
-    "n_rows", [1, 7, 8, 9, 32, 33, 64, 65, 127, 128, 129, 255, 700]
+    "n_rows", [1, 2, 3, 4, 5, 7, 8, 9, 32, 33, 64, 65, 127, 128, 129, 255, 700]
 )
 def test_a_linear_layer_is_the_product(multiply, shape, n_rows):
     n, k = LINEARS[shape]
@@ -251,6 +268,30 @@ def test_a_linear_layer_is_the_product(multiply, shape, n_rows):
     y = multiply(shape, x, weight)
     assert y.shape == (n_rows, n)
     check_product(y, x.double() @ weight.double().T, k)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("n_tokens", [1, 2, 4, 5, 70])
+def test_a_routed_layer(multiply, layer, n_tokens):
+    """Few tokens by kernels of their own; some choices are nobody's, some tokens share
+    experts. The same bits each time."""
+    hidden, moe_dim, top_k = LAYERS[layer]
+    torch.manual_seed(n_tokens)
+    x = draw(n_tokens, hidden)
+    gate_up = (draw(N_EXPERTS, 2 * moe_dim, hidden) * hidden**-0.5).bfloat16()
+    down = (draw(N_EXPERTS, hidden, moe_dim) * moe_dim**-0.5).bfloat16()
+    ids = torch.randint(-1, N_EXPERTS + 1, (n_tokens, top_k), device="cuda").int()
+    weights = torch.rand(n_tokens, top_k, device="cuda")
+    y = multiply(layer, x, ids, weights, gate_up, down)
+    want = torch.zeros(n_tokens, hidden, device="cuda").double()
+    for token, choice in ((ids >= 0) & (ids < N_EXPERTS)).nonzero().tolist():
+        expert = ids[token, choice]
+        gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+        activated = torch.nn.functional.silu(gate) * up
+        row = down[expert].double() @ activated
+        want[token] += weights[token, choice].double() * row
+    assert float((y.double() - want).abs().max()) < 2e-2
+    assert torch.equal(y, multiply(layer, x, ids, weights, gate_up, down))
 
 
 @pytest.mark.parametrize("shape", ["odd", "narrow"])

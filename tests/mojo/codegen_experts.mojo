@@ -6,6 +6,13 @@ on Hopper. Run by tests/experts/test_experts.py.
 """
 from emitting import emit
 from max_ep_experts.choices import add_kernel, sort_kernel
+from max_ep_experts.few_rows import (
+    chosen_down_kernel,
+    chosen_gate_up_kernel,
+    few_rows_kernel,
+    GATE_UP,
+    LINEAR,
+)
 from max_ep_experts.fp8 import ScaledProduct
 from max_ep_experts.gather import GatheredSwiglu
 from max_ep_experts.grouped_matmul import grouped_matmul_kernel
@@ -27,4 +34,9 @@ def main() raises:
     emit[sort_kernel]("sort")
     emit[add_kernel[DType.bfloat16, 8]]("add")
     emit[linear_kernel]("linear")
+    emit[few_rows_kernel[1, LINEAR]]("few_rows.1")
+    emit[few_rows_kernel[3, LINEAR]]("few_rows.3")
+    emit[few_rows_kernel[4, LINEAR]]("few_rows.4")
+    emit[chosen_gate_up_kernel[GATE_UP]]("chosen.gate_up")
+    emit[chosen_down_kernel[4, 3]]("chosen.down")
     print(COLUMNS, K_STEP, FEW_ROWS, BN, MAX_GROUPS)

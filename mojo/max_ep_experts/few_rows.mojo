@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of a token, or of up to four, on Hopper: as fast as weights come from memory.
+
+A warp multiplies some rows of a weight along some of `k`. It asks for all these weights
+at once, past L1, before it waits for tokens. Then it multiplies in float32; a block adds
+up what its warps have, in order.
+"""
+from max.gpu import WARP_SIZE, barrier, block_idx, thread_idx
+from max.gpu.host import DeviceContext, LaunchAttribute
+from max.gpu.primitives import warp
+from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
+from std.math import ceildiv, fma
+from std.memory import bitcast
+from std.sys import _RegisterPackType, inlined_assembly
+from std.utils import StaticTuple
+
+from .groups import shared, Smem
+from .product import Bf16In, Bf16Out, GroupedProduct, In, KernelArgument
+from .tile import silu
+
+comptime MAX_TOKENS = 4
+"""More tokens have other kernels."""
+comptime MAX_TOP_K = 16
+"""Warps of a block."""
+comptime _LANE = 8
+"""Elements that a lane loads at once, 16 bytes."""
+comptime STEP = WARP_SIZE * _LANE
+"""Elements of a row that a warp loads at once."""
+comptime _Loaded = SIMD[DType.uint32, 4]
+
+
+@always_inline
+def await_kernel_before():
+    """Waits until the previous kernel has ended, and lets the next one begin.
+
+    Only weights, and what kernels before the previous one have written, may be read
+    before this call.
+    """
+    # ORDER: what the previous kernel has written is visible behind this wait.
+    inlined_assembly[
+        "griddepcontrol.wait;", NoneType, constraints="~{memory}", has_side_effect=True
+    ]()
+    # The next kernel begins when all blocks have come here: when those before are done.
+    inlined_assembly[
+        "griddepcontrol.launch_dependents;",
+        NoneType,
+        constraints="~{memory}",
+        has_side_effect=True,
+    ]()
+
+
+@always_inline
+def _load(row: Bf16In, offset: Int) -> _Loaded:
+    """Issues a load of weights here, where the compiler may not move it."""
+    var words = inlined_assembly[
+        "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];",
+        _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
+        constraints="=r,=r,=r,=r,l",
+        has_side_effect=True,
+    ](row.unsafe_offset(offset))
+    return _Loaded(words[0], words[1], words[2], words[3])
+
+
+@always_inline
+def _prefetch(at: Bf16In, n_bytes: Int):
+    """Gets memory into L2; `n_bytes` a multiple of 16."""
+    # ORDER: none, and none is needed: L2 is where all accesses meet.
+    inlined_assembly[
+        "cp.async.bulk.prefetch.L2.global [$0], $1;",
+        NoneType,
+        constraints="l,r",
+        has_side_effect=True,
+    ](at, UInt32(n_bytes))
+
+
+@always_inline
+def _floats(words: _Loaded) -> SIMD[DType.float32, _LANE]:
+    """Widens eight bfloat16."""
+    var low = bitcast[DType.float32, 4](words << 16)
+    var high = bitcast[DType.float32, 4](words & 0xFFFF0000)
+    return low.interleave(high)
+
+
+@fieldwise_init
+struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
+    """A warp's products of tokens and rows of weights, along some of `k`."""
+
+    comptime Sums = StaticTuple[Float32, Self.n_tokens * Self.n_rows]
+
+    var rows: StaticTuple[Bf16In, Self.n_rows]
+    """Weights, `[k]` each."""
+    var first: Int
+    """The first step of `k` that the warp takes, in elements."""
+    var stride: Int
+    """Elements to its next steps."""
+    var k: Int
+
+    @always_inline
+    def _place(self, at: Int, i: Int) -> Int:
+        """Returns where a lane loads; behind `k` what was before."""
+        var lane = Int(thread_idx.x) % WARP_SIZE
+        return min(at + i * STEP + lane * _LANE, self.k - _LANE)
+
+    @always_inline
+    def prefetch(self):
+        """Gets the weights of the first steps into L2."""
+        var n = min(self.k - self.first, Self.n_steps * STEP)
+        if n > 0:
+            comptime for row in range(Self.n_rows):
+                if Int(thread_idx.x) % WARP_SIZE == row:
+                    _prefetch(self.rows[row].unsafe_offset(self.first), 2 * n)
+
+    @always_inline
+    def load(self, at: Int) -> StaticTuple[_Loaded, Self.n_steps * Self.n_rows]:
+        """Asks for weights of `n_steps` steps."""
+        var loaded = StaticTuple[_Loaded, Self.n_steps * Self.n_rows](fill=_Loaded(0))
+        comptime for i in range(Self.n_steps):
+            var place = self._place(at, i)
+            comptime for row in range(Self.n_rows):
+                loaded[i * Self.n_rows + row] = _load(self.rows[row], place)
+        return loaded
+
+    @always_inline
+    def multiply(
+        self, x: Bf16In, var loaded: StaticTuple[_Loaded, Self.n_steps * Self.n_rows]
+    ) -> Self.Sums:
+        """Multiplies tokens, `[n_tokens][k]`, with weights of which the first are loaded;
+        each lane gets all sums."""
+        var sums = Self.Sums(fill=0)
+        var at = self.first
+        while at < self.k:
+            comptime for i in range(Self.n_steps):
+                var place = self._place(at, i)
+                var is_there = (
+                    at + i * STEP + Int(thread_idx.x) % WARP_SIZE * _LANE < self.k
+                )
+                comptime for token in range(Self.n_tokens):
+                    # Tokens may be written while this kernel runs, before the wait.
+                    var words = bitcast[DType.uint32, 4](
+                        x.unsafe_load[width=_LANE, alignment=16, invariant=False](
+                            token * self.k + place
+                        )
+                    )
+                    var v = _floats(words if is_there else _Loaded(0))
+                    comptime for row in range(Self.n_rows):
+                        comptime sum = token * Self.n_rows + row
+                        var w = _floats(loaded[i * Self.n_rows + row])
+                        comptime for j in range(_LANE):
+                            sums[sum] = fma(w[j], v[j], sums[sum])
+            at += self.stride
+            if at < self.k:
+                loaded = self.load(at)
+        comptime for i in range(Self.n_tokens * Self.n_rows):
+            sums[i] = warp.sum(sums[i])
+        return sums
+
+
+@fieldwise_init
+struct Tuning(TrivialRegisterPassable):
+    """How a block shares the work of few rows."""
+
+    var n_warps: Int
+    """Warps of a block."""
+    var n_slices: Int
+    """Warps that share rows along `k`; divides `n_warps`."""
+    var n_rows: Int
+    """Rows of weights of a warp."""
+    var n_steps: Int
+    """Steps of `k` whose weights a warp asks for at once."""
+    var begins: Int
+    """What it does before the previous kernel has ended."""
+
+    comptime LATE = 0
+    """Nothing: it is launched when that one has ended."""
+    comptime PREFETCHES = 1
+    """Gets the first weights into L2. This is right whatever kernel makes them."""
+    comptime LOADS = 2
+    """Loads the first weights. The previous kernel must not write them."""
+
+    def rows_of_block(self) -> Int:
+        return self.n_warps // self.n_slices * self.n_rows
+
+    def attributes(self) -> List[LaunchAttribute]:
+        var overlaps = self.begins != Self.LATE
+        return pdl_launch_attributes(PDLLevel.ON if overlaps else PDLLevel.OFF)
+
+
+comptime LINEAR = Tuning(8, 4, 4, 2, Tuning.PREFETCHES)
+comptime GATE_UP = Tuning(8, 4, 4, 2, Tuning.PREFETCHES)
+
+
+@always_inline
+def _add_up[
+    n_sums: Int, n_slices: Int
+](sums: Smem[Float32], place: Int, out total: Float32):
+    """Adds up what the warps of all slices have of a sum, in order."""
+    total = sums[unsafe_offset=place]
+    comptime for slice in range(1, n_slices):
+        total += sums[unsafe_offset=slice * n_sums + place]
+
+
+def few_rows_kernel[
+    n_tokens: Int, tuning: Tuning
+](y: Bf16Out, x: Bf16In, weight: Bf16In, n: Int32, k: Int32):
+    """Multiplies `n_tokens` rows with the transpose of a weight: `y` is `[n_tokens][n]`,
+    `x` `[n_tokens][k]`, `weight` `[n][k]`, all 16-byte aligned.
+
+    Launch: grid `ceildiv(n, rows of a block)`, `n_warps` warps; `n` a multiple of
+    `n_rows`, `k` of 8.
+    """
+    comptime n_rows = tuning.n_rows
+    comptime of_block = tuning.rows_of_block()
+    comptime n_sums = n_tokens * of_block
+    comptime step = tuning.n_steps * STEP
+    var sums = shared[Float32, tuning.n_slices * n_sums, 16]()
+    var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
+    var group, slice = divmod(warp_idx, tuning.n_slices)
+    var first = Int(block_idx.x) * of_block
+    # Behind the last row, the last ones again; they are not stored.
+    var row = min(first + group * n_rows, Int(n) - n_rows)
+    var rows = StaticTuple[Bf16In, n_rows](fill=weight)
+    comptime for i in range(n_rows):
+        rows[i] = weight.unsafe_offset((row + i) * Int(k))
+    var dots = Dots[n_tokens, n_rows, tuning.n_steps](
+        rows, slice * step, tuning.n_slices * step, Int(k)
+    )
+    var found: type_of(dots).Sums
+    comptime if tuning.begins == Tuning.LOADS:
+        var loaded = dots.load(dots.first)
+        await_kernel_before()
+        found = dots.multiply(x, loaded)
+    else:
+        dots.prefetch()
+        await_kernel_before()
+        found = dots.multiply(x, dots.load(dots.first))
+    if lane == 0:
+        comptime for i in range(n_tokens * n_rows):
+            comptime token = i // n_rows
+            sums[
+                unsafe_offset=slice * n_sums
+                + token * of_block
+                + group * n_rows
+                + i % n_rows
+            ] = found[i]
+    barrier()
+    for i in range(Int(thread_idx.x), n_sums, tuning.n_warps * WARP_SIZE):
+        var token, of_row = divmod(i, of_block)
+        if first + of_row < Int(n):
+            y[unsafe_offset=token * Int(n) + first + of_row] = _add_up[
+                n_sums, tuning.n_slices
+            ](sums, i).cast[DType.bfloat16]()
+
+
+def launch_few_rows[
+    tuning: Tuning
+](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
+    """Launches the kernel for 1 to `MAX_TOKENS` rows."""
+    comptime for n_tokens in range(1, MAX_TOKENS + 1):
+        if product.n_rows == n_tokens:
+            context.enqueue_function(
+                context.compile_function[few_rows_kernel[n_tokens, tuning]](),
+                product.y,
+                product.x,
+                product.weights,
+                Int32(product.n),
+                Int32(product.k),
+                grid_dim=ceildiv(product.n, tuning.rows_of_block()),
+                block_dim=tuning.n_warps * WARP_SIZE,
+                attributes=tuning.attributes(),
+            )
+
+
+@fieldwise_init
+struct Chosen(KernelArgument):
+    """Experts of few tokens, straight from a router's choices."""
+
+    var y: Bf16Out
+    """`[n_tokens][hidden_size]`."""
+    var activated: Bf16Out
+    """`[n_tokens * top_k][moe_dim]`."""
+    var x: Bf16In
+    """`[n_tokens][hidden_size]`."""
+    var ids: In[DType.int32]
+    """`[n_tokens][top_k]`."""
+    var weights: In[DType.float32]
+    """`[n_tokens][top_k]`."""
+    var gate_up: Bf16In
+    """`[n_experts][2 * moe_dim][hidden_size]`."""
+    var down: Bf16In
+    """`[n_experts][hidden_size][moe_dim]`."""
+    var n_tokens: Int
+    var top_k: Int
+    var n_experts: Int
+    var hidden_size: Int
+    var moe_dim: Int
+
+
+def chosen_gate_up_kernel[tuning: Tuning](of: Chosen):
+    """Computes `silu(x @ gate.T) * (x @ up.T)` of each choice.
+
+    Choices of one expert run side by side, so that its weights come from memory once.
+
+    Launch: grid `choices * ceildiv(2 * moe_dim, rows of a block)`, `n_warps` warps.
+    """
+    comptime n_rows = tuning.n_rows
+    comptime width = n_rows // 2
+    comptime of_block = tuning.rows_of_block()
+    comptime n_columns = of_block // 2
+    comptime step = tuning.n_steps * STEP
+    var sums = shared[Float32, tuning.n_slices * of_block, 16]()
+    await_kernel_before()
+    var n_choices = UInt32(of.n_tokens * of.top_k)
+    var column_block, which = divmod(UInt32(block_idx.x), n_choices)
+    var choice = Int(which)
+    var expert = UInt32(of.ids.unsafe_load[invariant=False](choice))
+    if expert >= UInt32(of.n_experts):
+        return
+    var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
+    var group, slice = divmod(warp_idx, tuning.n_slices)
+    var first = Int(column_block) * n_columns
+    var column = min(first + group * width, of.moe_dim - width)
+    var row = Int(expert) * 2 * of.moe_dim + column
+    var rows = StaticTuple[Bf16In, n_rows](fill=of.gate_up)
+    comptime for i in range(n_rows):
+        var is_up = of.moe_dim if i >= width else 0
+        rows[i] = of.gate_up.unsafe_offset((row + is_up + i % width) * of.hidden_size)
+    var dots = Dots[1, n_rows, tuning.n_steps](
+        rows, slice * step, tuning.n_slices * step, of.hidden_size
+    )
+    var x = of.x.unsafe_offset(choice // of.top_k * of.hidden_size)
+    var found = dots.multiply(x, dots.load(dots.first))
+    if lane == 0:
+        comptime for i in range(n_rows):
+            comptime half = i // width * n_columns
+            sums[
+                unsafe_offset=slice * of_block + half + group * width + i % width
+            ] = found[i]
+    barrier()
+    var i = Int(thread_idx.x)
+    if i < n_columns and first + i < of.moe_dim:
+        var gate = _add_up[of_block, tuning.n_slices](sums, i)
+        var up = _add_up[of_block, tuning.n_slices](sums, n_columns + i)
+        of.activated[unsafe_offset=choice * of.moe_dim + first + i] = (
+            silu(gate) * up
+        ).cast[DType.bfloat16]()
+
+
+def chosen_down_kernel[n_rows: Int, n_steps: Int](of: Chosen):
+    """Multiplies what each choice has activated with its expert's weight, and adds up
+    a token's weighted results in order of its choices. A warp has a choice.
+
+    Launch: grid `n_tokens * hidden_size / n_rows`, `top_k` warps.
+    """
+    var sums = shared[Float32, MAX_TOP_K * n_rows, 16]()
+    var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
+    var row_block, which = divmod(UInt32(block_idx.x), UInt32(of.n_tokens))
+    var token, first = Int(which), Int(row_block) * n_rows
+    var choice = token * of.top_k + warp_idx
+    # The router has ended: the previous kernel has waited for it.
+    var expert = UInt32(of.ids.unsafe_load[invariant=False](choice))
+    var weight = of.weights.unsafe_load[invariant=False](choice)
+    var is_there = expert < UInt32(of.n_experts)
+    var row = (Int(expert) if is_there else 0) * of.hidden_size + first
+    var rows = StaticTuple[Bf16In, n_rows](fill=of.down)
+    comptime for i in range(n_rows):
+        rows[i] = of.down.unsafe_offset((row + i) * of.moe_dim)
+    var dots = Dots[1, n_rows, n_steps](rows, 0, n_steps * STEP, of.moe_dim)
+    var found = type_of(dots).Sums(fill=0)
+    if is_there:
+        var loaded = dots.load(0)
+        await_kernel_before()
+        var x = Bf16In(unsafe_from_address=Int(of.activated))
+        found = dots.multiply(x.unsafe_offset(choice * of.moe_dim), loaded)
+    else:
+        await_kernel_before()
+    if lane == 0:
+        comptime for i in range(n_rows):
+            sums[unsafe_offset=warp_idx * n_rows + i] = weight * found[i]
+    barrier()
+    var i = Int(thread_idx.x)
+    if i < n_rows:
+        var total = sums[unsafe_offset=i]
+        for other in range(1, of.top_k):
+            total += sums[unsafe_offset=other * n_rows + i]
+        of.y[unsafe_offset=token * of.hidden_size + first + i] = total.cast[
+            DType.bfloat16
+        ]()
+
+
+def launch_chosen_gate_up[tuning: Tuning](of: Chosen, context: DeviceContext) raises:
+    context.enqueue_function(
+        context.compile_function[chosen_gate_up_kernel[tuning]](),
+        of,
+        grid_dim=of.n_tokens
+        * of.top_k
+        * ceildiv(2 * of.moe_dim, tuning.rows_of_block()),
+        block_dim=tuning.n_warps * WARP_SIZE,
+        attributes=tuning.attributes(),
+    )
+
+
+def launch_chosen_down[tuning: Tuning](of: Chosen, context: DeviceContext) raises:
+    """A block has a warp for each choice."""
+    context.enqueue_function(
+        context.compile_function[chosen_down_kernel[tuning.n_rows, tuning.n_steps]](),
+        of,
+        grid_dim=of.n_tokens * of.hidden_size // tuning.n_rows,
+        block_dim=of.top_k * WARP_SIZE,
+        attributes=tuning.attributes(),
+    )
+
+
+def launch_chosen(of: Chosen, context: DeviceContext) raises:
+    """Runs the experts of 1 to `MAX_TOKENS` tokens."""
+    launch_chosen_gate_up[GATE_UP](of, context)
+    # With `moe_dim` in multiples of 768, as many steps are whole.
+    if of.moe_dim % (4 * STEP) > 0 and of.moe_dim % (3 * STEP) == 0:
+        launch_chosen_down[Tuning(0, 0, 4, 3, Tuning.LOADS)](of, context)
+    else:
+        launch_chosen_down[Tuning(0, 0, 4, 4, Tuning.LOADS)](of, context)
