@@ -8,6 +8,7 @@ already, in the rank of the experts first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from .communicator import refuse
 from .elastic_handle import EPHandle, checked_handle
 from .elastic_layout import (
     MOST,
+    Counting,
     check_same,
     n_worst_rows,
     outputs,
-    with_sizes,
     zeroed,
 )
 from .normal_layout import bytes_of_row, check_ids
@@ -101,19 +102,23 @@ class Elastic:
         if stats is not None:
             shape, name = (sizes.n_local,), "cumulative_local_expert_recv_stats"
             comm.check_tensor(name, stats, torch.int32, shape)
+        counting = found = None
         if handle is None:
             check_ids(comm, topk_idx, sizes.n_experts)
-            num_sms = form.num_sms or comm.most_sms()
             if form.is_synced is None or form.is_synced:
                 wait_for(when[0])
                 wait_for(when[3])
                 what = f"rows of {bytes_of_row(comm, given.rows, None)} bytes"
                 what += f", {channel.settings.scales} scales"
-                handle = with_sizes(sizes, num_sms, topk_idx, what)
-                routing = handle._routing
-            else:
-                routing = Routing(sizes, topk_idx)
-                handle = EPHandle(routing, num_sms)
+                counting = Counting(sizes, topk_idx, what)
+                n_rows = counting.n_tokens
+                if not sizes.is_plain or form.in_columns:
+                    # Far more rows may come, or columns are as long as what comes.
+                    found = counting.end()
+                    n_rows = found[1]
+                sizes = replace(sizes, n_rows=n_rows)
+            routing = Routing(sizes, topk_idx)
+            handle = EPHandle(routing, form.num_sms or comm.most_sms())
         to = outputs(routing.sizes, given, topk_weights, form.in_columns)
         if form.zeros and not sizes.is_plain:
             to = zeroed(to)
@@ -132,6 +137,11 @@ class Elastic:
             tensors += (to.rows, to.scales, to.weights, to.local_ids)
             tensors += routing.tensors()
             event = self._run(work, tensors, when, form.num_sms)
+        if counting is not None:
+            if found is None:  # while rows are on their way
+                found = counting.end()
+                routing.sizes, to = sizes.with_fewer(found[1]), to.first(found[1])
+            handle.num_recv_tokens, _, handle.num_recv_tokens_per_expert_list = found
         rows = to.rows if to.scales is None else given.arrived(to.rows, to.scales)
         return rows, to.local_ids, to.weights, handle, event
 

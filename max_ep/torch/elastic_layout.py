@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 
@@ -13,7 +11,7 @@ from .communicator import refuse
 from .elastic_handle import EPHandle
 from .library import round_up
 from .quantized import Given
-from .sums import Received, Routing, Sizes
+from .sums import Received, Sizes
 
 MOST = "num_max_tokens_per_rank"
 _SIZE_STEP = 2 << 20
@@ -29,32 +27,42 @@ def n_worst_rows(
     return round_up(n, alignment)
 
 
-def with_sizes(sizes: Sizes, num_sms: int, ids: torch.Tensor, what: str) -> EPHandle:
-    """Exchanges counts; returns a handle with places for the rows that come."""
-    comm, n_experts, n_local = sizes.comm, sizes.n_experts, sizes.n_local
-    n_ranks = comm.n_ranks
-    # Place 0 takes the choices of no expert.
-    is_id = (ids >= 0) & (ids < n_experts)
-    per_expert = ids.new_zeros(n_experts + 1)
-    expert = torch.where(is_id, ids + 1, 0)
-    ones = per_expert.new_ones(1).expand(ids.numel())
-    per_expert.scatter_add_(0, expert.flatten(), ones)
-    rank = torch.where(is_id, torch.div(ids, n_local, rounding_mode="floor") + 1, 0)
-    per_rank = ids.new_zeros((len(ids), n_ranks + 1)).scatter_(1, rank, 1).sum(0)
-    mine = torch.cat([per_rank[1:], per_expert[1:]]).tolist()
-    call = f"ElasticBuffer.dispatch of {what}, num_experts={n_experts}, "
-    call += f"top_k={sizes.top_k}, do_expand={not sizes.is_plain}, "
-    call += f"{MOST}={sizes.most}"
-    notes = comm.exchange(call, mine)
-    first = n_ranks + comm.rank * n_local
-    counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
-    aligned = [round_up(n, sizes.alignment) for n in counts]
-    n_tokens = sum(note[comm.rank] for note in notes)
-    n_rows = n_tokens if sizes.is_plain else sum(aligned)
-    handle = EPHandle(Routing(replace(sizes, n_rows=n_rows), ids), num_sms)
-    handle.num_recv_tokens_per_expert_list = aligned
-    handle.num_recv_tokens = n_tokens
-    return handle
+class Counting:
+    """What the ranks tell each other when the host waits for sizes: first the tokens of
+    each, and, once the device has counted them, how many go where."""
+
+    def __init__(self, sizes: Sizes, ids: torch.Tensor, what: str) -> None:
+        """Exchanges numbers of tokens, which need no device; begins to count."""
+        comm, n_experts, n_local = sizes.comm, sizes.n_experts, sizes.n_local
+        self._sizes = sizes
+        self._call = f"ElasticBuffer.dispatch of {what}, num_experts={n_experts}, "
+        self._call += f"top_k={sizes.top_k}, do_expand={not sizes.is_plain}, "
+        self._call += f"{MOST}={sizes.most}"
+        self.n_tokens = sum(comm.exchange(self._call, sizes.n_tokens))
+        """Tokens of all ranks; more plain rows do not come."""
+        # The first and the last place take the choices of no expert.
+        places = ids.clamp(-1, n_experts) + 1
+        ranks = torch.div(places + n_local - 1, n_local, rounding_mode="floor")
+        per_expert = ids.new_zeros(n_experts + 2)
+        ones = per_expert.new_ones(1).expand(ids.numel())
+        per_expert.scatter_add_(0, places.flatten(), ones)
+        goes = ids.new_zeros((len(ids), comm.n_ranks + 2)).scatter_(1, ranks, 1)
+        mine = torch.cat([goes.sum(0)[1:-1], per_expert[1:-1]])
+        self._read = comm.streams.to_host(mine)
+
+    def end(self) -> tuple[int, int, list[int]]:
+        """Exchanges counts; returns the tokens that come here, the rows, and those of
+        each local expert, rounded up."""
+        sizes = self._sizes
+        notes = sizes.comm.exchange(self._call, self._read())
+        rank, n_ranks = sizes.comm.rank, sizes.comm.n_ranks
+        first = n_ranks + rank * sizes.n_local
+        counts = [
+            sum(n) for n in zip(*(note[first:][: sizes.n_local] for note in notes))
+        ]
+        aligned = [round_up(n, sizes.alignment) for n in counts]
+        n_tokens = sum(note[rank] for note in notes)
+        return n_tokens, n_tokens if sizes.is_plain else sum(aligned), aligned
 
 
 def n_bytes(n_ranks: int, most: int, hidden: int) -> int:

@@ -30,10 +30,12 @@ from .normal_layout import (
     bytes_of_row,
     check_ids,
     check_layout,
+    counts_of,
     in_int32,
 )
 from .quantized import Given, given_as
 from .streams import EventOverlap, When, check_event
+from .tables import first_rows
 
 _COMBINED = torch.bfloat16, torch.float32
 
@@ -98,14 +100,15 @@ class Normal:
         row_bytes = bytes_of_row(comm, x, None)
         n_scales = 0 if scales is None else scales.shape[1]
         (n_tokens, columns), hidden = x.shape, given.hidden
-        is_new, counts = handle is None, []
+        is_new, counts, is_synced = handle is None, [], False
         if is_new:
-            if previous_event is not None and not worst:
+            is_synced = not worst
+            if previous_event is not None and is_synced:
                 previous_event.current_stream_wait()
-            there = layout.mask, layout.per_expert
-            top_k = check_layout(comm, n_tokens, layout)
-            rows = f"rows of {row_bytes} bytes, {n_scales} scales, top_k={top_k}"
-            most, n_rows, counts = agree(comm, rows, *there, worst)
+            top_k, n_experts = check_layout(comm, n_tokens, layout)
+            what = f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
+            what += f"top_k={top_k}, num_experts={n_experts}"
+            most, n_rows = agree(comm, what, n_tokens, worst)
             cap = self._channels.cap = self._capacity(most, hidden)
             handle = NormalHandle(
                 comm,
@@ -117,6 +120,10 @@ class Normal:
                 top_k=top_k,
                 mask=layout.mask,
             )
+        if is_synced:
+            # The mask says what is sent, so rows are counted by it alone.
+            mine = layout.mask.sum(0), layout.per_expert.long()
+            read_mine = comm.streams.to_host(torch.cat(mine))
         handle = self._checked(handle)
         if not is_new and (topk_idx is not None or topk_weights is not None):
             refuse("topk_idx", "is not sent again with a handle")
@@ -132,23 +139,24 @@ class Normal:
             wanted.append(call.words())
             n_words = wanted[1].hidden
         rows, *back = self._channels.open(wanted, 1, call)
-        recv_scales, received = None, ()
+        recv_scales, recv_ids, recv_weights = None, None, None
         if scales is not None:
             recv_scales = scales.new_empty((handle.n_rows, n_scales))
         if topk_idx is not None:
             shape = (handle.n_rows, handle.top_k)
-            received = (topk_idx.new_empty(shape), topk_weights.new_empty(shape))
+            recv_ids = topk_idx.new_empty(shape)
+            recv_weights = topk_weights.new_empty(shape)
 
         def work() -> None:
             if not has_extras:
                 return self._dispatch_through(handle, [(rows, x, recv_x)])
-            k = handle.top_k if received else 0
+            k = 0 if topk_idx is None else handle.top_k
             parts = [n_scales, k, k, n_words - n_scales - 2 * k]
             sent = handle.ids.new_empty((n_tokens, n_words))
             of_scales, of_ids, of_weights, _ = sent.split(parts, 1)
             if scales is not None:
                 of_scales.copy_(scales)
-            if received:
+            if topk_idx is not None:
                 of_ids.copy_(in_int32(topk_idx))
                 of_weights.copy_(topk_weights.view(torch.int32))
             extras = handle.ids.new_full((handle.n_made, n_words), -1)
@@ -157,23 +165,29 @@ class Normal:
             of_scales, of_ids, of_weights, _ = got.split(parts, 1)
             if scales is not None:
                 recv_scales.copy_(of_scales)
-            if received:
-                ids, weights = received
+            if topk_idx is not None:
                 n_local = layout.per_expert.numel() // comm.n_ranks
-                torch.sub(of_ids, comm.rank * n_local, out=ids)
-                is_elsewhere = (ids < 0) | (ids >= n_local)
-                ids.masked_fill_(is_elsewhere, -1)
-                weights.view(torch.int32).copy_(of_weights)
-                weights.masked_fill_(is_elsewhere, 0)
+                torch.sub(of_ids, comm.rank * n_local, out=recv_ids)
+                is_elsewhere = (recv_ids < 0) | (recv_ids >= n_local)
+                recv_ids.masked_fill_(is_elsewhere, -1)
+                recv_weights.view(torch.int32).copy_(of_weights)
+                recv_weights.masked_fill_(is_elsewhere, 0)
 
         tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
-        tensors += received + handle.tensors()
+        tensors += (recv_ids, recv_weights, *handle.tensors())
         event = comm.streams.run(work, tensors, when)
+        if is_synced:  # while rows are on their way
+            n, counts = counts_of(comm, what, read_mine(), n_experts)
+            counts, handle.n_rows = [round_up(c, align) for c in counts], n
+            recv_ids, recv_weights = (
+                first_rows(recv_ids, n),
+                first_rows(recv_weights, n),
+            )
+            recv_scales = first_rows(recv_scales, n)
         result = given.arrived(recv_x[: handle.n_rows], recv_scales)
         if not is_new:
             return result, None, None, None, None, event
-        counts = [round_up(n, align) for n in counts]
-        return result, *(received or (None, None)), counts, handle, event
+        return result, recv_ids, recv_weights, counts, handle, event
 
     def combine(
         self,

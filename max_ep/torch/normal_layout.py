@@ -102,8 +102,9 @@ class Layout(NamedTuple):
     topk_weights: torch.Tensor | None
 
 
-def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> int:
-    """Refuses a layout that cannot be of these tokens; returns ids of a token."""
+def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> tuple[int, int]:
+    """Refuses a layout that cannot be of these tokens; returns ids of a token, and
+    experts."""
     per_rank, mask, per_expert, topk_idx, topk_weights = layout
     n_ranks = comm.n_ranks
     if per_rank is None or mask is None or per_expert is None:
@@ -132,7 +133,7 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> int:
         refuse("dispatch", f"is for at most {MAX_TOP_K} ranks, not {n_ranks}")
     if n_tokens > MOST_TOKENS:
         refuse("x", f"has {n_tokens} rows, at most {MOST_TOKENS} go")
-    return top_k
+    return top_k, per_expert.numel()
 
 
 def check_ids(comm: Communicator, topk_idx: torch.Tensor, n_experts: int) -> None:
@@ -154,27 +155,28 @@ def in_int32(ids: torch.Tensor) -> torch.Tensor:
 
 
 def agree(
-    comm: Communicator,
-    rows: str,
-    mask: torch.Tensor,
-    per_expert: torch.Tensor,
-    num_worst_tokens: int,
-) -> tuple[int, int, list[int]]:
-    """Exchanges counts if the worst is not given; returns the most tokens of a rank,
-    the rows that this rank receives, and those of each local expert."""
-    n_ranks, n_tokens, n_experts = comm.n_ranks, len(mask), per_expert.numel()
-    if num_worst_tokens:
-        most = round_up(num_worst_tokens, n_ranks) // n_ranks
-        if n_tokens > most:
-            what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
-            refuse("num_worst_tokens", what)
-        return most, num_worst_tokens, []
-    # The mask says what is sent, so rows are counted by it alone.
-    mine = torch.cat([mask.sum(0), per_expert.long()]).tolist()
-    what = f"dispatch of {rows}, num_experts={n_experts}"
-    notes = comm.exchange(what, [n_tokens, *mine])
-    n_local = n_experts // n_ranks
-    first = 1 + n_ranks + comm.rank * n_local
+    comm: Communicator, what: str, n_tokens: int, num_worst_tokens: int
+) -> tuple[int, int]:
+    """Returns the most tokens of a rank, and the most rows that this rank receives;
+    exchanges numbers of tokens if the worst is not given."""
+    n_ranks = comm.n_ranks
+    if not num_worst_tokens:
+        tokens = comm.exchange(what, n_tokens)
+        return max(tokens), sum(tokens)
+    most = round_up(num_worst_tokens, n_ranks) // n_ranks
+    if n_tokens > most:
+        what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
+        refuse("num_worst_tokens", what)
+    return most, num_worst_tokens
+
+
+def counts_of(
+    comm: Communicator, what: str, mine: list[int], n_experts: int
+) -> tuple[int, list[int]]:
+    """Exchanges tokens for each rank, and behind them those for each expert; returns
+    what this rank receives: tokens, and those of each local expert."""
+    notes = comm.exchange(what, mine)
+    n_local = n_experts // comm.n_ranks
+    first = comm.n_ranks + comm.rank * n_local
     counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
-    most = max(note[0] for note in notes)
-    return most, sum(note[1 + comm.rank] for note in notes), counts
+    return sum(note[comm.rank] for note in notes), counts

@@ -160,6 +160,21 @@ class Streams:
     def is_capturing(self) -> bool:
         return self.is_gpu and torch.cuda.is_current_stream_capturing()
 
+    def to_host(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
+        """Begins to copy a tensor to the host; returns what waits for that, and not for
+        work that comes after, and has the numbers."""
+        if not self.is_gpu:
+            return tensor.tolist
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        found.copy_(tensor, non_blocking=True)
+        event = EventHandle().event
+
+        def read() -> list[int]:
+            event.synchronize()
+            return found.tolist()
+
+        return read
+
     def synchronize(self) -> None:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)

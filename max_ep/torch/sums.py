@@ -11,7 +11,7 @@ repeats it, without rows: routing alone decides where rows are.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .channel import BOTH, Channel, Region
 from .channels import Channels
 from .communicator import Communicator
 from .library import Settings, round_up
-from .tables import view
+from .tables import first_rows, view
 
 _REGIONS_UP_TO = {4: 1 << 27, 2: 1 << 29}
 """How many regions a channel has, by the bytes that each may have. Half of them are for
@@ -63,6 +63,12 @@ class Sizes:
         self.at = tuple(itertools.accumulate(steps, initial=0))
         self.of_kernels = self.rows, self.n_experts, self.top_k, self.alignment
         self.of_kernels += self.n_tokens, self.cap
+
+    def with_fewer(self, n_rows: int) -> Sizes:
+        """Returns those of fewer rows in the same tables."""
+        fewer = replace(self, n_rows=n_rows)
+        fewer.at = self.at
+        return fewer
 
     def call(
         self, hidden: int, rounds: bool, format: str, scales: int | None = None
@@ -160,6 +166,10 @@ class Received:
     scales: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     local_ids: torch.Tensor | None = None
+
+    def first(self, n_rows: int) -> Received:
+        tensors = self.rows, self.scales, self.weights, self.local_ids
+        return Received(*(first_rows(one, n_rows) for one in tensors))
 
 
 def open_channel(channels: Channels, settings: Settings, call: Call) -> Channel:

@@ -17,6 +17,13 @@ view = torch._C._dynamo.guards._reinterpret_tensor
 """Views a tensor: size, strides, elements to skip."""
 
 
+def first_rows(tensor: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    """Returns the first rows of a tensor that nobody else has: to autograd no view."""
+    if tensor is None:
+        return None
+    return view(tensor, (n, *tensor.shape[1:]), tensor.stride(), 0)
+
+
 def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     """Returns a function of size, strides and dtype; a GPU must be the current one."""
     return getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")

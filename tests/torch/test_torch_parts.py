@@ -9,7 +9,7 @@ import gc
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -408,11 +408,12 @@ def calls_of(work: Callable[[], None]) -> int:
     return events.count("call")
 
 
-def test_an_eager_layer_makes_few_calls(
+@pytest.fixture
+def launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls of Python are most of what a layer of few tokens costs the host; a library
-    that does nothing is in the place of kernels."""
+) -> Iterator[dict[str, Callable[..., int]]]:
+    """A group of this process, and functions that do nothing in the place of the
+    kernels'; a test may replace them before it opens a buffer."""
     sizes = SimpleNamespace(
         region_bytes=1 << 20,
         counters_words=64,
@@ -427,44 +428,79 @@ def test_an_eager_layer_makes_few_calls(
     store = f"file://{tmp_path / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
-        buffer = Buffer(dist.group.WORLD, device="cpu")
-        elastic = ElasticBuffer(dist.group.WORLD, None, 0, 1, device="cpu")
-        x, ids = torch.zeros(1, 512).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
-        weights = torch.ones(1, 2)
-
-        def low_latency() -> None:
-            rows, _, handle, *_ = buffer.low_latency_dispatch(
-                x, ids, 1, 8, use_fp8=False
-            )
-            buffer.low_latency_combine(rows, ids, weights, handle)
-
-        def of_elastic(expands: bool) -> None:
-            how = dict(num_experts=8, do_cpu_sync=False, do_expand=expands)
-            rows, *_, handle, _ = elastic.dispatch(x, ids, weights, **how)
-            elastic.combine(rows, handle)
-
-        *_, handle, _ = elastic.dispatch(x, ids, num_experts=8, do_cpu_sync=False)
-
-        def again() -> None:
-            rows, *_ = elastic.dispatch(x, handle=handle)
-            elastic.combine(rows, handle)
-
-        for layer, most in (
-            (low_latency, 30),
-            (lambda: of_elastic(False), 50),
-            (lambda: of_elastic(True), 50),
-            (again, 45),
-        ):
-            layer()  # opens the channel
-            assert 10 < calls_of(layer) <= most
-        # What was checked is known by all that was checked.
-        with raises(ValueError, "x has 2 rows"):
-            elastic.dispatch(torch.zeros(2, 512).bfloat16(), handle=handle)
-        with raises(ValueError, "num_sms=0.0"):
-            elastic.dispatch(x, handle=handle, num_sms=0.0)
-        with raises(ValueError, "x has rows of 8 bytes"):
-            elastic.dispatch(x[:, :4].contiguous(), handle=handle)
-        buffer.destroy()
-        elastic.destroy()
+        yield functions
     finally:
         dist.destroy_process_group()
+
+
+def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:
+    """Calls of Python are most of what a layer of few tokens costs the host."""
+    buffer = Buffer(dist.group.WORLD, device="cpu")
+    elastic = ElasticBuffer(dist.group.WORLD, None, 0, 1, device="cpu")
+    x, ids = torch.zeros(1, 512).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+    weights = torch.ones(1, 2)
+
+    def low_latency() -> None:
+        rows, _, handle, *_ = buffer.low_latency_dispatch(x, ids, 1, 8, use_fp8=False)
+        buffer.low_latency_combine(rows, ids, weights, handle)
+
+    def of_elastic(expands: bool) -> None:
+        how = dict(num_experts=8, do_cpu_sync=False, do_expand=expands)
+        rows, *_, handle, _ = elastic.dispatch(x, ids, weights, **how)
+        elastic.combine(rows, handle)
+
+    *_, handle, _ = elastic.dispatch(x, ids, num_experts=8, do_cpu_sync=False)
+
+    def again() -> None:
+        rows, *_ = elastic.dispatch(x, handle=handle)
+        elastic.combine(rows, handle)
+
+    for layer, most in (
+        (low_latency, 30),
+        (lambda: of_elastic(False), 50),
+        (lambda: of_elastic(True), 50),
+        (again, 45),
+    ):
+        layer()  # opens the channel
+        assert 10 < calls_of(layer) <= most
+    # What was checked is known by all that was checked.
+    with raises(ValueError, "x has 2 rows"):
+        elastic.dispatch(torch.zeros(2, 512).bfloat16(), handle=handle)
+    with raises(ValueError, "num_sms=0.0"):
+        elastic.dispatch(x, handle=handle, num_sms=0.0)
+    with raises(ValueError, "x has rows of 8 bytes"):
+        elastic.dispatch(x[:, :4].contiguous(), handle=handle)
+    buffer.destroy()
+    elastic.destroy()
+
+
+def test_rows_go_before_the_host_waits_for_their_number(
+    launches: dict[str, Any],
+) -> None:
+    """Fails if the GPU has nothing to do while ranks tell each other their counts."""
+    done: list[str] = []
+    launches["dispatch"] = lambda _: done.append("dispatch") and 0
+    buffer = Buffer(dist.group.WORLD, device="cpu")
+    elastic = ElasticBuffer(dist.group.WORLD, None, 0, 4, device="cpu")
+    x, ids = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    ids[0] = -1
+    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 8)
+
+    def normal() -> Any:
+        layout = per_rank, None, is_in_rank, per_expert
+        return buffer.dispatch(x, None, *layout)
+
+    def plain() -> Any:
+        return elastic.dispatch(x, ids, num_experts=8)
+
+    for one, call in ((buffer, normal), (elastic, plain)):
+        call()  # opens the channel
+        exchange = one._comm.exchange
+        one._comm.exchange = lambda *given, exchange=exchange: (
+            done.append("exchange") or exchange(*given)
+        )
+        done.clear()
+        rows, *_ = call()
+        assert done == ["exchange", "dispatch", "exchange"]
+        assert rows.shape == (2, 512) and not rows.requires_grad
+        one.destroy()
