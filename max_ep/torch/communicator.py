@@ -116,11 +116,14 @@ class Communicator:
         self.streams = Streams(device)
         self.masks = Masks(self) if masks else None
         self.target, own = "cpu", f"CPU {self.rank}"
+        self.most_sms = FEWEST_SMS
+        """Multiprocessors of this rank's GPU; on CPU a number above 0."""
         if self.is_gpu:
             about = torch.cuda.get_device_properties(device)
             own = str(getattr(about, "uuid", device.index))
             # Kernels use what only this architecture has.
             self.target = f"sm_{about.major}{about.minor}a"
+            self.most_sms = about.multi_processor_count
         n_hosts = self.n_ranks // hosts.ranks_per_host if hosts else 1
         self.for_calls = dict(target=self.target, ranks=self.n_ranks, hosts=n_hosts)
         """What all calls have alike (``calls.py``)."""
@@ -132,12 +135,6 @@ class Communicator:
         """Raises what has failed, until :meth:`reset`."""
         if self.failure:
             raise RuntimeError(self.failure)
-
-    def most_sms(self) -> int:
-        """Returns the multiprocessors of this rank's GPU; on CPU a number above 0."""
-        if not self.is_gpu:
-            return FEWEST_SMS
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def using_sms(self, n: int) -> contextlib.AbstractContextManager[None]:
         """Lets launches use at most so many multiprocessors, or :data:`FEWEST_SMS` if

@@ -93,11 +93,11 @@ class Elastic:
                 refuse("topk_idx", "is that of the handle; leave it out")
             routing = checked_handle(comm, handle)
             check_same(handle, options[0], options[1], options[4])
-        plan, given, topk_idx = self._planned(x, topk_idx, routing, options)
+        plan, given = self._planned(x, topk_idx, topk_weights, routing, options)
         form, channel, sizes = plan
+        if topk_idx is not None:
+            topk_idx = topk_idx.contiguous()
         if topk_weights is not None:
-            shape = (sizes.n_tokens, sizes.top_k)
-            comm.check_tensor("topk_weights", topk_weights, torch.float32, shape, True)
             topk_weights = topk_weights.contiguous()
         if stats is not None:
             shape, name = (sizes.n_local,), "cumulative_local_expert_recv_stats"
@@ -118,21 +118,22 @@ class Elastic:
                     n_rows = found[1]
                 sizes = replace(sizes, n_rows=n_rows)
             routing = Routing(sizes, topk_idx)
-            handle = EPHandle(routing, form.num_sms or comm.most_sms())
+            handle = EPHandle(routing, form.num_sms or comm.most_sms)
         to = outputs(routing.sizes, given, topk_weights, form.in_columns)
         if form.zeros and not sizes.is_plain:
             to = zeroed(to)
 
-        def work() -> None:
-            sent = sums.joined(given.rows, given.words)
-            sums.dispatch(channel, routing, sent, topk_weights, to, topk_idx)
-            if stats is not None:
-                stats.add_(handle.num_unaligned_recv_tokens_per_expert)
-
-        if when == _AT_ONCE and form.num_sms == 0:
-            work()
+        launch = channel, routing, given, topk_weights, to, topk_idx
+        if when == _AT_ONCE and form.num_sms == 0 and stats is None:
+            sums.dispatch(*launch)
             event = EventOverlap()
         else:
+
+            def work() -> None:
+                sums.dispatch(*launch)
+                if stats is not None:
+                    stats.add_(handle.num_unaligned_recv_tokens_per_expert)
+
             tensors = (given.rows, given.words, topk_idx, topk_weights, stats)
             tensors += (to.rows, to.scales, to.weights, to.local_ids)
             tensors += routing.tensors()
@@ -177,14 +178,16 @@ class Elastic:
             call = sizes.call(columns, self._rounds, "bfloat16")
             back = sums.open_channel(self._channels, call.weights(), call)
 
+        launch = channel, routing, x, y, biases
+        if when == _AT_ONCE and num_sms == 0 and back is None:
+            sums.combine(*launch)
+            return y, None, EventOverlap()
+
         def work() -> None:
-            sums.combine(channel, routing, x, y, biases)
+            sums.combine(*launch)
             if back is not None:
                 weights.copy_(sums.combine_weights(back, routing, topk_weights))
 
-        if when == _AT_ONCE and num_sms == 0:
-            work()
-            return y, weights, EventOverlap()
         tensors = (x, y, topk_weights, weights, *biases, *routing.tensors())
         return y, weights, self._run(work, tensors, when, num_sms)
 
@@ -254,11 +257,12 @@ class Elastic:
         self,
         x: Any,
         topk_idx: Any,
+        topk_weights: Any,
         routing: Routing | None,
         options: tuple[Any, ...],
-    ) -> tuple[Plan, Given, torch.Tensor | None]:
-        """Returns how a dispatch of these shapes is done; what it sends, and its ids,
-        contiguous. What has the key of a plan was checked."""
+    ) -> tuple[Plan, Given]:
+        """Returns how a dispatch of these shapes is done, and what it sends. What has
+        the key of a plan was checked."""
         plan = None
         try:
             of_ids = (
@@ -266,33 +270,39 @@ class Elastic:
                 if routing is None
                 else routing.sizes.of_kernels
             )
-            # The kinds of numbers, too: 128.0 is equal to 128.
-            key = (x.shape, x.dtype, x.device, of_ids, options, *map(type, options[:4]))
+            of_weights = topk_weights
+            if topk_weights is not None:
+                of_weights = topk_weights.shape, topk_weights.dtype, topk_weights.device
+            key = (x.shape, x.dtype, x.device, of_ids, of_weights, options)
+            key += tuple(map(type, options[:4]))  # 128.0 is equal to 128
             plan = self._plans.get(key)
         except (AttributeError, TypeError):  # a pair, a list, or no sizes at all
             key = None
         form = Options(*options) if plan is None else plan.options
         if plan is not None and form.format is None and x.is_contiguous():
-            given = Given(x)
+            return plan, Given(x)
+        given = given_as(self._comm, x, form.format)
+        if plan is not None:
+            return plan, given
+        n_tokens = given.rows.shape[0]
+        if routing is None:
+            sizes = self._new_sizes(n_tokens, topk_idx, form)
         else:
-            given = given_as(self._comm, x, form.format)
-        if isinstance(topk_idx, torch.Tensor):
-            topk_idx = topk_idx.contiguous()
-        if plan is None:
-            n_tokens = given.rows.shape[0]
-            if routing is None:
-                sizes = self._new_sizes(n_tokens, topk_idx, form)
-            else:
-                sizes = routing.sizes
-                checked_int("max_ep: num_sms", form.num_sms, 0)
-                if form.is_synced:
-                    refuse("do_cpu_sync", "is not for a handle: its sizes are known")
-                if n_tokens != sizes.n_tokens:
-                    refuse("x", f"has {n_tokens} rows, the handle has {sizes.n_tokens}")
-            plan = Plan(form, self._channel(sizes, given), sizes)
-            if key is not None:
-                self._plans[key] = plan
-        return plan, given, topk_idx
+            sizes = routing.sizes
+            checked_int("max_ep: num_sms", form.num_sms, 0)
+            if form.is_synced:
+                refuse("do_cpu_sync", "is not for a handle: its sizes are known")
+            if n_tokens != sizes.n_tokens:
+                refuse("x", f"has {n_tokens} rows, the handle has {sizes.n_tokens}")
+        plan = Plan(form, self._channel(sizes, given), sizes)
+        if topk_weights is not None:
+            self._comm.check_tensor(
+                *("topk_weights", topk_weights, torch.float32),
+                *((n_tokens, sizes.top_k), True),
+            )
+        if key is not None:
+            self._plans[key] = plan
+        return plan, given
 
     def _new_sizes(
         self, n_tokens: int, topk_idx: torch.Tensor | None, form: Options
@@ -305,7 +315,7 @@ class Elastic:
         n_experts = comm.check_experts(
             n_experts, MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY
         )
-        comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
+        comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None), True)
         top_k = topk_idx.shape[1]
         if not 1 <= top_k <= MAX_TOP_K:
             refuse("topk_idx", f"has {top_k} columns; it must have 1 to {MAX_TOP_K}")

@@ -257,7 +257,7 @@ class ElasticBuffer(Member):
 
         ``num_scaleout_topk`` and bandwidths, which some versions pass, are ignored.
         """
-        return self._comm.most_sms()
+        return self._comm.most_sms
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Returns 0: ranks of a host have no queue pairs."""

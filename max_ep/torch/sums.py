@@ -21,6 +21,7 @@ from .channel import BOTH, Channel, Region
 from .channels import Channels
 from .communicator import Communicator
 from .library import Settings, round_up
+from .quantized import Given
 from .tables import first_rows, view
 
 _REGIONS_UP_TO = {4: 1 << 27, 2: 1 << 29}
@@ -186,10 +187,8 @@ def open_channel(channels: Channels, settings: Settings, call: Call) -> Channel:
     return opened
 
 
-def joined(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+def joined(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns rows as kernels take them: each with its scales behind it."""
-    if scales is None:
-        return x
     n_bytes, n_scales = x.shape[1] * x.element_size(), scales.shape[1]
     shape = (x.shape[0], n_bytes + round_up(4 * n_scales, 16))
     both = x.new_empty(shape, dtype=torch.uint8)
@@ -202,13 +201,14 @@ def joined(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 def dispatch(
     channel: Channel,
     routing: Routing,
-    sent: torch.Tensor,
+    given: Given,
     weights: torch.Tensor | None,
     to: Received,
     ids: torch.Tensor | None = None,
 ) -> None:
-    """Dispatches tokens, ``joined`` with their scales; None: weights of 0. ``ids`` are
-    copied to those of the routing; None: they are there."""
+    """Dispatches tokens; no weights: 0. ``ids`` are copied to those of the routing;
+    None: they are there."""
+    sent = joined(given.rows, given.words) if given.words is not None else given.rows
     comm, sizes = channel.comm, routing.sizes
     captures = comm.streams.is_capturing()
     channel.n_taken += 1
@@ -265,7 +265,7 @@ def combine(
         rows = new((sizes.n_rows, settings.hidden // 4))
         scales = new((sizes.n_rows, settings.scales))
         sent = new((sizes.n_tokens, n_words))
-        dispatch(channel, routing, sent, None, Received(rows, scales))
+        dispatch(channel, routing, Given(sent), None, Received(rows, scales))
     region: Any = routing.region
     region.combine(
         BOTH,
