@@ -136,6 +136,11 @@ class Communicator:
         if self.failure:
             raise RuntimeError(self.failure)
 
+    def check_current_gpu(self) -> None:
+        """Raises unless ``empty`` allocates on this rank's GPU."""
+        if self.is_gpu and torch._C._cuda_getDevice() != self.index:
+            refuse("the current GPU", f"is not that of this buffer, {self.device}")
+
     def using_sms(self, n: int) -> contextlib.AbstractContextManager[None]:
         """Lets launches use at most so many multiprocessors, or :data:`FEWEST_SMS` if
         that is more; 0: all."""

@@ -87,7 +87,7 @@ class Elastic:
         comm, routing = self._comm, None
         if comm.failure:
             comm.raise_failure()
-        self._check_device()
+        comm.check_current_gpu()
         if handle is not None:
             if topk_idx is not None:
                 refuse("topk_idx", "is that of the handle; leave it out")
@@ -159,7 +159,7 @@ class Elastic:
         comm = self._comm
         if num_sms != 0:
             num_sms = checked_int("max_ep: num_sms", num_sms, 0)
-        self._check_device()
+        comm.check_current_gpu()
         routing = checked_handle(comm, handle)
         sizes, channel = routing.sizes, self._channel_back(routing, x)
         x, columns = x.contiguous(), x.shape[1]
@@ -199,11 +199,6 @@ class Elastic:
         for one in biases:
             self._comm.check_tensor("bias", one, torch.bfloat16, tuple(y.shape), True)
         return tuple(one.contiguous() for one in biases)
-
-    def _check_device(self) -> None:
-        comm = self._comm
-        if comm.is_gpu and torch._C._cuda_getDevice() != comm.index:
-            refuse("the current GPU", f"is not that of this buffer, {comm.device}")
 
     def _run(
         self,

@@ -195,6 +195,7 @@ class LowLatency:
         comm.check_tensor("topk_weights", topk_weights, torch.float32, choices)
         shape = (n_tokens, channel.settings.hidden)
         if out is None:
+            comm.check_current_gpu()
             out = comm.empty(shape, (shape[1], 1), torch.bfloat16)
         else:
             comm.check_tensor("out", out, torch.bfloat16, shape)
@@ -285,8 +286,7 @@ class LowLatency:
         if not (isinstance(x, torch.Tensor) and isinstance(topk_idx, torch.Tensor)):
             raise TypeError("max_ep: x and topk_idx must be tensors")
         comm = self.comm
-        if comm.is_gpu and torch._C._cuda_getDevice() != comm.index:
-            refuse("the current GPU", f"is not that of this buffer, {comm.device}")
+        comm.check_current_gpu()
         key = (
             *(x.shape, x.dtype, x.device, cap, n_experts),
             *(cap.__class__, n_experts.__class__),  # 128.0 is equal to 128

@@ -456,7 +456,7 @@ def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:
         elastic.combine(rows, handle)
 
     for layer, most in (
-        (low_latency, 30),
+        (low_latency, 31),
         (lambda: of_elastic(False), 50),
         (lambda: of_elastic(True), 50),
         (again, 45),
