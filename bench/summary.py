@@ -34,9 +34,10 @@ Machine = tuple[int, str]
 
 
 def _machines(data: dict) -> list[Machine]:
-    """Lists ranks and GPU of each machine with several GPUs, largest first."""
-    found = {(r["ranks"], data["runs"][r["run"]]["gpu"]) for r in data["gpu"]}
-    return sorted((m for m in found if m[0] > 1), key=lambda m: (-m[0], m[1]))
+    """Lists a machine for each number of GPUs, largest first: that of the newest run.
+    docs/measurements.md has the others."""
+    newest = {r["ranks"]: data["runs"][r["run"]]["gpu"] for r in data["gpu"]}
+    return [(n, newest[n]) for n in sorted(newest, reverse=True) if n > 1]
 
 
 def _rows(data: dict, of: Machine, **wanted: str) -> Iterator[Row]:
@@ -153,7 +154,7 @@ def _slower(data: dict) -> list[str]:
     for (ranks, gpu, shape, dtype, routing, n, _), of_peer in sorted(best.items()):
         ours = [us for peer, us in of_peer.items() if peer not in _OTHERS]
         for peer, us in of_peer.items():
-            is_default = {"sums", "rows"} & set(of_peer)
+            is_default = set(OURS) & set(of_peer)
             if is_default and peer in _OTHERS and us < min(ours):
                 what = f"{n} tokens, {SHAPES[shape].model}, {dtype}, {routing}"
                 times = [number(us), number(min(ours)), f"{min(ours) / us:.2f}"]
