@@ -47,6 +47,8 @@ class Region:
         sizes, words = library.sizes, dict(dtype=torch.int32, device=device)
         self.counters = torch.zeros(sizes.counters_words, **words)
         self._record = self.counters[sizes.failure_word :][: sizes.n_failure_words]
+        self.failed = self._record[:1]
+        """Not 0: a launch has failed."""
         self.masked = self.counters[sizes.masked_word :][: comm.n_ranks]
         if comm.is_gpu:
             torch.cuda.synchronize(device)  # the library clears on a stream of its own

@@ -22,9 +22,10 @@ from .communicator import refuse
 from .elastic_handle import EPHandle, checked_handle
 from .elastic_layout import (
     MOST,
-    Counting,
     check_same,
+    count,
     n_worst_rows,
+    named,
     outputs,
     zeroed,
 )
@@ -102,23 +103,29 @@ class Elastic:
         if stats is not None:
             shape, name = (sizes.n_local,), "cumulative_local_expert_recv_stats"
             comm.check_tensor(name, stats, torch.int32, shape)
-        counting = found = None
+        reads, waits = False, list[Callable[[], int]]()
         if handle is None:
             check_ids(comm, topk_idx, sizes.n_experts)
-            if form.is_synced is None or form.is_synced:
-                wait_for(when[0])
-                wait_for(when[3])
-                what = f"rows of {bytes_of_row(comm, given.rows, None)} bytes"
-                what += f", {channel.settings.scales} scales"
-                counting = Counting(sizes, topk_idx, what)
-                n_rows = counting.n_tokens
-                if not sizes.is_plain or form.in_columns:
+            is_synced, found = form.is_synced is None or form.is_synced, None
+            if is_synced:
+                in_columns = form.in_columns and sizes.is_plain
+                call = named(sizes, given, in_columns)
+                reads = sizes.is_plain and not in_columns
+                if reads:  # more rows do not come
+                    n_rows = sum(comm.exchange(call, sizes.n_tokens))
+                else:
                     # Far more rows may come, or columns are as long as what comes.
-                    found = counting.end()
+                    wait_for(when[0])
+                    wait_for(when[3])
+                    found = count(sizes, topk_idx, call)
                     n_rows = found[1]
                 sizes = replace(sizes, n_rows=n_rows)
             routing = Routing(sizes, topk_idx)
             handle = EPHandle(routing, form.num_sms or comm.most_sms)
+            handle.is_synced = is_synced
+            if found is not None:
+                handle.num_recv_tokens, _, listed = found
+                handle.num_recv_tokens_per_expert_list = listed
         to = outputs(routing.sizes, given, topk_weights, form.in_columns)
         if form.zeros and not sizes.is_plain:
             to = zeroed(to)
@@ -126,6 +133,8 @@ class Elastic:
         launch = channel, routing, given, topk_weights, to, topk_idx
         if when == _AT_ONCE and form.num_sms == 0 and stats is None:
             sums.dispatch(*launch)
+            if reads:
+                waits.append(sums.begin_count(routing))
             event = EventOverlap()
         else:
 
@@ -133,16 +142,16 @@ class Elastic:
                 sums.dispatch(*launch)
                 if stats is not None:
                     stats.add_(handle.num_unaligned_recv_tokens_per_expert)
+                if reads:
+                    waits.append(sums.begin_count(routing))
 
             tensors = (given.rows, given.words, topk_idx, topk_weights, stats)
             tensors += (to.rows, to.scales, to.weights, to.local_ids)
             tensors += routing.tensors()
             event = self._run(work, tensors, when, form.num_sms)
-        if counting is not None:
-            if found is None:  # while rows are on their way
-                found = counting.end()
-                routing.sizes, to = sizes.with_fewer(found[1]), to.first(found[1])
-            handle.num_recv_tokens, _, handle.num_recv_tokens_per_expert_list = found
+        if reads:
+            handle.num_recv_tokens = n_rows = waits[0]()
+            routing.sizes, to = sizes.with_fewer(n_rows), to.first(n_rows)
         rows = to.rows if to.scales is None else given.arrived(to.rows, to.scales)
         return rows, to.local_ids, to.weights, handle, event
 

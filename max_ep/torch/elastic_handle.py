@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from .communicator import Communicator, refuse
+from .library import round_up
+from .normal_layout import count_ids
 from .sums import Routing
 
 
@@ -21,7 +23,8 @@ class EPHandle:
 
     Attributes:
         num_recv_tokens_per_expert_list: Rows of each local expert, rounded up to the
-            alignment; ``[]`` if the host has not waited for the sizes.
+            alignment; ``[]`` if the host has not waited for the sizes. Of plain rows
+            the host may wait for the device when this is read.
         psum_num_recv_tokens_per_scaleup_rank: int32 ``[n_ranks]``, sums of the tokens
             received from the ranks up to each.
         psum_num_recv_tokens_per_expert: int32 ``[n_local]``, expanded: where the rows
@@ -41,6 +44,8 @@ class EPHandle:
 
     token_metadata_at_forward: torch.Tensor | None = None
     channel_linked_list: torch.Tensor | None = None
+    is_synced = False
+    """Whether the host has waited for the sizes."""
 
     def __init__(self, routing: Routing, num_sms: int) -> None:
         """Describes a dispatch; the host has not waited for its sizes."""
@@ -62,12 +67,17 @@ def _counts(handle: EPHandle, routing: Routing) -> torch.Tensor:
     n_local = routing.sizes.n_local
     if handle.do_expand:
         return routing.counts[:n_local]
-    # The last place takes what is elsewhere.
     local = routing.ids - routing.sizes.comm.rank * n_local
-    local = torch.where((local >= 0) & (local < n_local), local, n_local)
-    found = routing.tables.new_zeros(n_local + 1, dtype=torch.int32)
-    ones = found.new_ones(1).expand(local.numel())
-    return found.scatter_add_(0, local.flatten().long(), ones)[:n_local]
+    is_here = (local >= 0) & (local < n_local)
+    return count_ids(torch.where(is_here, local, -1).long(), n_local)
+
+
+def _listed(handle: EPHandle, routing: Routing) -> list[int]:
+    """Lists the rows of each local expert, rounded up, if the host knows their sum."""
+    if not handle.is_synced:
+        return []
+    counts = handle.num_unaligned_recv_tokens_per_expert.tolist()
+    return [round_up(n, handle.expert_alignment) for n in counts]
 
 
 def _ends(handle: EPHandle, routing: Routing) -> torch.Tensor:
@@ -162,7 +172,7 @@ _COMPUTED: dict[str, Callable[[EPHandle, Routing], Any]] = {
     "num_experts": lambda _, routing: routing.sizes.n_experts,
     "num_max_tokens_per_rank": lambda _, routing: routing.sizes.most,
     "num_recv_tokens": _places_for_tokens,
-    "num_recv_tokens_per_expert_list": lambda _, __: [],
+    "num_recv_tokens_per_expert_list": _listed,
     "num_unaligned_recv_tokens_per_expert": _counts,
     "psum_num_recv_tokens_per_expert": _ends,
     "psum_num_recv_tokens_per_scaleup_rank": _rank_ends,

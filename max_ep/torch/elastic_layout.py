@@ -10,6 +10,7 @@ from .calls import PLAIN
 from .communicator import refuse
 from .elastic_handle import EPHandle
 from .library import round_up
+from .normal_layout import bytes_of_row, here
 from .quantized import Given
 from .sums import Received, Sizes
 
@@ -27,42 +28,34 @@ def n_worst_rows(
     return round_up(n, alignment)
 
 
-class Counting:
-    """What the ranks tell each other when the host waits for sizes: first the tokens of
-    each, and, once the device has counted them, how many go where."""
+def named(sizes: Sizes, given: Given, in_columns: bool) -> str:
+    """Names a dispatch whose ranks tell each other numbers, so that all make it."""
+    n_scales = 0 if given.words is None else given.words.shape[1]
+    what = f"rows of {bytes_of_row(sizes.comm, given.rows, None)} bytes"
+    call = f"ElasticBuffer.dispatch of {what}, {n_scales} scales, "
+    call += f"num_experts={sizes.n_experts}, top_k={sizes.top_k}, "
+    call += f"do_expand={not sizes.is_plain}, {MOST}={sizes.most}"
+    return call + (", use_tma_aligned_col_major_sf=True" if in_columns else "")
 
-    def __init__(self, sizes: Sizes, ids: torch.Tensor, what: str) -> None:
-        """Exchanges numbers of tokens, which need no device; begins to count."""
-        comm, n_experts, n_local = sizes.comm, sizes.n_experts, sizes.n_local
-        self._sizes = sizes
-        self._call = f"ElasticBuffer.dispatch of {what}, num_experts={n_experts}, "
-        self._call += f"top_k={sizes.top_k}, do_expand={not sizes.is_plain}, "
-        self._call += f"{MOST}={sizes.most}"
-        self.n_tokens = sum(comm.exchange(self._call, sizes.n_tokens))
-        """Tokens of all ranks; more plain rows do not come."""
-        # The first and the last place take the choices of no expert.
-        places = ids.clamp(-1, n_experts) + 1
-        ranks = torch.div(places + n_local - 1, n_local, rounding_mode="floor")
-        per_expert = ids.new_zeros(n_experts + 2)
-        ones = per_expert.new_ones(1).expand(ids.numel())
-        per_expert.scatter_add_(0, places.flatten(), ones)
-        goes = ids.new_zeros((len(ids), comm.n_ranks + 2)).scatter_(1, ranks, 1)
-        mine = torch.cat([goes.sum(0)[1:-1], per_expert[1:-1]])
-        self._read = comm.streams.to_host(mine)
 
-    def end(self) -> tuple[int, int, list[int]]:
-        """Exchanges counts; returns the tokens that come here, the rows, and those of
-        each local expert, rounded up."""
-        sizes = self._sizes
-        notes = sizes.comm.exchange(self._call, self._read())
-        rank, n_ranks = sizes.comm.rank, sizes.comm.n_ranks
-        first = n_ranks + rank * sizes.n_local
-        counts = [
-            sum(n) for n in zip(*(note[first:][: sizes.n_local] for note in notes))
-        ]
-        aligned = [round_up(n, sizes.alignment) for n in counts]
-        n_tokens = sum(note[rank] for note in notes)
-        return n_tokens, n_tokens if sizes.is_plain else sum(aligned), aligned
+def count(sizes: Sizes, ids: torch.Tensor, call: str) -> tuple[int, int, list[int]]:
+    """Exchanges counts before anything is sent; returns the tokens that come here, the
+    rows, and those of each local expert, rounded up."""
+    comm, n_experts, n_local = sizes.comm, sizes.n_experts, sizes.n_local
+    rank, n_ranks = comm.rank, comm.n_ranks
+    # The first and the last place take the choices of no expert.
+    places = ids.clamp(-1, n_experts) + 1
+    ranks = torch.div(places + n_local - 1, n_local, rounding_mode="floor")
+    per_expert = ids.new_zeros(n_experts + 2)
+    ones = per_expert.new_ones(1).expand(ids.numel())
+    per_expert.scatter_add_(0, places.flatten(), ones)
+    goes = ids.new_zeros((len(ids), n_ranks + 2)).scatter_(1, ranks, 1)
+    read = comm.streams.to_host(goes.sum(0)[1:-1], per_expert[1:-1])
+    notes = comm.exchange(call, read())
+    counts = here(notes, n_ranks + rank * n_local, n_local)
+    aligned = [round_up(n, sizes.alignment) for n in counts]
+    n_tokens = sum(note[rank] for note in notes)
+    return n_tokens, n_tokens if sizes.is_plain else sum(aligned), aligned
 
 
 def n_bytes(n_ranks: int, most: int, hidden: int) -> int:

@@ -12,6 +12,7 @@ any time, also in a backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,8 @@ from .normal_layout import (
     bytes_of_row,
     check_ids,
     check_layout,
-    counts_of,
+    count_ids,
+    here,
     in_int32,
 )
 from .quantized import Given, given_as
@@ -103,8 +105,6 @@ class Normal:
         is_new, counts, is_synced = handle is None, [], False
         if is_new:
             is_synced = not worst
-            if previous_event is not None and is_synced:
-                previous_event.current_stream_wait()
             top_k, n_experts = check_layout(comm, n_tokens, layout)
             what = f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
             what += f"top_k={top_k}, num_experts={n_experts}"
@@ -120,10 +120,11 @@ class Normal:
                 top_k=top_k,
                 mask=layout.mask,
             )
-        if is_synced:
-            # The mask says what is sent, so rows are counted by it alone.
-            mine = layout.mask.sum(0), layout.per_expert.long()
-            read_mine = comm.streams.to_host(torch.cat(mine))
+        reads: list[Callable[[], list[int]]] = []
+        if is_synced and topk_idx is None:  # no ids come, which could be counted
+            if previous_event is not None:
+                previous_event.current_stream_wait()
+            reads.append(comm.streams.to_host(layout.per_expert))
         handle = self._checked(handle)
         if not is_new and (topk_idx is not None or topk_weights is not None):
             refuse("topk_idx", "is not sent again with a handle")
@@ -147,7 +148,7 @@ class Normal:
             recv_ids = topk_idx.new_empty(shape)
             recv_weights = topk_weights.new_empty(shape)
 
-        def work() -> None:
+        def move() -> None:
             if not has_extras:
                 return self._dispatch_through(handle, [(rows, x, recv_x)])
             k = 0 if topk_idx is None else handle.top_k
@@ -173,12 +174,31 @@ class Normal:
                 recv_weights.view(torch.int32).copy_(of_weights)
                 recv_weights.masked_fill_(is_elsewhere, 0)
 
+        def work() -> None:
+            move()
+            if is_synced:
+                last = handle.ranges[-1]
+                found = [last, *(one.regions[0].failed for one in (rows, *back))]
+                if topk_idx is not None:
+                    n_local = n_experts // comm.n_ranks
+                    found.append(count_ids(recv_ids, n_local))
+                reads.append(comm.streams.to_host(*found))
+
         tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
         tensors += (recv_ids, recv_weights, *handle.tensors())
         event = comm.streams.run(work, tensors, when)
-        if is_synced:  # while rows are on their way
-            n, counts = counts_of(comm, what, read_mine(), n_experts)
-            counts, handle.n_rows = [round_up(c, align) for c in counts], n
+        if is_synced:
+            n_local = n_experts // comm.n_ranks
+            if topk_idx is None:  # while rows are on their way
+                notes = comm.exchange(what, reads[0]())
+                counts = here(notes, comm.rank * n_local, n_local)
+            first, n, *found = reads[-1]()
+            if any(found[: 1 + len(back)]):
+                comm.check_regions()
+            if topk_idx is not None:
+                counts = found[1 + len(back) :]
+            counts, n = [round_up(c, align) for c in counts], first + n
+            handle.n_rows = n
             recv_ids, recv_weights = (
                 first_rows(recv_ids, n),
                 first_rows(recv_weights, n),

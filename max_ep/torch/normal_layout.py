@@ -170,13 +170,16 @@ def agree(
     return most, num_worst_tokens
 
 
-def counts_of(
-    comm: Communicator, what: str, mine: list[int], n_experts: int
-) -> tuple[int, list[int]]:
-    """Exchanges tokens for each rank, and behind them those for each expert; returns
-    what this rank receives: tokens, and those of each local expert."""
-    notes = comm.exchange(what, mine)
-    n_local = n_experts // comm.n_ranks
-    first = comm.n_ranks + comm.rank * n_local
-    counts = [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
-    return sum(note[comm.rank] for note in notes), counts
+def here(notes: list[list[int]], first: int, n_local: int) -> list[int]:
+    """Adds up, over all ranks, the counts of the local experts, which begin there."""
+    return [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
+
+
+def count_ids(local_ids: torch.Tensor, n_local: int) -> torch.Tensor:
+    """Counts each local expert in int64 ``[rows, top_k]``; -1: none."""
+    # In columns, so that fewer ids add to one word; the first place takes -1.
+    shape = (n_local + 1, local_ids.shape[1])
+    found = local_ids.new_zeros(shape, dtype=torch.int32)
+    ones = found.new_ones(1).expand(local_ids.shape)
+    found.scatter_add_(0, local_ids + 1, ones)
+    return found[1:].sum(1, dtype=torch.int32)

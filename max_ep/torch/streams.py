@@ -127,6 +127,20 @@ class When(NamedTuple):
     """Whether results are allocated on the stream of asynchronous work."""
 
 
+class Pinned(NamedTuple):
+    """Memory of the host for the numbers of some tensors."""
+
+    whole: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+    event: torch.cuda.Event
+
+
+@torch.inference_mode(False)  # later calls write to it in any mode
+def new_pinned(dtype: torch.dtype, *lengths: int) -> Pinned:
+    whole = torch.empty(sum(lengths), dtype=dtype, pin_memory=True)
+    return Pinned(whole, whole.split(lengths), torch.cuda.Event())
+
+
 _NOTHING = nullcontext()
 
 
@@ -141,6 +155,7 @@ class Streams:
         self.side = torch.cuda.Stream(device) if self.is_gpu else None
         self._caller: Any = None  # whose results are allocated on `comm`
         self._last: tuple[int, Any] = (-1, None)
+        self._pinned: dict[Any, list[Pinned]] = {}  # that no read uses
 
     def current(self) -> int:
         """Returns the current stream, as kernels take it; it waits for the one before:
@@ -160,18 +175,23 @@ class Streams:
     def is_capturing(self) -> bool:
         return self.is_gpu and torch.cuda.is_current_stream_capturing()
 
-    def to_host(self, tensor: torch.Tensor) -> Callable[[], list[int]]:
-        """Begins to copy a tensor to the host; returns what waits for that, and not for
-        work that comes after, and has the numbers."""
+    def to_host(self, *tensors: torch.Tensor) -> Callable[[], list[int]]:
+        """Begins to copy tensors of one dtype to the host; returns what waits for that,
+        and not for work that comes after, and has all numbers. Call it once."""
         if not self.is_gpu:
-            return tensor.tolist
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        found.copy_(tensor, non_blocking=True)
-        event = EventHandle().event
+            return lambda: [n for one in tensors for n in one.tolist()]
+        key = tensors[0].dtype, *map(len, tensors)
+        free = self._pinned.setdefault(key, [])
+        pinned = free.pop() if free else new_pinned(*key)
+        for part, tensor in zip(pinned.parts, tensors):
+            part.copy_(tensor, non_blocking=True)
+        pinned.event.record()
 
         def read() -> list[int]:
-            event.synchronize()
-            return found.tolist()
+            pinned.event.synchronize()
+            numbers = pinned.whole.tolist()
+            free.append(pinned)  # not before: another copy may begin
+            return numbers
 
         return read
 

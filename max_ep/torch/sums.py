@@ -11,6 +11,7 @@ repeats it, without rows: routing alone decides where rows are.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -248,6 +249,21 @@ def dispatch(
         *((0, 0) if scales is None else scales.stride()),
         tables + kept_ids,
     )
+
+
+def begin_count(routing: Routing) -> Callable[[], int]:
+    """Begins to read how many plain rows the last dispatch made; returns what waits
+    for it, and raises if it has failed."""
+    comm = routing.sizes.comm
+    read = comm.streams.to_host(routing.ends, routing.region.failed)
+
+    def wait() -> int:
+        *_, n_rows, failed = read()
+        if failed:
+            comm.check_regions()
+        return n_rows
+
+    return wait
 
 
 def combine(

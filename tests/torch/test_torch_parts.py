@@ -8,6 +8,7 @@ import ctypes
 import gc
 import importlib
 import re
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ from max_ep.torch import (
 )
 from max_ep.torch.joining import checked_device
 from max_ep.torch.normal_layout import in_int32
-from max_ep.torch.streams import Streams, When
+from max_ep.torch.streams import Pinned, Streams, When
 from tests.children import ROOT
 from tests.errors import raises, refused
 
@@ -250,6 +251,30 @@ def test_asynchronous_work_waits(streams: Streams) -> None:
     Stream.log = []
     streams.run(work, [tensor], When(event))
     assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
+
+
+def test_reads_of_the_host_share_no_memory(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a copy begins where numbers lie that nobody has read, or if each takes
+    memory of its own."""
+    made: list[tuple[Any, ...]] = []
+
+    def new_pinned(dtype: torch.dtype, *lengths: int) -> Pinned:
+        made.append(lengths)
+        whole = torch.empty(sum(lengths), dtype=dtype)
+        event: Any = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+        return Pinned(whole, whole.split(lengths), event)
+
+    monkeypatch.setattr("max_ep.torch.streams.new_pinned", new_pinned)
+    one, other = torch.tensor([1, 2]), torch.tensor([3])
+    reads = [streams.to_host(one, other), streams.to_host(other, one)]
+    reads += [streams.to_host(10 * one, other) for _ in range(2)]
+    found = [[1, 2, 3], [3, 1, 2], [10, 20, 3], [10, 20, 3]]
+    assert [read() for read in reads] == found
+    for n in range(3):
+        assert streams.to_host(n * one, other)() == [n, 2 * n, 3]
+    assert made == [(2, 1), (1, 2), (2, 1), (2, 1)]
 
 
 def test_ids_beyond_32_bits_are_no_experts():
@@ -477,9 +502,19 @@ def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:
 def test_rows_go_before_the_host_waits_for_their_number(
     launches: dict[str, Any],
 ) -> None:
-    """Fails if the GPU has nothing to do while ranks tell each other their counts."""
+    """Fails if the GPU has nothing to do while ranks tell each other their counts, or
+    if they tell each other what the device knows."""
     done: list[str] = []
-    launches["dispatch"] = lambda _: done.append("dispatch") and 0
+
+    def dispatch(arguments: bytes) -> int:
+        done.append("dispatch")
+        fields = struct.unpack("19q", arguments)
+        numbers = fields[9] or fields[8]  # first row and rows, or where they end
+        words = (0, 2) if fields[9] else (2,)
+        (ctypes.c_int32 * len(words)).from_address(numbers)[:] = words
+        return 0
+
+    launches["dispatch"] = dispatch
     buffer = Buffer(dist.group.WORLD, device="cpu")
     elastic = ElasticBuffer(dist.group.WORLD, None, 0, 4, device="cpu")
     x, ids = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
@@ -493,7 +528,16 @@ def test_rows_go_before_the_host_waits_for_their_number(
     def plain() -> Any:
         return elastic.dispatch(x, ids, num_experts=8)
 
-    for one, call in ((buffer, normal), (elastic, plain)):
+    def normal_with_ids() -> Any:
+        layout = per_rank, None, is_in_rank, per_expert
+        return buffer.dispatch(x, None, *layout, ids, torch.ones(3, 2))
+
+    ahead = ["exchange", "dispatch"]
+    for one, call, wanted in (
+        (buffer, normal, [*ahead, "exchange"]),
+        (buffer, normal_with_ids, [*ahead, "dispatch"]),
+        (elastic, plain, ahead),
+    ):
         call()  # opens the channel
         exchange = one._comm.exchange
         one._comm.exchange = lambda *given, exchange=exchange: (
@@ -501,6 +545,8 @@ def test_rows_go_before_the_host_waits_for_their_number(
         )
         done.clear()
         rows, *_ = call()
-        assert done == ["exchange", "dispatch", "exchange"]
+        assert done == wanted
         assert rows.shape == (2, 512) and not rows.requires_grad
-        one.destroy()
+        one._comm.exchange = exchange
+    buffer.destroy()
+    elastic.destroy()
