@@ -137,13 +137,7 @@ def grouped_gate_up(
         return _rows_of("grouped_gate_up", moe_dim, rows, gate_up, *groups)
     if token_of_row.dtype != DType.int32:
         raise TypeError(f"token_of_row is {token_of_row.dtype}; it must be int32")
-    _check_gpu("a product that gathers its rows", rows.device, is_for_hopper=True)
-    if not gather_takes(*map(int, gate_up.shape)):
-        raise ValueError(
-            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
-            f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
-            f"and k of {GPU_K_STEP}"
-        )
+    _check_gathers(gate_up)
     result = TensorType(rows.dtype, [token_of_row.shape[0], moe_dim], rows.device)
     values = [rows, gate_up, *groups, token_of_row]
     return _op("grouped_gate_up_gathered", values, [result])[0]
@@ -225,10 +219,49 @@ def routed_swiglu(
 ) -> TensorValue:
     """Runs a routed layer of SwiGLU experts that are all on one device; on GPUs where
     :func:`gather_takes` says so. ``x`` is ``[n_tokens, hidden_size]``, and so is the
-    result; weights are those of :func:`grouped_swiglu`."""
+    result; weights are those of :func:`grouped_swiglu`. On GPUs it is one op, in which
+    up to four tokens go straight to their experts."""
+    if not x.device.is_cpu():
+        return _routed_on_gpu(x, topk_ids, weights, gate_up, down)
     *groups, token_of_row, row_of_choice = sort_choices(topk_ids, int(down.shape[0]))
     activated = grouped_gate_up(x, gate_up, *groups, token_of_row)
     return add_rows(grouped_matmul(activated, down, *groups), row_of_choice, weights)
+
+
+def _routed_on_gpu(
+    x: TensorValue,
+    topk_ids: TensorValue,
+    weights: TensorValue,
+    gate_up: TensorValue,
+    down: TensorValue,
+) -> TensorValue:
+    if topk_ids.dtype != DType.int32 or weights.dtype != DType.float32:
+        raise TypeError(
+            f"topk_ids ({topk_ids.dtype}) must be int32 and weights ({weights.dtype}) "
+            "float32"
+        )
+    _check("routed_swiglu", x, gate_up)
+    _check_gathers(gate_up)
+    (n_tokens, hidden_size), top_k = x.shape, int(topk_ids.shape[1])
+    n_experts, moe_dim = int(gate_up.shape[0]), int(gate_up.shape[1]) // 2
+    wanted = [n_experts, hidden_size, moe_dim]
+    if list(down.shape) != wanted or down.dtype != x.dtype or moe_dim % GPU_K_STEP:
+        raise ValueError(
+            f"down is {list(down.shape)} of {down.dtype}; it must be {wanted} of "
+            f"{x.dtype}, the last a multiple of {GPU_K_STEP}"
+        )
+    n_rows, device = n_tokens * top_k, x.device
+    results = [
+        TensorType(x.dtype, [n_tokens, hidden_size], device),
+        TensorType(x.dtype, [n_rows, moe_dim], device),
+        TensorType(x.dtype, [n_rows, hidden_size], device),
+        TensorType(DType.uint32, [n_experts + 1], device),
+        TensorType(DType.int32, [n_experts], device),
+        TensorType(DType.int32, [n_rows], device),
+        TensorType(DType.int32, [n_tokens, top_k], device),
+    ]
+    values = [x, topk_ids, weights, gate_up, down]
+    return _op("routed_swiglu", values, results, top_k=top_k)[0]
 
 
 def _fp8(
@@ -313,6 +346,17 @@ def _check_gpu(op: str, device: DeviceRef, is_for_hopper: bool = False) -> None:
         raise ValueError(
             f"{op} on {device} of {arch}: it has kernels for {kinds} only; use MAX's "
             "grouped_matmul_ragged or linear there"
+        )
+
+
+def _check_gathers(gate_up: TensorValue) -> None:
+    """Refuses weights whose product cannot gather its rows."""
+    _check_gpu("a product that gathers its rows", gate_up.device, is_for_hopper=True)
+    if not gather_takes(*map(int, gate_up.shape)):
+        raise ValueError(
+            f"gate_up is {[int(size) for size in gate_up.shape]}; rows are gathered "
+            f"for up to {GATHER_EXPERTS} experts, n in multiples of {GATHER_COLUMNS} "
+            f"and k of {GPU_K_STEP}"
         )
 
 

@@ -135,7 +135,7 @@ set_virtual_device_count(1)
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
-from max_ep.experts import grouped_swiglu, routed_swiglu
+from max_ep.experts import grouped_swiglu, linear, routed_swiglu
 
 gpu, bf16 = DeviceRef.GPU(0), DType.bfloat16
 types = [
@@ -159,7 +159,8 @@ with Graph("experts", input_types=types) as graph:
     layer = routed_swiglu(x, ids, weights, gate_up, down)
     given = [v.tensor for v in graph.inputs[7:]]
     of_fp8 = grouped_swiglu(*zip(given[::2], given[1::2]), *groups)
-    graph.output(grouped_swiglu(x, gate_up, down, *groups), layer, of_fp8)
+    product = linear(x, gate_up[0])
+    graph.output(grouped_swiglu(x, gate_up, down, *groups), layer, of_fp8, product)
 InferenceSession(devices=[Accelerator(0)], export_mefs=sys.argv[1]).load(graph)
 print("compiled", flush=True)
 os._exit(0)
@@ -175,8 +176,11 @@ def test_ops_compile_for_hopper(tmp_path):
     done = ran(sys.executable, "-c", OPS, tmp_path, **how)
     assert "compiled" in done.stdout, done.stderr[-2000:]
     (model,) = tmp_path.glob("*.mef")
-    kernels = re.findall(rb"\.text\.(max_ep_experts_hopper\w+)", model.read_bytes())
-    assert len(set(kernels)) == 5
+    text = model.read_bytes()
+    # Products of 1 to 4 tokens, and both products of experts.
+    for file, n in ((b"hopper", 6), (b"few_rows", 4 + 2)):
+        kernels = re.findall(rb"\.text\.(max_ep_experts_%s_\w+)" % file, text)
+        assert len(set(kernels)) == n, set(kernels)
 
 
 BF16, F32 = DType.bfloat16, DType.float32
