@@ -6,10 +6,12 @@ from extensibility import InputTensor, OutputTensor
 from max.gpu.host import DeviceContext
 from max_ep_experts.few_rows import (
     Chosen,
+    DOWN,
     launch_chosen_down,
     launch_chosen_gate_up,
     launch_few_rows,
     MAX_TOKENS,
+    TUNING,
     Tuning,
 )
 from max_ep_experts.linear import launch_linear
@@ -17,31 +19,29 @@ from max_ep_experts.product import GroupedProduct
 from max_ep_experts.routed import launch_sorted, Sorted
 
 comptime TOP_K = 8
-# Warps of a block, warps along k, rows of a warp, steps, `Tuning.begins`.
+# Warps of a block, warps along k, rows of a warp, steps, `Tuning.overlaps`.
 comptime DENSE = [
-    Tuning(8, 4, 4, 2, 1),
-    Tuning(8, 4, 4, 2, 0),
-    Tuning(8, 4, 4, 2, 2),
-    Tuning(8, 2, 4, 4, 1),
-    Tuning(8, 2, 4, 4, 2),
-    Tuning(4, 2, 4, 4, 1),
-    Tuning(8, 1, 2, 8, 1),
-    Tuning(8, 2, 2, 4, 1),
-    Tuning(8, 8, 8, 1, 1),
-    Tuning(8, 8, 4, 1, 1),
-    Tuning(4, 4, 4, 2, 1),
-    Tuning(4, 2, 2, 4, 1),
-    Tuning(16, 4, 4, 2, 1),
+    TUNING,
+    Tuning(8, 8, 4, 1, False),
+    Tuning(8, 4, 4, 2, True),
+    Tuning(8, 2, 4, 4, True),
+    Tuning(4, 2, 4, 4, True),
+    Tuning(8, 1, 2, 8, True),
+    Tuning(8, 2, 2, 4, True),
+    Tuning(8, 8, 8, 1, True),
+    Tuning(4, 4, 4, 2, True),
+    Tuning(4, 2, 2, 4, True),
+    Tuning(16, 4, 4, 2, True),
 ]
-comptime DOWN = [
-    Tuning(0, 0, 4, 3, 2),
-    Tuning(0, 0, 4, 3, 0),
-    Tuning(0, 0, 2, 3, 2),
-    Tuning(0, 0, 8, 1, 2),
-    Tuning(0, 0, 4, 1, 2),
-    Tuning(0, 0, 8, 3, 2),
+comptime OF_DOWN = [
+    DOWN,
+    Tuning(0, 0, 4, 1, False),
+    Tuning(0, 0, 4, 3, True),
+    Tuning(0, 0, 2, 3, True),
+    Tuning(0, 0, 8, 1, True),
+    Tuning(0, 0, 8, 3, True),
 ]
-comptime N_DENSE = 13
+comptime N_DENSE = 11
 comptime N_DOWN = 6
 
 
@@ -70,7 +70,7 @@ def multiply(
         launch_linear(product, ctx)
     comptime for i in range(N_DENSE):
         if variant == i + 1:
-            launch_few_rows[DENSE[i]](product, ctx)
+            launch_few_rows[DENSE[i], MAX_TOKENS](product, ctx)
 
 
 def run_experts(
@@ -84,7 +84,7 @@ def run_experts(
             launch_chosen_gate_up[DENSE[i]](of, ctx)
     comptime for i in range(N_DOWN):
         if down == i + 1:
-            launch_chosen_down[DOWN[i]](of, ctx)
+            launch_chosen_down[OF_DOWN[i]](of, ctx)
 
 
 @extensibility.register("bench.dense")

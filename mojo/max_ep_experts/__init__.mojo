@@ -20,7 +20,7 @@ docs/decisions/0016-matmuls-on-hopper.md, of few tokens 0035-products-of-few-tok
     grouped_matmul  the same groups, of sizes that hopper does not take
     launch          which of them multiplies groups
     linear          some rows and one weight, on a GPU
-    few_rows        one to four tokens on Hopper: a weight, or experts by choices
+    few_rows        few tokens on Hopper: one or two and a weight, or experts of up to four
     routed          the MAX op of a layer of experts on one GPU
     heads           what stands between a product and attention, on the CPU, too
     ops             the MAX ops of groups; other ops stand beside their kernels

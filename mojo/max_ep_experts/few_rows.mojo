@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of a token, or of up to four, on Hopper: as fast as weights come from memory.
+"""Products of a token, or of up to four, on Hopper.
 
 A warp multiplies some rows of a weight along some of `k`. It asks for all these weights
 at once, past L1, before it waits for tokens. Then it multiplies in float32; a block adds
@@ -19,7 +19,9 @@ from .product import Bf16In, Bf16Out, GroupedProduct, In, KernelArgument
 from .tile import silu
 
 comptime MAX_TOKENS = 4
-"""More tokens have other kernels."""
+"""More tokens have other kernels for their experts."""
+comptime MAX_ROWS = 2
+"""More rows of a product with one weight have other kernels."""
 comptime MAX_TOP_K = 16
 """Warps of a block."""
 comptime _LANE = 8
@@ -167,26 +169,20 @@ struct Tuning(TrivialRegisterPassable):
     """Rows of weights of a warp."""
     var n_steps: Int
     """Steps of `k` whose weights a warp asks for at once."""
-    var begins: Int
-    """What it does before the previous kernel has ended."""
-
-    comptime LATE = 0
-    """Nothing: it is launched when that one has ended."""
-    comptime PREFETCHES = 1
-    """Gets the first weights into L2. This is right whatever kernel makes them."""
-    comptime LOADS = 2
-    """Loads the first weights. The previous kernel must not write them."""
+    var overlaps: Bool
+    """Whether it begins before the previous kernel has ended."""
 
     def rows_of_block(self) -> Int:
         return self.n_warps // self.n_slices * self.n_rows
 
     def attributes(self) -> List[LaunchAttribute]:
-        var overlaps = self.begins != Self.LATE
-        return pdl_launch_attributes(PDLLevel.ON if overlaps else PDLLevel.OFF)
+        return pdl_launch_attributes(PDLLevel.ON if self.overlaps else PDLLevel.OFF)
 
 
-comptime LINEAR = Tuning(8, 4, 4, 2, Tuning.PREFETCHES)
-comptime GATE_UP = Tuning(8, 4, 4, 2, Tuning.PREFETCHES)
+comptime TUNING = Tuning(8, 8, 4, 1, True)
+"""A product with one weight, and experts' gate and up, have this one."""
+comptime DOWN = Tuning(0, 0, 4, 1, True)
+"""The second product of experts has this one, and a warp for each choice."""
 
 
 @always_inline
@@ -224,15 +220,10 @@ def few_rows_kernel[
     var dots = Dots[n_tokens, n_rows, tuning.n_steps](
         rows, slice * step, tuning.n_slices * step, Int(k)
     )
-    var found: type_of(dots).Sums
-    comptime if tuning.begins == Tuning.LOADS:
-        var loaded = dots.load(dots.first)
-        await_kernel_before()
-        found = dots.multiply(x, loaded)
-    else:
-        dots.prefetch()
-        await_kernel_before()
-        found = dots.multiply(x, dots.load(dots.first))
+    # Not a load: the previous kernel may write the weights.
+    dots.prefetch()
+    await_kernel_before()
+    var found = dots.multiply(x, dots.load(dots.first))
     if lane == 0:
         comptime for i in range(n_tokens * n_rows):
             comptime token = i // n_rows
@@ -252,10 +243,10 @@ def few_rows_kernel[
 
 
 def launch_few_rows[
-    tuning: Tuning
+    tuning: Tuning, max_rows: Int
 ](product: GroupedProduct[DType.bfloat16], context: DeviceContext) raises:
-    """Launches the kernel for 1 to `MAX_TOKENS` rows."""
-    comptime for n_tokens in range(1, MAX_TOKENS + 1):
+    """Launches the kernel for 1 to `max_rows` rows."""
+    comptime for n_tokens in range(1, max_rows + 1):
         if product.n_rows == n_tokens:
             context.enqueue_function(
                 context.compile_function[few_rows_kernel[n_tokens, tuning]](),
@@ -412,9 +403,5 @@ def launch_chosen_down[tuning: Tuning](of: Chosen, context: DeviceContext) raise
 
 def launch_chosen(of: Chosen, context: DeviceContext) raises:
     """Runs the experts of 1 to `MAX_TOKENS` tokens."""
-    launch_chosen_gate_up[GATE_UP](of, context)
-    # With `moe_dim` in multiples of 768, as many steps are whole.
-    if of.moe_dim % (4 * STEP) > 0 and of.moe_dim % (3 * STEP) == 0:
-        launch_chosen_down[Tuning(0, 0, 4, 3, Tuning.LOADS)](of, context)
-    else:
-        launch_chosen_down[Tuning(0, 0, 4, 4, Tuning.LOADS)](of, context)
+    launch_chosen_gate_up[TUNING](of, context)
+    launch_chosen_down[DOWN](of, context)

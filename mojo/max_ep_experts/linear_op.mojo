@@ -11,7 +11,7 @@ from linalg.matmul import matmul
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 
-from .few_rows import launch_few_rows, LINEAR, MAX_TOKENS
+from .few_rows import launch_few_rows, MAX_ROWS, TUNING
 from .hopper import fits, is_hopper, launch_on_hopper
 from .linear import FEW_ROWS, launch_linear
 from .product import GroupedProduct
@@ -22,7 +22,7 @@ from .wgmma import Bf16Product
 struct GpuLinear:
     """Multiplies rows with the transpose of a weight, in bfloat16, on GPUs.
 
-    On Hopper `few_rows_kernel` multiplies up to `MAX_TOKENS` rows. `linear_kernel`
+    On Hopper `few_rows_kernel` multiplies up to `MAX_ROWS` rows. `linear_kernel`
     multiplies fewer than `FEW_ROWS` rows, MAX's matmul more. That one
     writes behind its result unless the result ends with a whole tile. Where it does not,
     `hopper_kernel` multiplies all rows. For sizes which that does not take, MAX's gets all
@@ -55,8 +55,8 @@ struct GpuLinear:
             k=weight.dim_size(1),
         )
         comptime if is_hopper():
-            if n_rows <= MAX_TOKENS:
-                launch_few_rows[LINEAR](product, ctx)
+            if n_rows <= MAX_ROWS:
+                launch_few_rows[TUNING, MAX_ROWS](product, ctx)
                 return
         if n_rows < FEW_ROWS:
             launch_linear(product, ctx)

@@ -73,7 +73,7 @@ class Tuning:
 def tuning(name: str) -> Tuning:
     text = (mojo_dir() / "max_ep_experts/few_rows.mojo").read_text()
     (numbers,) = re.findall(
-        rf"^comptime {name} = Tuning\(([\d, ]+), Tuning", text, re.M
+        rf"^comptime {name} = Tuning\(([\d, ]+), True\)", text, re.M
     )
     return Tuning(*map(int, numbers.split(",")))
 

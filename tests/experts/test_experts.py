@@ -49,7 +49,7 @@ def test_few_rows_assembly(folder):
         assert "mma.sync.aligned.m16n8k16.row.col.f32" in text
 
 
-@pytest.mark.parametrize("name", ["few_rows.1", "few_rows.4", "chosen.gate_up"])
+@pytest.mark.parametrize("name", ["few_rows.1", "few_rows.2", "chosen.gate_up"])
 def test_weights_of_few_tokens_are_asked_for_at_once(folder, name):
     """Many loads before the first product. The kernel before may still run until the
     wait; what it writes is not read before, nor through the cache of constants."""
@@ -58,7 +58,7 @@ def test_weights_of_few_tokens_are_asked_for_at_once(folder, name):
     assert wait and "ld.global" not in before and "st.global" not in before
     first, _, _ = after.partition("fma.rn.f32")
     weights = r"ld\.global\.nc\.L1::no_allocate\.L2::256B\.v4\.b32"
-    of = tuning("GATE_UP" if name == "chosen.gate_up" else "LINEAR")
+    of = tuning("TUNING")
     assert len(re.findall(weights, first)) == of.n_rows * of.n_steps
     assert len(re.findall(r"\.nc\b", after)) == len(re.findall(weights, after))
     assert ("prefetch.L2" in before) == name.startswith("few_rows")
@@ -67,9 +67,11 @@ def test_weights_of_few_tokens_are_asked_for_at_once(folder, name):
 def test_down_loads_weights_before_it_waits(folder):
     """And the router's choices, which the kernel before has waited for."""
     text = (folder / "sm_90a.chosen.down.s").read_text()
-    before, wait, after = text.partition("griddepcontrol.wait;")
-    assert before.count("ld.global.nc.L1::no_allocate") == 12
-    assert before.count("ld.global") == 12 + 2 and "st.global" not in before
+    before, _, _ = text.partition("griddepcontrol.wait;")
+    of = tuning("DOWN")
+    n = of.n_rows * of.n_steps
+    assert before.count("ld.global.nc.L1::no_allocate") == n
+    assert before.count("ld.global") == n + 2 and "st.global" not in before
 
 
 def test_a_fence_before_each_product_of_gathered_rows(folder):
@@ -103,7 +105,7 @@ def test_a_lane_stores_adjacent_columns_at_once(folder, name, widths):
 
 def test_no_registers_are_spilled(folder):
     cubins = list(folder.glob("*.cubin"))
-    assert len(cubins) == 15
+    assert len(cubins) == 14
     for path in cubins:
         n_registers, stack_bytes = nvidia_resources(path.read_bytes())
         # In FP8 there are half as many sums more; a few registers are saved.
@@ -177,8 +179,8 @@ def test_ops_compile_for_hopper(tmp_path):
     assert "compiled" in done.stdout, done.stderr[-2000:]
     (model,) = tmp_path.glob("*.mef")
     text = model.read_bytes()
-    # Products of 1 to 4 tokens, and both products of experts.
-    for file, n in ((b"hopper", 6), (b"few_rows", 4 + 2)):
+    # Products of 1 and 2 tokens, and both products of experts.
+    for file, n in ((b"hopper", 6), (b"few_rows", 2 + 2)):
         kernels = re.findall(rb"\.text\.(max_ep_experts_%s_\w+)" % file, text)
         assert len(set(kernels)) == n, set(kernels)
 

@@ -9,9 +9,9 @@ from max_ep_experts.choices import add_kernel, sort_kernel
 from max_ep_experts.few_rows import (
     chosen_down_kernel,
     chosen_gate_up_kernel,
+    DOWN,
     few_rows_kernel,
-    GATE_UP,
-    LINEAR,
+    TUNING,
 )
 from max_ep_experts.fp8 import ScaledProduct
 from max_ep_experts.gather import GatheredSwiglu
@@ -34,9 +34,8 @@ def main() raises:
     emit[sort_kernel]("sort")
     emit[add_kernel[DType.bfloat16, 8]]("add")
     emit[linear_kernel]("linear")
-    emit[few_rows_kernel[1, LINEAR]]("few_rows.1")
-    emit[few_rows_kernel[3, LINEAR]]("few_rows.3")
-    emit[few_rows_kernel[4, LINEAR]]("few_rows.4")
-    emit[chosen_gate_up_kernel[GATE_UP]]("chosen.gate_up")
-    emit[chosen_down_kernel[4, 3]]("chosen.down")
+    emit[few_rows_kernel[1, TUNING]]("few_rows.1")
+    emit[few_rows_kernel[2, TUNING]]("few_rows.2")
+    emit[chosen_gate_up_kernel[TUNING]]("chosen.gate_up")
+    emit[chosen_down_kernel[DOWN.n_rows, DOWN.n_steps]]("chosen.down")
     print(COLUMNS, K_STEP, FEW_ROWS, BN, MAX_GROUPS)
