@@ -30,9 +30,9 @@ OPS = {"": grouped_matmul, "_gate_up": grouped_gate_up}
 FP8_SHAPES = {"wide": (1536, 2048), "odd": (768, 128)}
 FP8_OPS = {"_fp8": grouped_matmul, "_gate_up_fp8": grouped_gate_up}
 # Sizes of attention's output and of a router; the last one's k is no multiple of 256.
+LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd_k": (256, 2112)}
 # Hidden size, that of an expert, and choices: Qwen3's; odd ones, two batches of `k`.
 LAYERS = {"qwen3": (2048, 768, 8), "two_batches": (2112, 1152, 3)}
-LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd_k": (256, 2112)}
 
 
 def in_fp8(op: Callable) -> Callable:
