@@ -131,7 +131,7 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch):
 
 
 TWO_LAYERS = dict(dispatch=2, combine=2)
-IN_PLACE = dict(sort_choices=2, add_rows=2)
+IN_PLACE = dict(routed_swiglu=2)
 PLACED = dict.fromkeys(("dispatch", "combine", "softmax_top_k", "balance_ids"), 4)
 CLAMPED = dict(dispatch=4, combine=4, softmax_top_k=4)
 CLAMPED_ON_ONE = dict(dispatch=2, combine=2, softmax_top_k=2)
@@ -203,20 +203,21 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     ops = json.loads(line.removeprefix("ops: "))
     of_ours = tuple(
         f"max_ep.{x}"
-        for x in ("dispatch", "combine", "softmax", "balance", "sort", "add")
+        for x in ("dispatch", "combine", "softmax", "balance", "routed", "sort", "add")
     )
     assert {op: n for op, n in ops.items() if op.startswith(of_ours)} == {
         f"max_ep.{name}": n for name, n in wanted.items()
     }
     assert not [op for op in ops if op.startswith(("ep.dispatch", "ep.combine"))]
-    assert f"max_ep.grouped_matmul{fp8}" in ops
+    is_in_place = "routed_swiglu" in wanted
+    assert (f"max_ep.grouped_matmul{fp8}" in ops) == (not is_in_place)
     # One op on GPUs for heads that are normalized and wholly rotated.
     has_one = "gpu" in where and size.startswith(("tiny", "hyv3", "laguna"))
     assert ("max_ep.norm_rope_store" in ops) == has_one
-    first = "_gathered" if "sort_choices" in wanted else fp8
-    is_swiglu = "gpt_oss" not in size  # gate and up of it have biases between
+    # Gate and up of gpt-oss have biases between.
+    is_swiglu = "gpt_oss" not in size and not is_in_place
     assert ("max_ep.gpu_linear" in ops) == ("gpu" in where)
-    of_gpu = f"max_ep.grouped_gate_up{first}"
+    of_gpu = f"max_ep.grouped_gate_up{fp8}"
     assert (of_gpu in ops) == ("gpu" in where and is_swiglu)
 
 
