@@ -29,19 +29,26 @@ from max_ep.bench.clock import Clock, back_to_back
 from max_ep.torch import Buffer, ElasticBuffer, EPHandle
 from max_ep.torch.tables import allocator
 
-_HIDDEN, _EXPERTS, _TOP_K = 7168, 256, 8
+_HIDDEN, EXPERTS, _TOP_K = 7168, 256, 8
 _LAYERS = 20
 """So many make a sample. Many more would fill the queue of launches, and wait there."""
 _SAMPLES = 200
 
 
-def _layers(n_tokens: int, device: torch.device) -> Iterator[tuple[str, partial[None]]]:
-    """Yields the name of an interface, and a function that runs a layer."""
+def drawn(
+    n_tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draws this rank's tokens, their experts and router weights."""
     draw = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(n_tokens, _HIDDEN, generator=draw).bfloat16().to(device)
-    ids = torch.rand(n_tokens, _EXPERTS, generator=draw).topk(_TOP_K).indices
-    ids = ids.to(device)
+    ids = torch.rand(n_tokens, EXPERTS, generator=draw).topk(_TOP_K).indices
     weights = torch.rand(n_tokens, _TOP_K, generator=draw).to(device)
+    return x, ids.to(device), weights
+
+
+def _layers(n_tokens: int, device: torch.device) -> Iterator[tuple[str, partial[None]]]:
+    """Yields the name of an interface, and a function that runs a layer."""
+    x, ids, weights = drawn(n_tokens, device)
     group = dist.group.WORLD
 
     buffer = Buffer(group, device=device)
@@ -50,7 +57,7 @@ def _layers(n_tokens: int, device: torch.device) -> Iterator[tuple[str, partial[
     sizes = dict(num_max_tokens_per_rank=n_tokens, device=device)
     for expands in (False, True):
         elastic = ElasticBuffer(group, **sizes)
-        how = dict(num_experts=_EXPERTS, do_cpu_sync=False, do_expand=expands)
+        how = dict(num_experts=EXPERTS, do_cpu_sync=False, do_expand=expands)
         form = "expanded" if expands else "plain"
         yield f"elastic, {form}", partial(_new, elastic, x, ids, weights, how)
         handle = elastic.dispatch(x, ids, weights, **how)[3]
@@ -59,7 +66,7 @@ def _layers(n_tokens: int, device: torch.device) -> Iterator[tuple[str, partial[
 
 
 def _low_latency(buffer: Buffer, x: Any, ids: Any, weights: Any) -> None:
-    given = x, ids, len(x), _EXPERTS
+    given = x, ids, len(x), EXPERTS
     rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)
     buffer.low_latency_combine(rows, ids, weights, handle)
 
@@ -81,7 +88,7 @@ def _of_group(us: float) -> float:
     return slowest.item()
 
 
-def _meet() -> None:
+def meet() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
@@ -95,7 +102,7 @@ def _host_us(layer: Callable[[], None]) -> str:
     gc.collect()
     gc.disable()
     for _ in range(_SAMPLES):
-        _meet()
+        meet()
         begin = time.perf_counter()
         for _ in range(_LAYERS):
             layer()
@@ -107,7 +114,7 @@ def _host_us(layer: Callable[[], None]) -> str:
 
 def _gpu_us(layer: Callable[[], None]) -> float:
     clock = Clock([torch.cuda.current_stream()])
-    seconds = back_to_back(clock, layer, _LAYERS, _SAMPLES // 4, _meet)
+    seconds = back_to_back(clock, layer, _LAYERS, _SAMPLES // 4, meet)
     return _of_group(1e6 * statistics.median(seconds[:, 0]) / _LAYERS)
 
 

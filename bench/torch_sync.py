@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from max_ep.torch import Buffer, ElasticBuffer
 
-_HIDDEN, _EXPERTS, _TOP_K = 7168, 256, 8
+from .torch_host import EXPERTS, drawn, meet
+
 _LAYERS, _SAMPLES = 10, 30
 
 Layer = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -31,15 +32,11 @@ Layer = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 def _pairs(n_tokens: int, device: torch.device) -> Iterator[tuple[str, Layer, Layer]]:
     """Yields an interface: with the host's wait, and without."""
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(n_tokens, _HIDDEN, generator=draw).bfloat16().to(device)
-    ids = torch.rand(n_tokens, _EXPERTS, generator=draw).topk(_TOP_K).indices
-    ids = ids.to(device)
-    weights = torch.rand(n_tokens, _TOP_K, generator=draw).to(device)
+    x, ids, weights = drawn(n_tokens, device)
     group = dist.group.WORLD
 
     buffer = Buffer(group, device=device)
-    layout = buffer.get_dispatch_layout(ids, _EXPERTS)
+    layout = buffer.get_dispatch_layout(ids, EXPERTS)
     names = "num_tokens_per_rank", "", "num_tokens_per_expert", "is_token_in_rank"
     given = {name: one for name, one in zip(names, layout) if name}
     given |= dict(topk_idx=ids, topk_weights=weights)
@@ -63,22 +60,16 @@ def _normal(buffer: Buffer, x: Any, given: Any, **how: Any) -> Any:
 def _elastic(
     buffer: ElasticBuffer, x: Any, ids: Any, weights: Any, expands: bool, **how: Any
 ) -> Any:
-    how |= dict(num_experts=_EXPERTS, do_expand=expands)
+    how |= dict(num_experts=EXPERTS, do_expand=expands)
     rows, *_, handle, _ = buffer.dispatch(x, ids, weights, **how)
     return rows, buffer.combine(rows, handle)[0]
-
-
-def _meet() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def _us(layer: Layer) -> float:
     """Returns the median time of a layer on the slowest rank."""
     times = []
     for _ in range(3 + _SAMPLES):
-        _meet()
+        meet()
         begin = time.perf_counter()
         for _ in range(_LAYERS):
             layer()

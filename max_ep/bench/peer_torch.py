@@ -145,7 +145,7 @@ def in_words(error: Exception, system: System | None) -> str:
 
 
 def _is_of_interface(error: Exception) -> bool:
-    """Tells a name that a library no longer has from a library that does not load."""
+    """Returns whether a library lacks a name; False if it does not load at all."""
     if isinstance(error, ModuleNotFoundError):
         return "." in (error.name or "")  # the package itself is there
     if isinstance(error, ImportError):

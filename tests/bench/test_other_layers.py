@@ -238,7 +238,7 @@ def group(tmp_path, monkeypatch):
 
 def test_what_one_system_lacks_leaves_the_others(group, tmp_path, monkeypatch, capsys):
     """A library of another interface ends after its first size. The table keeps what
-    others have, says why one is not in it, and the exit status tells."""
+    others have, says why one is not in it, and the exit status shows it."""
     monkeypatch.setattr(systems.System, "version", lambda self: "0.9.0")
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
 

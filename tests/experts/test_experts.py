@@ -13,6 +13,7 @@ import pytest
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 
+from bench import few_rows
 from max_ep import experts
 from max_ep.extension import run_mojo
 from max_ep.serve import hopper
@@ -72,6 +73,12 @@ def test_down_loads_weights_before_it_waits(folder):
     n = of.n_rows * of.n_steps
     assert before.count("ld.global.nc.L1::no_allocate") == n
     assert before.count("ld.global") == n + 2 and "st.global" not in before
+
+
+def test_the_benchmark_of_few_rows_has_the_limits_of_the_kernels():
+    """Fails if it times a kernel as part of a layer that no op launches there."""
+    for name in ("MAX_ROWS", "MAX_TOKENS"):
+        assert getattr(few_rows, name) == mojo_constant(name, FEW_ROWS)
 
 
 def test_a_fence_before_each_product_of_gathered_rows(folder):

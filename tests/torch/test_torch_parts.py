@@ -31,6 +31,7 @@ from max_ep.torch import (
     channels,
     dequantize,
     library,
+    sums,
 )
 from max_ep.torch.joining import checked_device
 from max_ep.torch.normal_layout import in_int32
@@ -275,6 +276,25 @@ def test_reads_of_the_host_share_no_memory(
     for n in range(3):
         assert streams.to_host(n * one, other)() == [n, 2 * n, 3]
     assert made == [(2, 1), (1, 2), (2, 1), (2, 1)]
+
+
+def test_a_number_of_rows_is_not_used_after_a_failure() -> None:
+    """Fails if only what a launch made is read, and not whether it has failed."""
+
+    def check_regions() -> None:
+        raise RuntimeError("rank 1 did not come")
+
+    cpu = Streams(torch.device("cpu"))
+    comm = SimpleNamespace(streams=cpu, check_regions=check_regions)
+    routing: Any = SimpleNamespace(
+        sizes=SimpleNamespace(comm=comm),
+        ends=torch.tensor([2, 5], dtype=torch.int32),
+        region=SimpleNamespace(failed=torch.zeros(1, dtype=torch.int32)),
+    )
+    assert sums.begin_count(routing)() == 5
+    routing.region.failed[0] = 3
+    with raises(RuntimeError, "rank 1 did not come"):
+        sums.begin_count(routing)()
 
 
 def test_ids_beyond_32_bits_are_no_experts():
