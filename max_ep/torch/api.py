@@ -409,6 +409,7 @@ class Buffer(Member):
         Handles of low-latency calls end with it.
         """
         self._low_latency.forget()
+        self._normal.forget()
         self._compiled.handles.clear()
         super().reset()
 

@@ -182,6 +182,8 @@ class Channel:
         # captured that dispatch.
         self.latest: tuple[Any, bool] = (None, False)
         self.was_captured = False
+        if settings.rows == "padded" and not settings.wide_ids:
+            self._make_ones()
         library = load(settings)
         sizes = library.sizes
         n_bytes = sizes.region_bytes
@@ -223,6 +225,12 @@ class Channel:
         n_rows = settings.ranks * n_choices + (self.n_local + 1) * settings.alignment
         self.unread_weights = torch.empty(n_rows, **how)
         """Where they go."""
+
+    @torch.inference_mode(False)  # later calls read them in any mode
+    def _make_ones(self) -> None:
+        """Makes the router weights of a combine that only adds up."""
+        n_choices = self.settings.tokens * self.settings.top_k
+        self.ones = torch.ones(n_choices, dtype=torch.float32, device=self.comm.device)
 
     def _lay_out_padded(self, capacity: int) -> None:
         """Says what a low-latency dispatch allocates for rows, and for scales."""

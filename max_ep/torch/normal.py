@@ -2,8 +2,9 @@
 """DeepEP's normal calls: one row for each pair of a token and a rank.
 
 The kernels route by expert, so here each rank is one expert, and a token's choices are
-its ranks. A call makes two dispatches in two channels: rows, and words that go with
-each row (scales, expert ids, router weights). Combine uses the second channel.
+its ranks. A call makes two dispatches in two channels: words that go with each row
+(scales, expert ids, router weights), and rows. Words go first: the host reads from them
+how many rows come, and returns while these move. Combine uses the channel of words.
 
 A kernel combines the last dispatch that it received. After another dispatch, combine
 first repeats the dispatch of its handle, without rows. So any handle may be combined at
@@ -37,9 +38,10 @@ from .normal_layout import (
 )
 from .quantized import Given, given_as
 from .streams import EventOverlap, When, check_event
-from .tables import first_rows
+from .tables import first_rows, view
 
 _COMBINED = torch.bfloat16, torch.float32
+_FIRST = 4
 
 
 class Normal:
@@ -49,6 +51,23 @@ class Normal:
         self.comm = channels.comm
         self._channels = channels
         self._n_bytes = num_nvl_bytes
+        self._found: dict[tuple[Any, ...], list[Channel]] = {}
+        self._make_constants()
+
+    @torch.inference_mode(False)  # calls read them in any mode
+    def _make_constants(self) -> None:
+        """Makes what kernels of torch read, before any stream needs it."""
+        comm = self.comm
+        words = dict(dtype=torch.int32, device=comm.device)
+        self._ranks = torch.arange(comm.n_ranks, **words)
+        self._one = torch.ones(1, **words)
+        self._none = torch.full((), -1, **words)
+        self._zero = torch.zeros((), dtype=torch.float32, device=comm.device)
+        comm.streams.synchronize()
+
+    def forget(self) -> None:
+        """Forgets channels, which a reset may close."""
+        self._found.clear()
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, when: When
@@ -62,22 +81,20 @@ class Normal:
         check_ids(comm, topk_idx, num_experts)
         n_local = num_experts // comm.n_ranks
         per_rank = topk_idx.new_empty(comm.n_ranks, dtype=torch.int32)
-        per_expert = topk_idx.new_empty(num_experts, dtype=torch.int32)
+        # Choices of no expert are counted in front of the others, at whole 16 bytes.
+        counts = topk_idx.new_empty(_FIRST + num_experts, dtype=torch.int32)
+        per_expert = counts[_FIRST:]
         shape = (topk_idx.shape[0], comm.n_ranks)
         in_rank = topk_idx.new_empty(shape, dtype=torch.bool)
 
         def work() -> None:
-            # Column 0 takes the choices of no expert.
-            ranks = torch.div(topk_idx, n_local, rounding_mode="floor") + 1
-            found = in_rank.new_zeros((shape[0], comm.n_ranks + 1))
-            in_rank.copy_(found.scatter_(1, ranks, True)[:, 1:])
+            ranks = torch.div(topk_idx, n_local, rounding_mode="floor")
+            torch.any(ranks.unsqueeze(2) == self._ranks, 1, out=in_rank)
             torch.sum(in_rank, 0, dtype=torch.int32, out=per_rank)
-            counts = per_expert.new_zeros(num_experts + 1)
-            ones = per_expert.new_ones(1).expand(topk_idx.numel())
-            counts.scatter_add_(0, topk_idx.flatten() + 1, ones)
-            per_expert.copy_(counts[1:])
+            ones = self._one.expand(topk_idx.numel())
+            counts.zero_().scatter_add_(0, topk_idx.flatten() + _FIRST, ones)
 
-        tensors = (topk_idx, per_rank, per_expert, in_rank)
+        tensors = (topk_idx, per_rank, counts, in_rank)
         event = comm.streams.run(work, tensors, when)
         return per_rank, None, per_expert, in_rank, event
 
@@ -125,84 +142,86 @@ class Normal:
             if previous_event is not None:
                 previous_event.current_stream_wait()
             reads.append(comm.streams.to_host(layout.per_expert))
-        handle = self._checked(handle)
-        if not is_new and (topk_idx is not None or topk_weights is not None):
-            refuse("topk_idx", "is not sent again with a handle")
+        if not is_new:
+            handle = self._checked(handle)
+            if topk_idx is not None or topk_weights is not None:
+                refuse("topk_idx", "is not sent again with a handle")
         if n_tokens != handle.n_sent:
             refuse("x", f"has {n_tokens} rows, those of the handle are {handle.n_sent}")
 
         recv_x = x.new_empty((handle.n_made, columns))
-        # A handle may be of tokens without scales.
-        call = self._call(handle, given.format, hidden, n_scales or None)
-        wanted = [call.rows()]
         has_extras = scales is not None or topk_idx is not None
-        if has_extras:
-            wanted.append(call.words())
-            n_words = wanted[1].hidden
-        rows, *back = self._channels.open(wanted, 1, call)
+        channels = self._opened(handle, given, n_scales, has_extras)
         recv_scales, recv_ids, recv_weights = None, None, None
         if scales is not None:
             recv_scales = scales.new_empty((handle.n_rows, n_scales))
         if topk_idx is not None:
-            shape = (handle.n_rows, handle.top_k)
+            shape = (handle.n_rows, top_k)
             recv_ids = topk_idx.new_empty(shape)
             recv_weights = topk_weights.new_empty(shape)
+            n_local = n_experts // comm.n_ranks
 
-        def move() -> None:
-            if not has_extras:
-                return self._dispatch_through(handle, [(rows, x, recv_x)])
-            k = 0 if topk_idx is None else handle.top_k
-            parts = [n_scales, k, k, n_words - n_scales - 2 * k]
-            sent = handle.ids.new_empty((n_tokens, n_words))
-            of_scales, of_ids, of_weights, _ = sent.split(parts, 1)
+        at = x.data_ptr(), recv_x.data_ptr()
+
+        def move_extras() -> None:
+            channel = channels[1]
+            n_words = channel.settings.hidden
+            k = 0 if topk_idx is None else top_k
+            # One allocation: words that are sent, then those that come.
+            shape = (n_tokens + handle.n_made, n_words)
+            words = x.new_empty(shape, dtype=torch.int32)
+            floats = words.view(torch.float32)
+            sent, n_rows, first = words.data_ptr(), handle.n_rows, n_tokens * n_words
             if scales is not None:
-                of_scales.copy_(scales)
+                columns_of(words, n_tokens, 0, n_scales).copy_(scales)
             if topk_idx is not None:
-                of_ids.copy_(in_int32(topk_idx))
-                of_weights.copy_(topk_weights.view(torch.int32))
-            extras = handle.ids.new_full((handle.n_made, n_words), -1)
-            self._dispatch_through(handle, [(rows, x, recv_x), (back[0], sent, extras)])
-            got = extras[: handle.n_rows]
-            of_scales, of_ids, of_weights, _ = got.split(parts, 1)
+                in_int32(topk_idx, columns_of(words, n_tokens, n_scales, k))
+                columns_of(floats, n_tokens, n_scales + k, k).copy_(topk_weights)
+                columns_of(words, handle.n_made, first, n_words).fill_(-1)
+            self._dispatch_through(handle, channel, sent, sent + 4 * first)
             if scales is not None:
-                recv_scales.copy_(of_scales)
+                recv_scales.copy_(columns_of(words, n_rows, first, n_scales))
             if topk_idx is not None:
-                n_local = layout.per_expert.numel() // comm.n_ranks
+                of_ids = columns_of(words, n_rows, first + n_scales, k)
+                of_weights = columns_of(floats, n_rows, first + n_scales + k, k)
+                # An id of -1, for none, is of rank -1.
+                owners = torch.div(of_ids, n_local, rounding_mode="floor")
+                is_elsewhere = owners != comm.rank
                 torch.sub(of_ids, comm.rank * n_local, out=recv_ids)
-                is_elsewhere = (recv_ids < 0) | (recv_ids >= n_local)
                 recv_ids.masked_fill_(is_elsewhere, -1)
-                recv_weights.view(torch.int32).copy_(of_weights)
-                recv_weights.masked_fill_(is_elsewhere, 0)
+                torch.where(is_elsewhere, self._zero, of_weights, out=recv_weights)
 
         def work() -> None:
-            move()
+            if has_extras:
+                move_extras()
+            else:
+                self._dispatch_through(handle, channels[0], *at)
             if is_synced:
-                last = handle.ranges[-1]
-                found = [last, *(one.regions[0].failed for one in (rows, *back))]
+                found = [handle.ranges[-1], channels[-1].regions[0].failed]
                 if topk_idx is not None:
-                    n_local = n_experts // comm.n_ranks
-                    found.append(count_ids(recv_ids, n_local))
+                    found.append(count_ids(recv_ids, n_local, self._one))
                 reads.append(comm.streams.to_host(*found))
+            if has_extras:
+                self._dispatch_through(handle, channels[0], *at)
 
         tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
         tensors += (recv_ids, recv_weights, *handle.tensors())
         event = comm.streams.run(work, tensors, when)
         if is_synced:
-            n_local = n_experts // comm.n_ranks
             if topk_idx is None:  # while rows are on their way
+                n_local = n_experts // comm.n_ranks
                 notes = comm.exchange(what, reads[0]())
                 counts = here(notes, comm.rank * n_local, n_local)
-            first, n, *found = reads[-1]()
-            if any(found[: 1 + len(back)]):
+            first, n, failed, *found = reads[-1]()
+            if failed:
                 comm.check_regions()
             if topk_idx is not None:
-                counts = found[1 + len(back) :]
-            counts, n = [round_up(c, align) for c in counts], first + n
-            handle.n_rows = n
-            recv_ids, recv_weights = (
-                first_rows(recv_ids, n),
-                first_rows(recv_weights, n),
-            )
+                counts = found
+            if align != 1:
+                counts = [round_up(c, align) for c in counts]
+            handle.n_rows = n = first + n
+            recv_ids = first_rows(recv_ids, n)
+            recv_weights = first_rows(recv_weights, n)
             recv_scales = first_rows(recv_scales, n)
         result = given.arrived(recv_x[: handle.n_rows], recv_scales)
         if not is_new:
@@ -230,17 +249,14 @@ class Normal:
         biases = tuple(one for one in biases if one is not None)
         for one in biases:
             comm.check_tensor("bias", one, x.dtype, tuple(y.shape))
-        call = self._call(handle, Given(x).format, hidden, handle.n_scales or None)
-        wanted = [call.words()]
-        weights = None
+        weights, top_k = None, None
         if topk_weights is not None:
             shape = (handle.n_rows, None)
             # Any strides will do: gradients often are expanded.
             comm.check_tensor("topk_weights", topk_weights, torch.float32, shape, True)
             top_k = topk_weights.shape[1]
             weights = topk_weights.new_empty((handle.n_sent, top_k))
-            wanted.append(replace(call, top_k=top_k).weights())
-        channel, *of_weights = self._channels.open(wanted, 1, call)
+        channel, *of_weights = self._opened_back(handle, x, top_k)
 
         def work() -> None:
             self._combine_through(channel, handle, x, y)
@@ -293,8 +309,38 @@ class Normal:
         start = self._channels.cap or first_tokens(*of_group)
         return max(start, power_of_two(n_tokens))
 
+    def _opened(
+        self, handle: NormalHandle, given: Given, n_scales: int, has_extras: bool
+    ) -> list[Channel]:
+        """Returns the channels of a dispatch: of rows, and of words if there are some.
+        A handle may be of tokens without scales."""
+        format, hidden = given.format, given.hidden
+        key = format, hidden, n_scales, handle.top_k, handle.cap, has_extras
+        found = self._found.get(key)
+        if found is None:
+            call = self._call(handle, format, hidden, n_scales)
+            wanted = [call.rows(), call.words()][: 1 + has_extras]
+            found = self._found[key] = self._channels.open(wanted, 1, call)
+        return found
+
+    def _opened_back(
+        self, handle: NormalHandle, x: torch.Tensor, top_k: int | None
+    ) -> list[Channel]:
+        """Returns those of a combine: of rows, and of ``top_k`` weights if there are
+        some."""
+        hidden = x.shape[1]
+        key = x.dtype, hidden, handle.n_scales, handle.top_k, handle.cap, top_k
+        found = self._found.get(key)
+        if found is None:
+            call = self._call(handle, Given(x).format, hidden, handle.n_scales)
+            wanted = [call.words()]
+            if top_k is not None:
+                wanted.append(replace(call, top_k=top_k).weights())
+            found = self._found[key] = self._channels.open(wanted, 1, call)
+        return found
+
     def _call(
-        self, handle: NormalHandle, format: str, hidden: int, scales: int | None
+        self, handle: NormalHandle, format: str, hidden: int, n_scales: int
     ) -> NormalCall:
         """Describes a call with a handle."""
         return NormalCall(
@@ -303,7 +349,7 @@ class Normal:
             hidden=hidden,
             tokens=handle.cap,
             format=format,
-            scales=scales,
+            scales=n_scales or None,
             num_nvl_bytes=self._n_bytes,
             **self.comm.for_calls,
         )
@@ -311,29 +357,31 @@ class Normal:
     def _dispatch_through(
         self,
         handle: NormalHandle,
-        moves: list[tuple[Channel, torch.Tensor, torch.Tensor]],
+        channel: Channel,
+        sent: int,
+        received: int,
     ) -> None:
-        """Dispatches tensors through channels, to where the handle says."""
+        """Dispatches what is at an address through a channel, to where the handle
+        says."""
         if not handle.has_ids:
-            ids = handle.ids
-            ranks = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
-            torch.where(handle.mask, ranks, ranks.new_full((), -1), out=ids)
+            torch.where(handle.mask, self._ranks, self._none, out=handle.ids)
             handle.has_ids = True
-        counts = handle.ranges.new_empty(1)
-        for channel, sent, received in moves:
-            channel.latest = (handle, self.comm.streams.is_capturing())
-            channel.was_captured |= channel.latest[1]
-            channel.regions[0].dispatch(
-                BOTH,
-                sent.data_ptr(),
-                handle.ids.data_ptr(),
-                handle.n_sent,
-                received.data_ptr(),
-                0,  # no scales
-                counts.data_ptr(),
-                handle.ranges.data_ptr(),
-                handle.src_info.data_ptr(),
-            )
+        ids, src_info, ranges, unread, _ = handle.at
+        tables = handle.tables.data_ptr()
+        captures = self.comm.streams.is_capturing()
+        channel.latest = (handle, captures)
+        channel.was_captured |= captures
+        channel.regions[0].dispatch(
+            BOTH,
+            sent,
+            tables + ids,
+            handle.n_sent,
+            received,
+            0,  # no scales
+            tables + unread,
+            tables + ranges,
+            tables + src_info,
+        )
 
     def _combine_through(
         self, channel: Channel, handle: NormalHandle, x: torch.Tensor, y: torch.Tensor
@@ -343,19 +391,24 @@ class Normal:
         # Replays of a graph dispatch, too.
         is_latest = channel.latest[0] is handle and channel.latest[1] == captures
         if not is_latest or (channel.was_captured and not captures):
-            new = handle.ids.new_empty
-            sent = new((handle.n_sent, channel.settings.hidden))
-            received = new((len(handle.src_info), channel.settings.hidden))
-            self._dispatch_through(handle, [(channel, sent, received)])
-        ones = torch.ones(handle.ids.shape, dtype=torch.float32, device=x.device)
+            new, n = handle.tables.new_empty, channel.settings.hidden
+            sent = new((handle.n_sent, n))
+            received = new((max(1, handle.n_made), n))
+            at = sent.data_ptr(), received.data_ptr()
+            self._dispatch_through(handle, channel, *at)
         channel.regions[0].combine(
             BOTH,
             x.data_ptr(),
-            handle.src_info.data_ptr(),
+            handle.tables.data_ptr() + handle.at[1],
             y.data_ptr(),
             handle.n_sent,
-            ones.data_ptr(),
+            channel.ones.data_ptr(),
         )
+
+
+def columns_of(words: torch.Tensor, n_rows: int, first: int, n: int) -> torch.Tensor:
+    """Views rows of some columns, from the ``first`` element on."""
+    return view(words, (n_rows, n), words.stride(), first)
 
 
 def _is_opaque(scales: Any) -> bool:

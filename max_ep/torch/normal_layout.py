@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from ..limits import MAX_TOP_K
 from .calls import words_of_row
 from .communicator import Communicator, refuse
 from .library import round_up
-from .tables import LazyTuple
+from .tables import LazyTuple, view
 
 MOST_TOKENS = 32768
+_INT32 = torch.iinfo(torch.int32)
 
 
 @dataclass(eq=False)
@@ -35,18 +37,36 @@ class NormalHandle(LazyTuple):
     n_scales: int  # of a row, as int32 words; then ids and weights
     top_k: int  # of a row: ids, and weights
     mask: torch.Tensor  # `is_token_in_rank`
-    # Ranks of each token, or -1, `[n_sent, n_ranks]`; written by the first launch.
-    ids: torch.Tensor = field(init=False)
-    # `[n_made, 2]` and `[n_ranks, 2]`, first row and rows; every launch writes both.
-    src_info: torch.Tensor = field(init=False)
-    ranges: torch.Tensor = field(init=False)
     has_ids: bool = False
 
     def __post_init__(self) -> None:
-        n_ranks, new = self.comm.n_ranks, self.mask.new_empty
-        self.ids = new((self.n_sent, n_ranks), dtype=torch.int32)
-        self.src_info = new((max(1, self.n_made), 2), dtype=torch.int32)
-        self.ranges = new((n_ranks, 2), dtype=torch.int32)
+        """Lays out what launches need, in one allocation: int32 words of each, and the
+        byte at which each begins, at whole 16. ``ids``: ranks of each token, or -1,
+        ``[n_sent, n_ranks]``, written by the first launch. Every launch writes
+        ``src_info`` ``[n_made, 2]``, ``ranges`` ``[n_ranks, 2]`` (first row and rows)
+        and a word that nobody reads."""
+        n_ranks = self.comm.n_ranks
+        self._words = self.n_sent * n_ranks, 2 * max(1, self.n_made), 2 * n_ranks, 1
+        steps = [round_up(4 * n, 16) for n in self._words]
+        self.at = tuple(itertools.accumulate(steps, initial=0))
+        self.tables = self.mask.new_empty(self.at[-1] // 4, dtype=torch.int32)
+
+    def _part(self, i: int, n_columns: int) -> torch.Tensor:
+        n_words, first = self._words[i], self.at[i] // 4
+        shape = n_words // n_columns, n_columns
+        return view(self.tables, shape, (n_columns, 1), first)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return self._part(0, self.comm.n_ranks)
+
+    @property
+    def src_info(self) -> torch.Tensor:
+        return self._part(1, 2)
+
+    @property
+    def ranges(self) -> torch.Tensor:
+        return self._part(2, 2)
 
     @classmethod
     def of_items(cls, comm: Communicator, items: Sequence[Any]) -> NormalHandle:
@@ -69,11 +89,11 @@ class NormalHandle(LazyTuple):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Returns what launches use."""
-        return self.mask, self.ids, self.src_info, self.ranges
+        return self.mask, self.tables
 
     def items(self) -> tuple[Any, ...]:
         """Returns what DeepEP's handle has."""
-        n_ranks = len(self.ranges)
+        n_ranks = self.comm.n_ranks
         ends = self.ranges.sum(1, dtype=torch.int32)
         matrix = ends.new_zeros((n_ranks, n_ranks))
         matrix[:, self.comm.rank] = ends
@@ -147,11 +167,10 @@ def check_ids(comm: Communicator, topk_idx: torch.Tensor, n_experts: int) -> Non
         refuse("topk_idx", f"{what}; ids must be in [-1, {n_experts})")
 
 
-def in_int32(ids: torch.Tensor) -> torch.Tensor:
-    """Returns ids in the 32 bits that travel. One beyond them becomes the nearest: it
+def in_int32(ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Puts ids into the 32 bits that travel. One beyond them becomes the nearest: it
     is no expert, where 2**32 + 3 would be 3."""
-    bounds = torch.iinfo(torch.int32)
-    return ids.clamp(bounds.min, bounds.max).to(torch.int32)
+    out.copy_(ids.clamp(_INT32.min, _INT32.max))
 
 
 def agree(
@@ -175,11 +194,15 @@ def here(notes: list[list[int]], first: int, n_local: int) -> list[int]:
     return [sum(n) for n in zip(*(note[first:][:n_local] for note in notes))]
 
 
-def count_ids(local_ids: torch.Tensor, n_local: int) -> torch.Tensor:
-    """Counts each local expert in int64 ``[rows, top_k]``; -1: none."""
+def count_ids(
+    local_ids: torch.Tensor, n_local: int, one: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Counts each local expert in int64 ``[rows, top_k]``; -1: none. ``one``: int32
+    ``[1]``, if there is one."""
     # In columns, so that fewer ids add to one word; the first place takes -1.
     shape = (n_local + 1, local_ids.shape[1])
     found = local_ids.new_zeros(shape, dtype=torch.int32)
-    ones = found.new_ones(1).expand(local_ids.shape)
-    found.scatter_add_(0, local_ids + 1, ones)
+    if one is None:
+        one = found.new_ones(1)
+    found.scatter_add_(0, local_ids + 1, one.expand(local_ids.shape))
     return found[1:].sum(1, dtype=torch.int32)

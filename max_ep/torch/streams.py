@@ -185,7 +185,8 @@ class Streams:
         pinned = free.pop() if free else new_pinned(*key)
         for part, tensor in zip(pinned.parts, tensors):
             part.copy_(tensor, non_blocking=True)
-        pinned.event.record()
+        # The current device may be another.
+        pinned.event.record(torch.cuda.current_stream(self.device))
 
         def read() -> list[int]:
             pinned.event.synchronize()

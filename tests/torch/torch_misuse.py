@@ -268,7 +268,7 @@ def kept(buffer: Buffer) -> None:
     sent = (x, scales)
     with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
     got, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(sent, **with_ids)
-    inside = [handle.ids, handle.ranges, handle.src_info]
+    inside = [handle.tables]
     check(*sent, ids, weights, layout["is_token_in_rank"], got[0], *inside)
     check(recv_ids, recv_weights)
     made = got[0] * 2
