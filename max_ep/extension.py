@@ -89,6 +89,17 @@ def sizes_in(text: str) -> SimpleNamespace:
     return json.loads(text, object_hook=lambda named: SimpleNamespace(**named))
 
 
+def built_folder(with_shmem: bool = False) -> Path:
+    """Returns where what is built of these sources is kept; what has SHMEM's device
+    functions is of their version."""
+    folder = cache_dir() / sources_hash()
+    if not with_shmem:
+        return folder
+    if bitcode_path() is None:
+        check_installed(by_store=True)
+    return folder / f"shmem-{metadata.version(BITCODE_PACKAGE)}"
+
+
 def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     """Returns the path of a precompiled Mojo package, for ``custom_extensions``.
 
@@ -96,12 +107,8 @@ def extension_path(package: str = "max_ep", with_shmem: bool = False) -> Path:
     call compiles it, which takes seconds; other processes wait. ``with_shmem`` builds
     SHMEM's device functions in (``EPConfig.uses_shmem``).
     """
-    folder, options = cache_dir() / sources_hash(), []
-    if with_shmem:
-        if bitcode_path() is None:
-            check_installed()
-        folder = folder / f"shmem-{metadata.version(BITCODE_PACKAGE)}"
-        options = ["--bitcode-libs", str(bitcode_path())]
+    folder = built_folder(with_shmem)
+    options = ["--bitcode-libs", str(bitcode_path())] if with_shmem else []
     # -I: one package may import another. A relative input keeps machine paths out of
     # the bytes.
     command = ("precompile", package, "-I", ".", *options, "-o")

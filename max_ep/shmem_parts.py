@@ -20,6 +20,8 @@ _DEVICE_FUNCTIONS = "libnvshmem_device.bc", "libnvshmem_device_sm_80.bc"
 Functions for sm_80 run on every later GPU; those for sm_90 need PTX ISA 8.6, and Mojo
 emits 8.5 (docs/upstream.md)."""
 
+_MAPS = Path("/proc/self/maps")
+
 MPI_LIBRARY_VARIABLE = "MAX_EP_MPI_LIBRARY"
 """Environment variable that names Open MPI's ``libmpi.so.40``."""
 
@@ -46,10 +48,9 @@ def versions() -> str:
     path, host = bitcode_path(), host_library()
     assert path is not None and host is not None
     device = metadata.version(BITCODE_PACKAGE)
-    said = re.search(rb"NVSHMEM v(\d[\d.]*)", host.read_bytes())
     return (
         f"device functions of NVSHMEM {device} ({path.name}), host library "
-        f"{said[1].decode() if said else 'of an unknown version'}"
+        f"{_version_of(host)}"
     )
 
 
@@ -62,6 +63,32 @@ def wheel_library() -> Path | None:
     """Returns the host library of :data:`BITCODE_PACKAGE`, or None. MAX's has no plug-
     in that lets processes meet without MPI, and hangs with that of the wheel."""
     return _find("nvidia", "nvshmem/lib/libnvshmem_host.so.3")
+
+
+def _version_of(library: Path) -> str:
+    said = re.search(rb"NVSHMEM v(\d[\d.]*)", library.read_bytes())
+    return said[1].decode() if said else "of an unknown version"
+
+
+def library_to_join() -> Path:
+    """Returns the host library for processes that meet in a store: that of the wheel,
+    or another that this process has loaded, as torch may, if it is of that version."""
+    own = wheel_library()
+    assert own is not None
+    maps = _MAPS.read_text().splitlines()
+    names = {line.split(None, 5)[-1] for line in maps if "/libnvshmem_host.so" in line}
+    for other in map(Path, sorted(names)):
+        if not other.is_file() or other.samefile(own):
+            continue
+        versions = _version_of(own), _version_of(other)
+        if versions[0] != versions[1]:
+            raise RuntimeError(
+                f"max_ep: this process has loaded {other}, NVSHMEM {versions[1]}, and "
+                f"{BITCODE_PACKAGE} is {versions[0]}; install the version that is "
+                f"loaded, {BITCODE_PACKAGE}=={versions[1]}"
+            )
+        return other
+    return own
 
 
 def mpi_library() -> Path | None:
@@ -90,6 +117,6 @@ def check_installed(by_store: bool = False) -> None:
     """Raises with what is missing, if SHMEM cannot be used here."""
     if missing := missing_parts(by_store):
         raise RuntimeError(
-            "max_ep: n_nodes > 1 with target='gpu' goes through SHMEM, which lacks "
+            "max_ep: GPU ranks of several hosts go through SHMEM, which lacks "
             f"{' and '.join(missing)}; {install.SHMEM}"
         )

@@ -183,7 +183,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     also = build.add_argument_group("arguments of these calls", argument_default=_UNSET)
     about = "what tokens are quantized to, or given as: fp8, mxfp8, nvfp4 or mxfp4"
     also.add_argument("--format", help=about)
-    also.add_argument("--hosts", metavar="N", type=int, help="hosts of CPU ranks")
+    also.add_argument("--hosts", metavar="N", type=int, help="hosts of the ranks")
     about = "low-latency: tokens are given as values and scales"
     also.add_argument("--pair", action="store_true", help=about)
     for option in ("--round-scale", "--use-ue8m0", "--enable-shrink"):

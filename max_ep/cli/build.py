@@ -67,7 +67,7 @@ def _check(call: Call) -> None:
         ("top_k", not is_normal, MAX_TOP_K if is_normal else min(MAX_TOP_K, experts)),
         ("hidden", 1, MAX_COUNT // 4),
         ("tokens", 1, MOST_TOKENS if is_normal else MAX_OF_ENTRY),
-        ("hosts", 1, 1 if is_gpu else call.ranks),
+        ("hosts", 1, call.ranks),
         ("expert_alignment", 1, MAX_OF_ENTRY),
         ("scales", 0, MAX_OF_ENTRY),
     ):
@@ -102,6 +102,8 @@ def _check_low_latency(call: LowLatencyCall) -> None:
         raise ValueError("--use-ue8m0 needs --round-scale")
     if call.pair and call.format == "bfloat16":
         raise ValueError(f"--pair needs --format, one of {', '.join(FORMATS)}")
+    if call.enable_shrink and call.hosts > 1:
+        raise ValueError("--enable-shrink masks no rank with --hosts above 1")
     if call.enable_shrink and call.combine_mode == "sums":
         raise ValueError("--enable-shrink masks no rank with --combine-mode sums")
 

@@ -18,7 +18,7 @@ from .symmetric_memory import PeerMemory, no_memory
 
 _GRANULARITY = 2 << 20
 _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
-_NON_BLOCKING = 1
+_NON_BLOCKING, _NOT_FOUND = 1, 500
 _U64, _SIZE = ctypes.c_uint64, ctypes.c_size_t
 _KIND = c_int(_POSIX_DESCRIPTOR)
 
@@ -55,6 +55,13 @@ def use_context(device: int) -> None:
     if not context:
         _call("cuDevicePrimaryCtxRetain", byref(context), device)
         _call("cuCtxSetCurrent", context)
+
+
+def has_variable(module: int, name: str) -> bool:
+    """Returns whether a CUDA module has a variable."""
+    at, size, text = _U64(), _SIZE(), name.encode()
+    found = _driver().cuModuleGetGlobal_v2(byref(at), byref(size), _U64(module), text)
+    return found != _NOT_FOUND
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -29,7 +29,7 @@ from .gpu_shared import GpuSharedMemory, reader
 from .local_ranks import LocalRanks, devices_of_ranks
 from .masked_ranks import MaskedRanks
 from .setup_graph import setup_model
-from .shmem import ShmemMemory, mpi_rank
+from .shmem import ShmemMemory, group_in, mpi_rank
 from .symmetric_memory import LocalMemory, SharedMemory
 from .wires import StoredMemory
 
@@ -165,7 +165,8 @@ class EPCommInitializer:
         if config.spans_hosts and not config.masks:
             store = named_store()
         if config.uses_shmem:
-            return ShmemMemory(n_local, *node, region_bytes, same, *times, store)
+            group = store and group_in(store, *node, config.start_timeout_s)
+            return ShmemMemory(n_local, *node, region_bytes, same, *times, group)
         if store is not None:
             of_rank = region_bytes, same, *times, config.sizes()
             return StoredMemory(store, n_local, *node, *of_rank)

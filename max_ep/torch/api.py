@@ -84,7 +84,6 @@ class Buffer(Member):
                 or the CPU if there is none.
 
         Raises:
-            NotImplementedError: For GPUs of several hosts.
             TimeoutError: If a rank does not come; names it.
         """
         num_nvl_bytes = checked_int("max_ep: num_nvl_bytes", num_nvl_bytes, 0, None)

@@ -93,10 +93,12 @@ class Communicator:
         device: torch.device,
         group: Any,
         masks: bool,
+        shares_gpu: bool,
         hosts: Hosts | None = None,
     ) -> None:
-        """``masks``: whether the others go on without a rank that is late; ``hosts``:
-        how ranks of other hosts are reached, if there are some."""
+        """``masks``: whether the others go on without a rank that is late;
+        ``shares_gpu``: whether some ranks have the same device; ``hosts``: how ranks of
+        other hosts are reached, if there are some."""
         self.board, self.hosts = board, hosts
         self.rank, self.n_ranks = board.rank, board.n_ranks
         self.others = [r for r in range(self.n_ranks) if r != self.rank]
@@ -115,20 +117,18 @@ class Communicator:
         self.group_and_device = (ranks or object(), device)
         self.streams = Streams(device)
         self.masks = Masks(self) if masks else None
-        self.target, own = "cpu", f"CPU {self.rank}"
+        self.target, self.shares_gpu = "cpu", shares_gpu
         self.most_sms = FEWEST_SMS
         """Multiprocessors of this rank's GPU; on CPU a number above 0."""
         if self.is_gpu:
             about = torch.cuda.get_device_properties(device)
-            own = str(getattr(about, "uuid", device.index))
             # Kernels use what only this architecture has.
             self.target = f"sm_{about.major}{about.minor}a"
             self.most_sms = about.multi_processor_count
         n_hosts = self.n_ranks // hosts.ranks_per_host if hosts else 1
         self.for_calls = dict(target=self.target, ranks=self.n_ranks, hosts=n_hosts)
         """What all calls have alike (``calls.py``)."""
-        devices = board.exchange("Buffer()", own)
-        self.shares_gpu = len(set(devices)) < self.n_ranks
+        board.exchange("Buffer()")
         _ALIVE.add(self)
 
     def raise_failure(self) -> None:

@@ -82,7 +82,6 @@ class ElasticBuffer(Member):
                 or the CPU if there is none.
 
         Raises:
-            NotImplementedError: For GPUs of several hosts.
             TimeoutError: If a rank does not come; names it.
         """
         most = checked_int(f"max_ep: {MOST}", num_max_tokens_per_rank, 0, MAX_OF_ENTRY)

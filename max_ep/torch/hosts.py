@@ -11,13 +11,15 @@ import contextlib
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..limits import LINK_VARIABLE, link_of_environment
+from ..limits import LINK_VARIABLE, START_TIMEOUT_S, link_of_environment
+from ..memory.shmem import ShmemMemory, StoreGroup, join
 from ..memory.wires import WiredMemory, Wires
+from ..shmem_parts import check_installed
 
 
 def refuse_hosts(what: str, instead: str) -> NoReturn:
@@ -77,8 +79,19 @@ class GroupStore:
             ) from error
 
 
-class Hosts:
+class Hosts(Protocol):
     """What a rank has if other hosts have ranks, too."""
+
+    ranks_per_host: int
+
+    def allocate(self, name: str, n_bytes: int, same: str, sizes: Any) -> Any:
+        """Returns a block of each rank, which a queue or SHMEM reaches."""
+
+    def close(self) -> None: ...
+
+
+class CpuHosts:
+    """CPU ranks, which a link reaches."""
 
     def __init__(
         self, store: GroupStore, rank: int, n_ranks: int, n: int, timeout_s: float
@@ -96,14 +109,60 @@ class Hosts:
         self._wires.close()
 
 
-def check_hosts(device: torch.device, group: Any, masks: bool) -> None:
+class GpuHosts:
+    """GPU ranks, which NVSHMEM reaches: by puts, and those of this host by mapped
+    memory. Processes join by its unique id, through the store."""
+
+    def __init__(
+        self,
+        store: GroupStore,
+        rank: int,
+        n_ranks: int,
+        n: int,
+        timeout_s: float,
+        device: int,
+    ) -> None:
+        """Joins all ranks, ``n`` of each host; ``device`` is this rank's GPU."""
+        self.ranks_per_host, self._timeout_s = n, timeout_s
+        self._start_s = max(timeout_s, START_TIMEOUT_S)
+        self._group = StoreGroup(store, rank, n_ranks, self._start_s, device, n)
+        join(self._group)
+
+    def allocate(self, name: str, n_bytes: int, same: str, sizes: Any) -> ShmemMemory:
+        group, times = self._group, (self._timeout_s, self._start_s)
+        of_rank = 1, group.rank, group.size, n_bytes, same
+        return ShmemMemory(*of_rank, *times, group)
+
+    def close(self) -> None:
+        """NVSHMEM is left when the process ends."""
+
+
+def check_hosts(
+    device: torch.device, group: Any, masks: bool, shares_gpu: bool = False
+) -> None:
     """Refuses what ranks on several hosts cannot have."""
-    if device.type == "cuda":
-        instead = "MAX graphs reach GPUs there (EPConfig.n_nodes)"
-        refuse_hosts("PyTorch's calls are not connected to NVSHMEM yet: GPUs", instead)
-    if not os.environ.get(LINK_VARIABLE):
+    if device.type == "cpu" and not os.environ.get(LINK_VARIABLE):
         refuse_hosts("CPU tensors", f"for tests set {LINK_VARIABLE}=RANKS_OF_A_HOST:1")
     if group is None:
         refuse_hosts("comm=", "pass group=, whose store the processes meet in")
     if masks:
         refuse_hosts("enable_shrink", "leave it out")
+    if shares_gpu:
+        refuse_hosts("ranks that share a GPU", "start a process for each GPU")
+    if device.type == "cuda":
+        check_installed(by_store=True)
+
+
+def join_hosts(
+    device: torch.device,
+    store: GroupStore,
+    rank: int,
+    n_ranks: int,
+    n: int,
+    timeout_s: float,
+) -> Hosts:
+    """Reaches the ranks of other hosts, each host having ``n``."""
+    of_ranks = store, rank, n_ranks, n, timeout_s
+    if device.type == "cpu":
+        return CpuHosts(*of_ranks)
+    return GpuHosts(*of_ranks, device.index)

@@ -17,7 +17,13 @@ from ..memory.answering import answer_for
 from ..processes.meeting import differing
 from .board import Board, SharedNotes, StoredNotes
 from .communicator import Communicator, refuse
-from .hosts import GroupStore, Hosts, check_hosts, name_of_host, ranks_per_host
+from .hosts import (
+    GroupStore,
+    check_hosts,
+    join_hosts,
+    name_of_host,
+    ranks_per_host,
+)
 
 
 def gatherer(group: Any, comm: Any) -> Callable[[Any], list[Any]]:
@@ -55,8 +61,8 @@ def join(
     if link := os.environ.get(LINK_VARIABLE):
         mine[LINK_VARIABLE] = link
     same = ", ".join(f"{name}={value}" for name, value in mine.items())
-    note = (name_of_host(rank, n_ranks), uuid.uuid4().hex[:12], same)
-    all_ = gatherer(group, comm)(note)
+    places = name_of_host(rank, n_ranks), name_of_device(where, rank)
+    all_ = gatherer(group, comm)((*places, uuid.uuid4().hex[:12], same))
     for peer, (*_, theirs) in enumerate(all_):
         if theirs != same:
             other, own = differing(theirs, same)
@@ -64,16 +70,18 @@ def join(
                 f"max_ep: rank {peer} has {other}, this rank ({rank}) {own}; "
                 "pass the same on all ranks"
             )
-    of_board = f"torch-{all_[0][1]}", rank, n_ranks, timeout_s
-    per_host, hosts = ranks_per_host([host for host, *_ in all_]), None
+    hosts_of, devices, (name, *_), _ = zip(*all_)
+    of_board = f"torch-{name}", rank, n_ranks, timeout_s
+    per_host, hosts = ranks_per_host(hosts_of), None
+    shares_gpu = len(set(devices)) < n_ranks
     if per_host < n_ranks:
-        check_hosts(where, group, masks)
+        check_hosts(where, group, masks, shares_gpu)
         store = GroupStore(group, of_board[0])
-        hosts = Hosts(store, rank, n_ranks, per_host, timeout_s)
+        hosts = join_hosts(where, store, rank, n_ranks, per_host, timeout_s)
         board = Board(*of_board, StoredNotes(store, rank))
     else:
         board = Board(*of_board, SharedNotes(*of_board))
-    joined = Communicator(board, where, group, masks, hosts)
+    joined = Communicator(board, where, group, masks, shares_gpu, hosts)
     answer_for(joined)
     return joined
 
@@ -94,6 +102,14 @@ def check_group(group: Any, comm: Any) -> None:
     if group is None and not hasattr(comm, "Get_rank"):
         what = f"is a {type(comm).__name__}, and no communicator of mpi4py; pass group="
         refuse("comm", what)
+
+
+def name_of_device(device: torch.device, rank: int) -> str:
+    """Names a rank's device as all processes do: two may have the same GPU."""
+    if device.type == "cpu":
+        return f"CPU {rank}"
+    about = torch.cuda.get_device_properties(device)
+    return str(getattr(about, "uuid", device.index))
 
 
 def checked_device(wanted: torch.device | str | None) -> torch.device:

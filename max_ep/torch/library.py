@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-from ..cache import cache_dir, kept
-from ..extension import extension_path, run_mojo, sizes_in, sources_hash
+from ..cache import kept
+from ..extension import built_folder, extension_path, run_mojo, sizes_in
 
 _RUNTIME = (
     "libMSupportGlobals.so",
@@ -79,7 +79,11 @@ class Settings:
     sums: bool = False
     """Padded rows: whether their rank adds up those of a token."""
     mapped: int = 0
-    """Ranks of a host, if there are several; a link reaches the others."""
+    """Ranks of a host, if there are several; a link or SHMEM reaches the others."""
+
+    @property
+    def uses_shmem(self) -> bool:
+        return self.mapped > 0 and self.target != "cpu"
 
     def defines(self) -> list[str]:
         options = []
@@ -133,11 +137,11 @@ def build(settings: Settings) -> Path:
 
     def make(path: Path) -> None:
         # Precompiled sources save a third of the time.
-        where = "-I", str(extension_path().parent)
+        where = "-I", str(extension_path(with_shmem=settings.uses_shmem).parent)
         command = ("build", "--emit", "shared-lib", *where, "max_ep_c/api.mojo")
         run_mojo(*command, *settings.defines(), "-o", str(path))
 
-    return kept(cache_dir() / sources_hash() / f"{settings.name()}.so", make)
+    return kept(built_folder(settings.uses_shmem) / f"{settings.name()}.so", make)
 
 
 def build_all(wanted: Sequence[Settings]) -> list[Path]:

@@ -17,10 +17,11 @@ from max.gpu.host.info import is_gpu
 from max_ep.combine_rows.kernel import CombineRows
 from max_ep.combine_sums.kernel import CombineSums
 from max_ep.device.kernel import Kernel, kernel_entry, Queue
+from max_ep.device.shmem_modules import register_module
 from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.launch.setup import SetUp, start_set_up
 from max_ep.launch.watch import watch_kernel
-from max_ep.protocol.call import Call
+from max_ep.protocol.call import Call, Form
 from max_ep.protocol.counters import Counters
 from max_ep.protocol.failures import Caller
 from max_ep.protocol.kernel_argument import ImmPointer, MutPointer
@@ -41,9 +42,11 @@ def imm_at[T: AnyType](address: Int) -> ImmPointer[T]:
 
 
 def _load_phase[P: Kernel](context: DeviceContext) raises:
-    _ = context.compile_function[kernel_entry[P, True, False]]()
-    _ = context.compile_function[kernel_entry[P, False, True]]()
-    _ = context.compile_function[kernel_entry[P, True, True]]()
+    comptime for form in [Form.ASYNC, Form.WAIT, Form.FUSED]:
+        comptime kernel = kernel_entry[P, form.sends, form.receives]
+        var function = context.compile_function[kernel]()
+        comptime if P.group.spans_hosts():
+            register_module(function, context)
 
 
 def _load_kernels(context: DeviceContext) raises:

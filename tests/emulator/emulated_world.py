@@ -22,9 +22,11 @@ from tests.emulator.link import Link, with_calls
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
-_SPLIT = ("many", "shared", "expert", "late_split", "hosts_rows")
+_SPLIT = ("many", "shared", "expert", "late_split")
+_SPLIT += "hosts_rows", "hosts_late_split"
 _FUSED = "sums rows expert_shared fp8_sums late masks drops work fp8 nvfp4".split()
 _FUSED += "hosts_sums hosts_expert hosts_fp8_sums hosts_drops hosts_many".split()
+_FUSED += ["hosts_late"]
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 

@@ -201,7 +201,9 @@ def test_many_tokens_between_hosts():
 
 
 @pytest.mark.parametrize(
-    "name", ["hosts_sums", "hosts_rows", "hosts_expert", "hosts_fp8_sums"]
+    "name",
+    ["hosts_sums", "hosts_rows", "hosts_expert", "hosts_fp8_sums"]
+    + ["hosts_late", "hosts_late_split"],
 )
 def test_ranks_of_several_hosts(name):
     """What crosses between them comes late, in pieces, in any order."""

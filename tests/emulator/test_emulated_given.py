@@ -11,6 +11,7 @@ N_SCALES, ALIGN = 3, 4
 """As `emulated.mojo` has them."""
 TOP_K = {"plain": 3, "plain_many": 17, "expanded": 4}
 """The router's choices; as many experts are on each rank."""
+TOP_K |= {f"hosts_{name}": n for name, n in TOP_K.items()}
 
 
 def aligned(n: int) -> int:
@@ -22,7 +23,8 @@ class Given:
 
     def __init__(self, world: World, counts: list[int], seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.world, self.is_plain = world, world.name != "expanded"
+        self.world, self.is_plain = world, not world.name.endswith("expanded")
+        counts = [*counts, 6][: world.sizes.n_ranks]  # of two hosts have four
         self.top_k = self.n_local = top_k = TOP_K[world.name]
         self.tokens, self.scales, self.ids, self.weights = [], [], [], []
         for n in counts:
@@ -30,7 +32,8 @@ class Given:
             self.tokens.append(rng.integers(-30, 30, (n, hidden)).astype(float))
             scales = rng.integers(-(2**31), 2**31, (n, N_SCALES))
             self.scales.append(scales.astype(np.int32))
-            drawn = [rng.permutation(3 * top_k)[:top_k] for _ in range(n)]
+            n_experts = world.sizes.n_ranks * top_k
+            drawn = [rng.permutation(n_experts)[:top_k] for _ in range(n)]
             ids = np.array(drawn, np.int64).reshape(n, top_k)
             ids[rng.random(ids.shape) < 1 - 2.4 / top_k] = -1
             self.ids.append(ids)
@@ -184,7 +187,8 @@ class Given:
             n_rows = (ids >= 0).sum(1)
             if self.is_plain:
                 ranks = [
-                    ((ids >= 0) & (ids // self.n_local == r)).any(1) for r in range(3)
+                    ((ids >= 0) & (ids // self.n_local == r)).any(1)
+                    for r in range(self.world.sizes.n_ranks)
                 ]
                 n_rows = np.sum(ranks, 0)
             want = self.tokens[rank] * n_rows[:, None] + self.biases[rank]
@@ -208,7 +212,7 @@ def test_given_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("n_blocks", [1, 5])
-@pytest.mark.parametrize("name", ["plain_many", "expanded"])
+@pytest.mark.parametrize("name", ["plain_many", "expanded", "hosts_plain"])
 def test_any_grid_will_do(name: str, n_blocks: int) -> None:
     """A caller bounds the multiprocessors (``num_sms``): one block does all, or several
     have little."""

@@ -14,8 +14,9 @@ from max_ep.processes.rendezvous import NamedStore
 
 if __name__ == "__main__":
     node, n_nodes, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    by_store = shmem._ByStore(NamedStore(address), node, n_nodes, 60.0)
-    assert by_store.all_equal(b"sizes") and not by_store.all_equal(b"%d" % node)
+    group = shmem.StoreGroup(NamedStore(address), node, n_nodes, 60.0)
+    by_store = shmem._ByStore(group)
+    assert group.meet(b"%d" % node) == [b"%d" % i for i in range(n_nodes)]
     how, mine = by_store.attributes(0, 1)
     theirs = shmem._attributes(0, 0, -1, -1)
     given = node, n_nodes, by_store._id, theirs

@@ -146,6 +146,74 @@ def test_processes_meet_in_a_store_without_mpi():
             assert f"rank {node} nranks 2 - DONE" in said, said
 
 
+class _Shmem(list):
+    """Takes and frees memory; lists what it has freed."""
+
+    n_taken = 0
+
+    def nvshmem_malloc(self, _: int) -> int:
+        self.n_taken += 1
+        return self.n_taken
+
+    def nvshmem_free(self, address: int) -> None:
+        self.append(address)
+
+
+def test_memory_is_freed_when_all_have_closed_it(monkeypatch: pytest.MonkeyPatch):
+    """By a call that all make: who closes early, as a garbage collector does, waits for
+    nobody. Fails if one frees what another still uses, or in another order."""
+    stored: dict[str, bytes] = {}
+    store = SimpleNamespace(set=stored.__setitem__, get=stored.get)
+    of_rank = [_Shmem(), _Shmem()]
+
+    def joined(group: shmem.StoreGroup, *_: object) -> SimpleNamespace:
+        return processes[group.rank]
+
+    def run(_s: float, _what: str, *functions) -> list:
+        return [function() for function in functions]
+
+    processes = [
+        SimpleNamespace(
+            libraries=SimpleNamespace(shmem=x), n_allocated=0, unused={}, run=run
+        )
+        for x in of_rank
+    ]
+    monkeypatch.setattr(shmem, "_joined", joined)
+
+    def live(rank: int) -> list[int]:
+        group = shmem.StoreGroup(store, rank, 2, 10.0)
+
+        def allocate(what: str = "") -> shmem.ShmemMemory:
+            return shmem.ShmemMemory(1, rank, 2, 8, what, 10.0, 10.0, group)
+
+        first, second, third = allocate(), allocate(), allocate()
+        for memory in (third, first, second) if rank else (first, third):
+            memory.close()
+        allocate()
+        with pytest.raises(ValueError, match="different configurations"):
+            allocate(f"{rank}")
+        return of_rank[rank]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(live, range(2))] == [[1, 3], [1, 3]]
+
+
+def test_a_loaded_library_of_another_version_is_refused(monkeypatch, tmp_path):
+    """torch may have loaded one: of the same version that one is used."""
+    maps, own = tmp_path / "maps", shmem_parts.wheel_library()
+    version = metadata.version(shmem_parts.BITCODE_PACKAGE)
+    other = tmp_path / "libnvshmem_host.so.3"
+    line = f"7f00-7f01 r-xp 00000000 00:01 7  {other}\n7f02-7f03 rw-p 00000000 00:00 0"
+    maps.write_text(line)
+    monkeypatch.setattr(shmem_parts, "_MAPS", maps)
+    assert shmem_parts.library_to_join() == own
+    other.write_bytes(f"NVSHMEM v{version}\n".encode())
+    assert shmem_parts.library_to_join() == other
+    other.write_bytes(b"NVSHMEM v3.1.7\n")
+    with pytest.raises(RuntimeError, match="nvidia-nvshmem-cu13==3.1.7"):
+        shmem_parts.library_to_join()
+
+
 def test_what_meets_in_a_store_has_one_gpu():
     with pytest.raises(ValueError, match="n_gpus_per_node=2 with MAX_EP_STORE"):
         shmem.ShmemMemory(2, 0, 2, 1, "", 1.0, 1.0, object())

@@ -163,14 +163,16 @@ def given(
     router_top_k: Int,
     *,
     is_plain: Bool,
+    n_ranks: Int,
 ) -> Group:
     """Describes a group as PyTorch has it: plain rows, or expanded and aligned. There are
-    as many experts on a rank as choices in a token."""
+    as many experts on a rank as choices in a token. Four ranks are on two hosts."""
     return Group(
-        n_experts=3 if is_plain else 3 * router_top_k,
-        n_ranks=3,
+        n_experts=n_ranks if is_plain else n_ranks * router_top_k,
+        n_ranks=n_ranks,
+        n_mapped=2 if n_ranks == 4 else 0,
         max_tokens_per_rank=70,
-        top_k=3 if is_plain else router_top_k,
+        top_k=n_ranks if is_plain else router_top_k,
         hidden_size=hidden_size,
         dispatch_msg_bytes=msg_bytes,
         combine_msg_bytes=combine_msg,
@@ -180,29 +182,38 @@ def given(
         wide_ids=True,
         num_threads=320,
         router_top_k=router_top_k if is_plain else 0,
-        router_experts=3 * router_top_k,
+        router_experts=n_ranks * router_top_k,
         row_alignment=1 if is_plain else 4,
     )
 
 
-def emit_given[is_plain: Bool, router_top_k: Int](name: String) raises:
+def emit_given[
+    is_plain: Bool, router_top_k: Int, n_ranks: Int = 3
+](name: String) raises:
     comptime Format = GivenTokenFormat[
         ROW_BYTES,
         N_SCALES,
-        3 if is_plain else router_top_k,
+        n_ranks if is_plain else router_top_k,
         router_top_k if is_plain else 0,
         router_top_k,
     ]
     comptime hidden = ROW_BYTES // 2
     comptime back = combine_msg_bytes[B16](hidden)
     comptime of = given(
-        Format.msg_bytes, Format.hidden_size, 0, router_top_k, is_plain=is_plain
+        Format.msg_bytes,
+        Format.hidden_size,
+        0,
+        router_top_k,
+        is_plain=is_plain,
+        n_ranks=n_ranks,
     )
     emit_form[DispatchByRank[of, Format, DType.uint8], False]("dispatch", name)
-    comptime sums = given(0, hidden, back, router_top_k, is_plain=is_plain)
+    comptime sums = given(
+        0, hidden, back, router_top_k, is_plain=is_plain, n_ranks=n_ranks
+    )
     emit_form[CombineSums[sums, B16, B16], False]("combine", name)
     comptime all_ = given(
-        Format.msg_bytes, hidden, back, router_top_k, is_plain=is_plain
+        Format.msg_bytes, hidden, back, router_top_k, is_plain=is_plain, n_ranks=n_ranks
     )
     describe(all_, name)
 
@@ -284,10 +295,15 @@ def main() raises:
     emit_group[small(hidden_size=384, partial_block=128, n_hosts=2)]("hosts_fp8_sums")
     emit_group[small(n_experts=270, drops_rows=True, n_hosts=2)]("hosts_drops")
     emit_group[apart(MANY)]("hosts_many")
+    emit_group[late(small(n_hosts=2))]("hosts_late")
+    emit_group[late(small(max_tokens=20, n_hosts=2)), splits=True]("hosts_late_split")
     emit_given[True, 3]("plain")
     # So many choices of the router that neither lanes nor shared memory hold all ids.
     emit_given[True, 17]("plain_many")
     emit_given[False, 4]("expanded")
+    emit_given[True, 3, 4]("hosts_plain")
+    emit_given[True, 17, 4]("hosts_plain_many")
+    emit_given[False, 4, 4]("hosts_expanded")
     emit_gather("gather")
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From PyTorch: CPU ranks of several hosts, which processes stand for. They share a
-store, as `torchrun` has one, and nothing else that one machine has.
+"""From PyTorch: ranks of several hosts, which processes stand for.
+
+Those of CPUs share a store, as `torchrun` has one, and nothing else that one machine
+has; NVSHMEM reaches those of GPUs.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +60,56 @@ def test_scenarios_over_hosts(
     assert errors == [{}] * 4, "\n".join(t for x in errors for t in x.values())
 
 
+@pytest.fixture
+def gpu_store(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same for two GPUs of one machine, each of which stands for a host."""
+    monkeypatch.setenv("MAX_EP_TORCH_DEVICE", "cuda")
+    monkeypatch.setenv(LINK_VARIABLE, "1:0")
+    # There is no network, and no multicast.
+    monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "none")
+    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "1")
+    return store
+
+
+@pytest.mark.gpu(2)
+def test_calls_over_gpus_of_two_hosts(gpu_store: str) -> None:
+    """Low-latency calls, each after a reset; the memory of closed buffers is freed."""
+    launch(torch_hosts.member, 2, (2, gpu_store), timeout_s=600)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "name", ["low_latency", "sums", "rows", "normal", "compiled", "captured"]
+)
+def test_buffers_over_gpus_of_two_hosts(name: str, gpu_store: str) -> None:
+    """Rows and results are those of one host, bit for bit, captured, too."""
+    given = 2, gpu_store, [name], ["bf16", "ue8m0"]
+    for rank, done in enumerate(launch(torch_member.member, 2, given, timeout_s=600)):
+        assert not done[name][0], f"rank {rank}: {done[name][0]}"
+
+
+@pytest.mark.gpu(2)
+def test_elastic_buffers_over_gpus_of_two_hosts(gpu_store: str) -> None:
+    """Plain and expanded rows."""
+    names = [x.__name__ for x in torch_elastic.SCENARIOS]
+    done = launch(torch_elastic.member, 2, (2, gpu_store, names), timeout_s=900)
+    assert done == [{}] * 2, "\n".join(text for x in done for text in x.values())
+
+
+@slow
+@pytest.mark.parametrize("calls", ["low-latency", "normal", "plain", "expanded"])
+def test_libraries_link_with_nvshmem(calls: str, run_cli: Callable[..., str]) -> None:
+    """Libraries for GPUs of several hosts have its functions, and no others."""
+    sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 32".split()
+    command = "build", "--torch", "sm_90a", "--dispatch", calls, *sizes
+    for hosts in ("1", "2"):
+        paths = run_cli(*command, "--hosts", hosts).split()
+        for path in map(Path, paths):
+            has_nvshmem = b"nvshmemi_device_state_d" in path.read_bytes()
+            assert has_nvshmem == (hosts == "2")
+            assert path.parent.name.startswith("shmem-") == has_nvshmem
+
+
 def failures(store: str, fault: str) -> dict[int, str]:
     """Runs with a fault till each process has failed; returns what they say."""
     with pytest.raises(LaunchError) as caught:
@@ -83,15 +136,23 @@ def test_who_is_killed_is_named(store: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @refused("""
-cpu, None, False | NotImplementedError; comm=
-cpu, 1, True | NotImplementedError; enable_shrink
-cuda, 1, False | NotImplementedError; NVSHMEM
+cpu, None, False, False | NotImplementedError; comm=
+cpu, 1, True, False | NotImplementedError; enable_shrink
+cuda, None, False, False | NotImplementedError; comm=
+cuda, 1, True, False | NotImplementedError; enable_shrink
+cuda, 1, False, True | NotImplementedError; a process for each GPU
 """)
 def test_what_several_hosts_cannot_have(arguments, words, monkeypatch):
     monkeypatch.setenv(LINK_VARIABLE, "2:1")
-    device, group, masks = arguments.split(", ")
+    device, *given = arguments.split(", ")
     with raises(NotImplementedError, words.partition("; ")[2]):
-        check_hosts(torch.device(device), eval(group), eval(masks))
+        check_hosts(torch.device(device), *map(eval, given))
+
+
+def test_gpus_of_several_hosts_need_nvshmem(monkeypatch):
+    monkeypatch.setattr("max_ep.shmem_parts.wheel_library", lambda: None)
+    with pytest.raises(RuntimeError, match="lacks the libnvshmem_host.so.3 of nvidia"):
+        check_hosts(torch.device("cuda"), 1, False)
 
 
 def test_cpu_ranks_of_several_hosts_need_the_variable(monkeypatch):

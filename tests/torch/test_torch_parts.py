@@ -430,8 +430,9 @@ def test_an_error_says_which_command_builds_the_library(
 --pair | --pair needs --format, one of fp8, mxfp8, nvfp4, mxfp4
 --round-scale | --round-scale needs --format fp8, and no --pair
 --format fp8 --use-ue8m0 | --use-ue8m0 needs --round-scale
---enable-shrink --combine-mode sums | --enable-shrink masks no rank
---hosts 2 --torch sm_90a | --hosts 2 must be an integer from 1 to 1
+--enable-shrink --combine-mode sums | --enable-shrink masks no rank with --combine
+--enable-shrink --hosts 2 | --enable-shrink masks no rank with --hosts
+--hosts 3 --torch sm_90a | --hosts 3 must be an integer from 1 to 2
 --hosts 3 --ranks 4 | --ranks 4 is no multiple of --hosts 3
 --dispatch expanded --expert-alignment 0 | --expert-alignment 0 must be an integer
 """)

@@ -20,6 +20,7 @@ from ..protocol.flags import (
 )
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import Group
+from ..protocol.transport import put_flag
 
 
 @fieldwise_init
@@ -140,12 +141,21 @@ struct WeightSender[group: Group](TrivialRegisterPassable):
             var owner = rank_elsewhere(self.row)
             if owner >= 0:
                 # I1: only this rank writes the weights of its choices.
-                var at = Self.group.late_weight_offset(block.my_rank, self.choice)
-                store_relaxed_sys(
-                    flag_at(bytes_at(block.recv_bufs[unsafe_offset=owner]), at),
-                    block.sending(),
-                    count_of(value_word(block.sending(), self.weight)),
-                )
+                self._publish(owner, block)
             self.choice += Self.group.num_threads * Int(grid_dim.x)
             self.load()
         return True
+
+    @always_inline
+    def _publish(self, owner: Int, block: Block[Self.group]):
+        var value = count_of(value_word(block.sending(), self.weight))
+        var offset = Self.group.late_weight_offset(block.my_rank, self.choice)
+        var recv_buf = block.recv_bufs[unsafe_offset=owner]
+        comptime if Self.group.spans_hosts():
+            if block.is_far(owner):
+                # A signal, since its owner awaits it: none is under way when the next
+                # one goes. Of a put of several words some would be nobody's.
+                recv_buf = block.recv_bufs[unsafe_offset=block.my_rank]
+                put_flag(recv_buf + UInt64(offset), block.sending(), value, owner)
+                return
+        store_relaxed_sys(flag_at(bytes_at(recv_buf), offset), block.sending(), value)

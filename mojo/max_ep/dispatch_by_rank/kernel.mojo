@@ -125,6 +125,10 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
         var metadata = MetadataLane[Self.group, max(1, Self.Format.router_top_k)](
             choices
         )
+        # Over a link it goes with the token.
+        comptime publishes_metadata = (
+            Self.Format.router_top_k > 0 and not Self.group.is_linked()
+        )
         await_launch_before()
         var word = header_word(self.buffers.counters)
         var mask = mask_word(self.buffers.counters)
@@ -134,7 +138,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             var indexer = Int(warp_id()) - (Self.n_warps - N_INDEX_WARPS)
             if indexer >= 0 and choices.are_in_lanes():
                 lane_index.prefetch(indexer)
-            comptime if Self.Format.router_top_k > 0:
+            comptime if publishes_metadata:
                 if indexer >= 0:
                     metadata.prefetch(indexer)
         var buffers = SharedBuffers.of(self.buffers, word)
@@ -165,7 +169,7 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
             publish_earlier_reads(DONE_WARP, block)
             if indexer >= 0:
                 self._index(choices, lane_index, block, indexer)
-                comptime if Self.Format.router_top_k > 0:
+                comptime if publishes_metadata:
                     metadata.send(block, indexer)
                 comptime if Self.group.is_given():
                     self._keep_ids(block, indexer)

@@ -176,9 +176,10 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         # Loaded before its entries arrive, since it is most likely for this rank.
         if token.is_loaded_early:
             steps.load(token, chunk.begin, chunk.end, lane)
-        # Used after the token has come.
+        # Used after the token has come. A put may bring the halves one by one, so over a
+        # link it is loaded only then.
         var metadata = LaneBytes(0)
-        comptime if Self.Format.router_top_k > 0:
+        comptime if Self.Format.router_top_k > 0 and not Self.group.is_linked():
             if chunk.idx == 0 and lane < Self.Format.router_top_k:
                 metadata = load_words[True](self._metadata_of_lane(token))
         var to = _Destination.NONE

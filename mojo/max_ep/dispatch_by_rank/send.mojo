@@ -29,12 +29,15 @@ from ..device.warp import (
     take_lane,
 )
 from ..protocol.counters import blocks_share_work, NO_EXPERT, Taken, Word
-from ..protocol.flags import flag_at, publish
+from ..protocol.entries import value_word
+from ..protocol.flags import flag_at, publish, store_relaxed_sys_16
 from ..protocol.kernel_argument import ImmPointer
-from ..protocol.layout import Group, MESSAGE_ALIGN, N_CHUNKS
-from ..protocol.token_format import TokenFormat
+from ..protocol.layout import Group, MESSAGE_ALIGN, METADATA_BYTES, N_CHUNKS
+from ..protocol.router_ids import load_router_id
+from ..protocol.token_format import LaneBytes, TokenFormat
 from ..protocol.transport import put_message_warp
 from .choices import Choices
+from .publish import two_words
 from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND
 
 
@@ -345,6 +348,9 @@ struct TokenSender[
         is staged in the place of this rank's own tokens."""
         comptime n_steps = n_steps_of[Self.Format]()
         comptime n_flags = min(N_CHUNKS, n_steps)
+        comptime n_put_bytes = (
+            Self.Format.token_bytes + Self.Format.router_top_k * METADATA_BYTES
+        )
         var lane = TokenLane[
             Self.Format, Self.input_type, steps_in_flight[Self.Format]()
         ](self.inline.tokens)
@@ -362,6 +368,9 @@ struct TokenSender[
             targets.lanes &= ~far
             targets.is_own = targets.is_own or far != 0
             targets.is_target = targets.is_target and not is_far
+            comptime if Self.Format.router_top_k > 0:
+                var is_here = any_lane(targets.dst_rank == Int32(block.my_rank))
+                self._send_metadata(token_idx, targets, is_here or far != 0, block)
             if not targets.are_any():
                 continue
             # I1: only this rank writes the tokens of its number.
@@ -387,5 +396,35 @@ struct TokenSender[
                     Self.group.chunk_flag_offset(block.my_rank, token_idx, 0)
                 )
                 put_message_warp(
-                    at, at, Self.Format.token_bytes, flag, block.sending(), 0, dst_rank
+                    at, at, n_put_bytes, flag, block.sending(), 0, dst_rank
                 )
+
+    @always_inline
+    def _send_metadata(
+        self, token_idx: Int, targets: Targets, is_own: Bool, block: Block[Self.group]
+    ):
+        """Writes a token's routing metadata to its ranks of this host, and behind what is
+        staged."""
+        comptime router_top_k = Self.Format.router_top_k
+        var k = block.lane
+        var words = LaneBytes(0)
+        if k < router_top_k:
+            var place = token_idx * router_top_k + k
+            var id = load_router_id[Self.group](self.choices.ids, place)
+            var weight = self.choices.weights[unsafe_offset=place]
+            words = two_words(
+                value_word(block.sending(), id), value_word(block.sending(), weight)
+            )
+        var offset = UInt64(
+            Self.group.metadata_offset(block.my_rank, token_idx, k, router_top_k)
+        )
+        var rest = targets.lanes
+        while rest != 0:
+            var rank = Int(warp.shuffle_idx(targets.dst_rank, take_lane(rest)))
+            if k < router_top_k:
+                # I1: only this rank writes the metadata of its tokens.
+                var to = block.recv_bufs[unsafe_offset=rank]
+                store_relaxed_sys_16(bytes_at(to + offset), words)
+        if is_own and k < router_top_k:
+            var own = block.recv_bufs[unsafe_offset=block.my_rank]
+            store_relaxed_sys_16(bytes_at(own + offset), words)

@@ -99,10 +99,6 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
     comptime assert not (
         group.is_linked() and group.sends_to_all()
     ), "max_ep: all-gathers are for one host"
-    comptime is_of_torch = group.finds_ranks() or group.is_given() or group.late_weights
-    comptime assert not (
-        is_gpu[target]() and group.is_linked() and is_of_torch
-    ), "max_ep: what only PyTorch has is for GPUs of one host"
     comptime assert not (
         is_gpu[target]() and group.masks and group.spans_hosts()
     ), "max_ep: GPU ranks that mask are of one host"
