@@ -103,7 +103,7 @@ class Elastic:
         if stats is not None:
             shape, name = (sizes.n_local,), "cumulative_local_expert_recv_stats"
             comm.check_tensor(name, stats, torch.int32, shape)
-        reads, waits = False, list[Callable[[], int]]()
+        reads, numbers = False, None
         if handle is None:
             check_ids(comm, topk_idx, sizes.n_experts)
             is_synced, found = form.is_synced is None or form.is_synced, None
@@ -130,11 +130,11 @@ class Elastic:
         if form.zeros and not sizes.is_plain:
             to = zeroed(to)
 
-        launch = channel, routing, given, topk_weights, to, topk_idx
+        if reads:
+            numbers = comm.streams.numbers(comm.n_ranks)
+        launch = channel, routing, given, topk_weights, to, topk_idx, numbers
         if when == _AT_ONCE and form.num_sms == 0 and stats is None:
             sums.dispatch(*launch)
-            if reads:
-                waits.append(sums.begin_count(routing))
             event = EventOverlap()
         else:
 
@@ -142,15 +142,13 @@ class Elastic:
                 sums.dispatch(*launch)
                 if stats is not None:
                     stats.add_(handle.num_unaligned_recv_tokens_per_expert)
-                if reads:
-                    waits.append(sums.begin_count(routing))
 
             tensors = (given.rows, given.words, topk_idx, topk_weights, stats)
             tensors += (to.rows, to.scales, to.weights, to.local_ids)
             tensors += routing.tensors()
             event = self._run(work, tensors, when, form.num_sms)
-        if reads:
-            handle.num_recv_tokens = n_rows = waits[0]()
+        if numbers is not None:
+            handle.num_recv_tokens = n_rows = sums.n_rows_in(numbers, comm)
             routing.sizes, to = sizes.with_fewer(n_rows), to.first(n_rows)
         rows = to.rows if to.scales is None else given.arrived(to.rows, to.scales)
         return rows, to.local_ids, to.weights, handle, event

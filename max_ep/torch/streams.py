@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -141,6 +144,39 @@ def new_pinned(dtype: torch.dtype, *lengths: int) -> Pinned:
     return Pinned(whole, whole.split(lengths), torch.cuda.Event())
 
 
+class Numbers:
+    """Words of the host that a launch writes, each once, and each at least 0. They are
+    read while the launch goes on."""
+
+    @torch.inference_mode(False)  # later calls use it in any mode
+    def __init__(self, n: int, is_gpu: bool) -> None:
+        self.words = torch.empty(n, dtype=torch.int32, pin_memory=is_gpu)
+        self.address = self.words.data_ptr()
+        self._at = (ctypes.c_int32 * n).from_address(self.address)
+        self.event = torch.cuda.Event() if is_gpu else None
+
+    def clear(self) -> None:
+        ctypes.memset(self.address, 0xFF, 4 * len(self._at))
+
+    def is_used(self) -> bool:
+        """Returns whether the device may still use the words."""
+        return self.event is not None and not self.event.query()
+
+    def read(self) -> list[int]:
+        """Waits until all are there; launches write them also if they fail."""
+        n_polls = 0
+        while min(found := self._at[:]) < 0:
+            n_polls += 1
+            if n_polls % _POLLS_PER_LOOK == 0 and not self.is_used():
+                if min(found := self._at[:]) >= 0:
+                    break
+                raise RuntimeError("max_ep: a launch has ended without its numbers")
+            if n_polls > _POLLS_BEFORE_SLEEP:
+                time.sleep(_SLEEP_S)
+        return found
+
+
+_POLLS_PER_LOOK, _POLLS_BEFORE_SLEEP, _SLEEP_S = 64, 4096, 2e-5
 _NOTHING = nullcontext()
 
 
@@ -156,6 +192,7 @@ class Streams:
         self._caller: Any = None  # whose results are allocated on `comm`
         self._last: tuple[int, Any] = (-1, None)
         self._pinned: dict[Any, list[Pinned]] = {}  # that no read uses
+        self._numbers: dict[int, deque[Numbers]] = {}  # the oldest first
 
     def current(self) -> int:
         """Returns the current stream, as kernels take it; it waits for the one before:
@@ -195,6 +232,23 @@ class Streams:
             return numbers
 
         return read
+
+    def numbers(self, n: int) -> Numbers:
+        """Returns words for a launch to write; call ``launched`` behind it."""
+        made = self._numbers.setdefault(n, deque())
+        if made and not made[0].is_used():
+            numbers = made.popleft()
+        else:
+            numbers = Numbers(n, self.is_gpu)
+        made.append(numbers)  # kept also if its call fails
+        numbers.clear()
+        return numbers
+
+    def launched(self, numbers: Numbers, copy: torch.Tensor) -> None:
+        """Copies, behind the launch, the words to its device."""
+        copy.copy_(numbers.words, non_blocking=True)
+        if numbers.event is not None:
+            numbers.event.record(torch.cuda.current_stream(self.device))
 
     def synchronize(self) -> None:
         if self.is_gpu:

@@ -11,7 +11,6 @@ repeats it, without rows: routing alone decides where rows are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from .channels import Channels
 from .communicator import Communicator
 from .library import Settings, round_up
 from .quantized import Given
+from .streams import Numbers
 from .tables import first_rows, view
 
 _REGIONS_UP_TO = {4: 1 << 27, 2: 1 << 29}
@@ -206,9 +206,10 @@ def dispatch(
     weights: torch.Tensor | None,
     to: Received,
     ids: torch.Tensor | None = None,
+    numbers: Numbers | None = None,
 ) -> None:
     """Dispatches tokens; no weights: 0. ``ids`` are copied to those of the routing;
-    None: they are there."""
+    None: they are there. ``numbers``: plain rows, where the host reads the ends."""
     sent = joined(given.rows, given.words) if given.words is not None else given.rows
     comm, sizes = channel.comm, routing.sizes
     captures = comm.streams.is_capturing()
@@ -238,7 +239,7 @@ def dispatch(
         sizes.n_tokens,
         to.rows.data_ptr(),
         0 if scales is None else scales.data_ptr(),
-        tables + ends,
+        tables + ends if numbers is None else numbers.address,
         0 if is_plain else tables + counts,
         tables + src_info,
         n_rows,
@@ -249,21 +250,18 @@ def dispatch(
         *((0, 0) if scales is None else scales.stride()),
         tables + kept_ids,
     )
+    if numbers is not None:
+        comm.streams.launched(numbers, routing.ends)
 
 
-def begin_count(routing: Routing) -> Callable[[], int]:
-    """Begins to read how many plain rows the last dispatch made; returns what waits
-    for it, and raises if it has failed."""
-    comm = routing.sizes.comm
-    read = comm.streams.to_host(routing.ends, routing.region.failed)
-
-    def wait() -> int:
-        *_, n_rows, failed = read()
-        if failed:
-            comm.check_regions()
-        return n_rows
-
-    return wait
+def n_rows_in(numbers: Numbers, comm: Communicator) -> int:
+    """Waits until it is known how many plain rows come, and returns that; they may be
+    on their way. Raises if there are none because the dispatch has failed."""
+    n_rows = numbers.read()[-1]
+    if n_rows == 0 and numbers.event is not None:
+        numbers.event.synchronize()
+        comm.check_regions()
+    return n_rows
 
 
 def combine(

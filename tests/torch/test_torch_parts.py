@@ -1,41 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of `max_ep.torch` that need no second process: the C ABI, streams, settings."""
+"""Parts of `max_ep.torch` that need no second process: the C ABI, formats, settings."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
 import importlib
 import re
-import struct
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from max_ep.cli import build
 from max_ep.extension import mojo_dir
-from max_ep.torch import (
-    Buffer,
-    ElasticBuffer,
-    EventOverlap,
-    calls,
-    channel,
-    channels,
-    dequantize,
-    library,
-    sums,
-)
+from max_ep.torch import calls, dequantize, library
 from max_ep.torch.joining import checked_device
 from max_ep.torch.normal_layout import in_int32
-from max_ep.torch.streams import Pinned, Streams, When
 from tests.children import ROOT
 from tests.errors import raises, refused
 
@@ -172,131 +154,6 @@ def test_build_refuses_what_no_call_takes(
     assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1
 
 
-class Stream:
-    """A stream that writes down what it waits for."""
-
-    current: Stream
-    log: list[str] = []
-
-    def __init__(self, name: str, number: int, is_captured: bool = False) -> None:
-        self.name, self.cuda_stream, self.is_captured = name, number, is_captured
-
-    def wait_stream(self, other: Stream) -> None:
-        Stream.log.append(f"{self.name} waits for {other.name}")
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Streams of a GPU that is not there."""
-
-    @contextlib.contextmanager
-    def use(stream: Stream) -> Any:
-        before, Stream.current = Stream.current, stream
-        yield
-        Stream.current = before
-
-    raw = "_cuda_getCurrentRawStream"
-    cuda_stream = lambda index: Stream.current.cuda_stream  # noqa: E731
-    monkeypatch.setattr(torch._C, raw, cuda_stream, raising=False)
-    is_captured = lambda: Stream.current.is_captured  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
-    monkeypatch.setattr(torch.cuda, "stream", use)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_captured)
-    made = Streams(torch.device("cpu", 0))
-    made.is_gpu, made.comm = True, Stream("comm", 9)
-    Stream.log, Stream.current = [], Stream("A", 0)
-    return made
-
-
-def test_launches_are_in_one_order(streams: Streams) -> None:
-    """A call on another stream waits for the launches on that of the call before."""
-    a, b = Stream.current, Stream("B", 5)
-    for Stream.current in (a, a, b, b, a):
-        assert streams.current() == Stream.current.cuda_stream
-    assert Stream.log == ["B waits for A", "A waits for B"]
-    # What a graph captures waits for nothing before the capture, nor is it waited for.
-    Stream.log, Stream.current = [], Stream("C", 7, is_captured=True)
-    streams.current()
-    fork = Stream("D", 8, is_captured=True)
-    Stream.current = fork
-    streams.current()
-    Stream.current = a
-    streams.current()
-    assert Stream.log == ["D waits for C"]
-
-
-def test_asynchronous_work_waits(streams: Streams) -> None:
-    """For the caller's stream, where results are allocated, and for the event."""
-    event: Any = EventOverlap()
-    event.current_stream_wait = lambda: Stream.log.append(
-        f"{Stream.current.name} waits for the event"
-    )
-    used: list[Any] = []
-    tensor: Any = SimpleNamespace(record_stream=lambda stream: used.append(stream.name))
-    ran: list[str] = []
-
-    def work() -> None:
-        ran.append(Stream.current.name)
-
-    streams.run(work, [tensor, None], When(None, True))
-    assert Stream.log == ["comm waits for A"]
-    Stream.log = []
-    streams.run(work, [tensor], When(event, True))
-    assert Stream.log == ["comm waits for A", "comm waits for the event"]
-    Stream.log = []
-    there = When(event, True, True)
-    with streams.allocating(there):
-        streams.run(work, [tensor], there)
-    assert Stream.log == ["comm waits for the event"]
-    assert ran == ["comm"] * 3 and used == ["comm", "A"] * 3
-    Stream.log = []
-    streams.run(work, [tensor], When(event))
-    assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
-
-
-def test_reads_of_the_host_share_no_memory(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if a copy begins where numbers lie that nobody has read, or if each takes
-    memory of its own."""
-    made: list[tuple[Any, ...]] = []
-
-    def new_pinned(dtype: torch.dtype, *lengths: int) -> Pinned:
-        made.append(lengths)
-        whole = torch.empty(sum(lengths), dtype=dtype)
-        event: Any = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
-        return Pinned(whole, whole.split(lengths), event)
-
-    monkeypatch.setattr("max_ep.torch.streams.new_pinned", new_pinned)
-    one, other = torch.tensor([1, 2]), torch.tensor([3])
-    reads = [streams.to_host(one, other), streams.to_host(other, one)]
-    reads += [streams.to_host(10 * one, other) for _ in range(2)]
-    found = [[1, 2, 3], [3, 1, 2], [10, 20, 3], [10, 20, 3]]
-    assert [read() for read in reads] == found
-    for n in range(3):
-        assert streams.to_host(n * one, other)() == [n, 2 * n, 3]
-    assert made == [(2, 1), (1, 2), (2, 1), (2, 1)]
-
-
-def test_a_number_of_rows_is_not_used_after_a_failure() -> None:
-    """Fails if only what a launch made is read, and not whether it has failed."""
-
-    def check_regions() -> None:
-        raise RuntimeError("rank 1 did not come")
-
-    cpu = Streams(torch.device("cpu"))
-    comm = SimpleNamespace(streams=cpu, check_regions=check_regions)
-    routing: Any = SimpleNamespace(
-        sizes=SimpleNamespace(comm=comm),
-        ends=torch.tensor([2, 5], dtype=torch.int32),
-        region=SimpleNamespace(failed=torch.zeros(1, dtype=torch.int32)),
-    )
-    assert sums.begin_count(routing)() == 5
-    routing.region.failed[0] = 3
-    with raises(RuntimeError, "rank 1 did not come"):
-        sums.begin_count(routing)()
-
-
 def test_ids_beyond_32_bits_are_no_experts():
     """2**32 + 3 would be 3 if its upper half were cut off."""
     ids = torch.tensor([-1, 3, 2**32 + 3, 2**31, -(2**40)])
@@ -359,16 +216,6 @@ def test_what_test_programs_of_deep_ep_import(monkeypatch: pytest.MonkeyPatch) -
     scores = of.gate.get_unbalanced_scores(4000, 8, 4, 1, 2.0)
     per_rank = torch.bincount(scores.argmax(1) // 2)
     assert 1.7 < per_rank[0] / per_rank[1:].float().mean() < 2.3
-
-
-def test_hook_after_a_wait_runs_once() -> None:
-    """Fails if a later wait calls it again."""
-    calls: list[int] = []
-    event = EventOverlap()
-    event.register_hook_after_wait(lambda: calls.append(1))
-    event.current_stream_wait()
-    event.current_stream_wait()
-    assert calls == [1]
 
 
 def test_memory_is_for_few_numbers_of_tokens() -> None:
@@ -442,141 +289,3 @@ def test_build_refuses_arguments_of_other_calls(
     given = "--torch cpu --ranks 2 --experts 8 --top-k 2 --hidden 256 --tokens 8"
     said = run_cli("build", *given.split(), *arguments.split(), status=1)
     assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1
-
-
-def calls_of(work: Callable[[], None]) -> int:
-    """Counts the functions of Python that are called."""
-    events = []
-    gc.collect()  # so that nothing is collected meanwhile
-    sys.setprofile(lambda _, event, __: events.append(event))
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return events.count("call")
-
-
-@pytest.fixture
-def launches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, Callable[..., int]]]:
-    """A group of this process, and functions that do nothing in the place of the
-    kernels'; a test may replace them before it opens a buffer."""
-    sizes = SimpleNamespace(
-        region_bytes=1 << 20,
-        counters_words=64,
-        failure_word=0,
-        n_failure_words=8,
-        masked_word=16,
-    )
-    functions = {name: lambda *_: 0 for name in library._FUNCTIONS}
-    functions |= dict(open=lambda *_: 1, sizes=sizes)
-    monkeypatch.setattr(channel, "load", lambda _: SimpleNamespace(**functions))
-    monkeypatch.setattr(channels, "build_all", lambda _: None)
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        yield functions
-    finally:
-        dist.destroy_process_group()
-
-
-def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:
-    """Calls of Python are most of what a layer of few tokens costs the host."""
-    buffer = Buffer(dist.group.WORLD, device="cpu")
-    elastic = ElasticBuffer(dist.group.WORLD, None, 0, 1, device="cpu")
-    x, ids = torch.zeros(1, 512).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
-    weights = torch.ones(1, 2)
-
-    def low_latency() -> None:
-        rows, _, handle, *_ = buffer.low_latency_dispatch(x, ids, 1, 8, use_fp8=False)
-        buffer.low_latency_combine(rows, ids, weights, handle)
-
-    def of_elastic(expands: bool) -> None:
-        how = dict(num_experts=8, do_cpu_sync=False, do_expand=expands)
-        rows, *_, handle, _ = elastic.dispatch(x, ids, weights, **how)
-        elastic.combine(rows, handle)
-
-    *_, handle, _ = elastic.dispatch(x, ids, num_experts=8, do_cpu_sync=False)
-
-    def again() -> None:
-        rows, *_ = elastic.dispatch(x, handle=handle)
-        elastic.combine(rows, handle)
-
-    for layer, most in (
-        (low_latency, 31),
-        (lambda: of_elastic(False), 50),
-        (lambda: of_elastic(True), 50),
-        (again, 45),
-    ):
-        layer()  # opens the channel
-        assert 10 < calls_of(layer) <= most
-    # What was checked is known by all that was checked.
-    with raises(ValueError, "x has 2 rows"):
-        elastic.dispatch(torch.zeros(2, 512).bfloat16(), handle=handle)
-    with raises(ValueError, "num_sms=0.0"):
-        elastic.dispatch(x, handle=handle, num_sms=0.0)
-    with raises(ValueError, "x has rows of 8 bytes"):
-        elastic.dispatch(x[:, :4].contiguous(), handle=handle)
-    buffer.destroy()
-    elastic.destroy()
-
-
-def test_rows_go_before_the_host_waits_for_their_number(
-    launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if the GPU has nothing to do while ranks tell each other their counts, if
-    they tell each other what the device knows, or if the host waits for rows where
-    words before them have their number."""
-    done: list[str] = []
-
-    def dispatch(arguments: bytes) -> int:
-        done.append("dispatch")
-        fields = struct.unpack("19q", arguments)
-        numbers = fields[9] or fields[8]  # first row and rows, or where they end
-        words = (0, 2) if fields[9] else (2,)
-        (ctypes.c_int32 * len(words)).from_address(numbers)[:] = words
-        return 0
-
-    launches["dispatch"] = dispatch
-    buffer = Buffer(dist.group.WORLD, device="cpu")
-    elastic = ElasticBuffer(dist.group.WORLD, None, 0, 4, device="cpu")
-    x, ids = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
-    ids[0] = -1
-    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 8)
-
-    def normal() -> Any:
-        layout = per_rank, None, is_in_rank, per_expert
-        return buffer.dispatch(x, None, *layout)
-
-    def plain() -> Any:
-        return elastic.dispatch(x, ids, num_experts=8)
-
-    def normal_with_ids() -> Any:
-        layout = per_rank, None, is_in_rank, per_expert
-        return buffer.dispatch(x, None, *layout, ids, torch.ones(3, 2))
-
-    def noted(of: Any, name: str) -> None:
-        function = getattr(of, name)
-
-        def call(*given: Any) -> Any:
-            done.append(name)
-            return function(*given)
-
-        monkeypatch.setattr(of, name, call)
-
-    for one in (buffer, elastic):
-        noted(one._comm, "exchange")
-        noted(one._comm.streams, "to_host")
-    for call, wanted in (
-        (normal, "exchange to_host dispatch to_host exchange"),
-        (normal_with_ids, "exchange dispatch to_host dispatch"),
-        (plain, "exchange dispatch to_host"),
-    ):
-        call()  # opens the channel
-        done.clear()
-        rows, *_ = call()
-        assert " ".join(done) == wanted
-        assert rows.shape == (2, 512) and not rows.requires_grad
-    buffer.destroy()
-    elastic.destroy()

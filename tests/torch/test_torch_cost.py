@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls from PyTorch cost the host: functions of Python, operations of torch, and
+waits. The kernels do nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from max_ep.torch import Buffer, ElasticBuffer, channel, channels, library
+from tests.errors import raises
+
+
+def calls_of(work: Callable[[], None]) -> int:
+    """Counts the functions of Python that are called."""
+    events = []
+    gc.collect()  # so that nothing is collected meanwhile
+    sys.setprofile(lambda _, event, __: events.append(event))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return events.count("call")
+
+
+@pytest.fixture
+def launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Callable[..., int]]]:
+    """A group of this process, and functions that do nothing in the place of the
+    kernels'; a test may replace them before it opens a buffer."""
+    sizes = SimpleNamespace(
+        region_bytes=1 << 20,
+        counters_words=64,
+        failure_word=0,
+        n_failure_words=8,
+        masked_word=16,
+    )
+    functions = {name: lambda *_: 0 for name in library._FUNCTIONS}
+    functions |= dict(open=lambda *_: 1, sizes=sizes)
+    monkeypatch.setattr(channel, "load", lambda _: SimpleNamespace(**functions))
+    monkeypatch.setattr(channels, "build_all", lambda _: None)
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        yield functions
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:
+    """Calls of Python are most of what a layer of few tokens costs the host."""
+    buffer = Buffer(dist.group.WORLD, device="cpu")
+    elastic = ElasticBuffer(dist.group.WORLD, None, 0, 1, device="cpu")
+    x, ids = torch.zeros(1, 512).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+    weights = torch.ones(1, 2)
+
+    def low_latency() -> None:
+        rows, _, handle, *_ = buffer.low_latency_dispatch(x, ids, 1, 8, use_fp8=False)
+        buffer.low_latency_combine(rows, ids, weights, handle)
+
+    def of_elastic(expands: bool) -> None:
+        how = dict(num_experts=8, do_cpu_sync=False, do_expand=expands)
+        rows, *_, handle, _ = elastic.dispatch(x, ids, weights, **how)
+        elastic.combine(rows, handle)
+
+    *_, handle, _ = elastic.dispatch(x, ids, num_experts=8, do_cpu_sync=False)
+
+    def again() -> None:
+        rows, *_ = elastic.dispatch(x, handle=handle)
+        elastic.combine(rows, handle)
+
+    for layer, most in (
+        (low_latency, 31),
+        (lambda: of_elastic(False), 50),
+        (lambda: of_elastic(True), 50),
+        (again, 45),
+    ):
+        layer()  # opens the channel
+        assert 10 < calls_of(layer) <= most
+    # What was checked is known by all that was checked.
+    with raises(ValueError, "x has 2 rows"):
+        elastic.dispatch(torch.zeros(2, 512).bfloat16(), handle=handle)
+    with raises(ValueError, "num_sms=0.0"):
+        elastic.dispatch(x, handle=handle, num_sms=0.0)
+    with raises(ValueError, "x has rows of 8 bytes"):
+        elastic.dispatch(x[:, :4].contiguous(), handle=handle)
+    buffer.destroy()
+    elastic.destroy()
+
+
+def test_rows_go_before_the_host_waits_for_their_number(
+    launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the GPU has nothing to do while ranks tell each other their counts, if
+    they tell each other what the device knows, or if the host waits for rows where
+    words before them have their number."""
+    done: list[str] = []
+
+    def dispatch(arguments: bytes) -> int:
+        done.append("dispatch")
+        fields = struct.unpack("19q", arguments)
+        numbers = fields[9] or fields[8]  # first row and rows, or where they end
+        words = (0, 2) if fields[9] else (2,)
+        (ctypes.c_int32 * len(words)).from_address(numbers)[:] = words
+        return 0
+
+    launches["dispatch"] = dispatch
+    buffer = Buffer(dist.group.WORLD, device="cpu")
+    elastic = ElasticBuffer(dist.group.WORLD, None, 0, 4, device="cpu")
+    x, ids = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    ids[0] = -1
+    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 8)
+
+    def normal() -> Any:
+        layout = per_rank, None, is_in_rank, per_expert
+        return buffer.dispatch(x, None, *layout)
+
+    def plain() -> Any:
+        return elastic.dispatch(x, ids, num_experts=8)
+
+    def normal_with_ids() -> Any:
+        layout = per_rank, None, is_in_rank, per_expert
+        return buffer.dispatch(x, None, *layout, ids, torch.ones(3, 2))
+
+    def noted(of: Any, name: str) -> None:
+        function = getattr(of, name)
+
+        def call(*given: Any) -> Any:
+            done.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(of, name, call)
+
+    for one in (buffer, elastic):
+        noted(one._comm, "exchange")
+        noted(one._comm.streams, "to_host")
+        noted(one._comm.streams, "numbers")
+    for call, wanted in (
+        (normal, "exchange to_host dispatch to_host exchange"),
+        (normal_with_ids, "exchange dispatch to_host dispatch"),
+        (plain, "exchange numbers dispatch"),
+    ):
+        call()  # opens the channel
+        done.clear()
+        rows, *_ = call()
+        assert " ".join(done) == wanted
+        assert rows.shape == (2, 512) and not rows.requires_grad
+    buffer.destroy()
+    elastic.destroy()

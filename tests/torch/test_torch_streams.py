@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of a rank, and numbers that its host reads, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from max_ep.torch import EventOverlap, sums
+from max_ep.torch.streams import Pinned, Streams, When
+from tests.errors import raises
+
+
+class Stream:
+    """A stream that writes down what it waits for."""
+
+    current: Stream
+    log: list[str] = []
+
+    def __init__(self, name: str, number: int, is_captured: bool = False) -> None:
+        self.name, self.cuda_stream, self.is_captured = name, number, is_captured
+
+    def wait_stream(self, other: Stream) -> None:
+        Stream.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Streams of a GPU that is not there."""
+
+    @contextlib.contextmanager
+    def use(stream: Stream) -> Any:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+    raw = "_cuda_getCurrentRawStream"
+    cuda_stream = lambda index: Stream.current.cuda_stream  # noqa: E731
+    monkeypatch.setattr(torch._C, raw, cuda_stream, raising=False)
+    is_captured = lambda: Stream.current.is_captured  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_captured)
+    made = Streams(torch.device("cpu", 0))
+    made.is_gpu, made.comm = True, Stream("comm", 9)
+    Stream.log, Stream.current = [], Stream("A", 0)
+    return made
+
+
+def test_launches_are_in_one_order(streams: Streams) -> None:
+    """A call on another stream waits for the launches on that of the call before."""
+    a, b = Stream.current, Stream("B", 5)
+    for Stream.current in (a, a, b, b, a):
+        assert streams.current() == Stream.current.cuda_stream
+    assert Stream.log == ["B waits for A", "A waits for B"]
+    # What a graph captures waits for nothing before the capture, nor is it waited for.
+    Stream.log, Stream.current = [], Stream("C", 7, is_captured=True)
+    streams.current()
+    fork = Stream("D", 8, is_captured=True)
+    Stream.current = fork
+    streams.current()
+    Stream.current = a
+    streams.current()
+    assert Stream.log == ["D waits for C"]
+
+
+def test_asynchronous_work_waits(streams: Streams) -> None:
+    """For the caller's stream, where results are allocated, and for the event."""
+    event: Any = EventOverlap()
+    event.current_stream_wait = lambda: Stream.log.append(
+        f"{Stream.current.name} waits for the event"
+    )
+    used: list[Any] = []
+    tensor: Any = SimpleNamespace(record_stream=lambda stream: used.append(stream.name))
+    ran: list[str] = []
+
+    def work() -> None:
+        ran.append(Stream.current.name)
+
+    streams.run(work, [tensor, None], When(None, True))
+    assert Stream.log == ["comm waits for A"]
+    Stream.log = []
+    streams.run(work, [tensor], When(event, True))
+    assert Stream.log == ["comm waits for A", "comm waits for the event"]
+    Stream.log = []
+    there = When(event, True, True)
+    with streams.allocating(there):
+        streams.run(work, [tensor], there)
+    assert Stream.log == ["comm waits for the event"]
+    assert ran == ["comm"] * 3 and used == ["comm", "A"] * 3
+    Stream.log = []
+    streams.run(work, [tensor], When(event))
+    assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
+
+
+def test_reads_of_the_host_share_no_memory(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a copy begins where numbers lie that nobody has read, or if each takes
+    memory of its own."""
+    made: list[tuple[Any, ...]] = []
+
+    def new_pinned(dtype: torch.dtype, *lengths: int) -> Pinned:
+        made.append(lengths)
+        whole = torch.empty(sum(lengths), dtype=dtype)
+        event: Any = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
+        return Pinned(whole, whole.split(lengths), event)
+
+    monkeypatch.setattr("max_ep.torch.streams.new_pinned", new_pinned)
+    one, other = torch.tensor([1, 2]), torch.tensor([3])
+    reads = [streams.to_host(one, other), streams.to_host(other, one)]
+    reads += [streams.to_host(10 * one, other) for _ in range(2)]
+    found = [[1, 2, 3], [3, 1, 2], [10, 20, 3], [10, 20, 3]]
+    assert [read() for read in reads] == found
+    for n in range(3):
+        assert streams.to_host(n * one, other)() == [n, 2 * n, 3]
+    assert made == [(2, 1), (1, 2), (2, 1), (2, 1)]
+
+
+class Event:
+    """What a GPU that is not there has reached."""
+
+    has_come = False
+
+    def query(self) -> bool:
+        return self.has_come
+
+    def synchronize(self) -> None:
+        self.has_come = True
+
+
+def test_the_host_reads_numbers_while_a_launch_goes_on() -> None:
+    """Fails if the host waits for the end of a launch, or takes words that are not all
+    there; or if a launch writes to words that another one, or a copy, still uses."""
+    streams = Streams(torch.device("cpu"))
+    numbers = streams.numbers(2)
+    assert streams.numbers(2) is numbers  # a launch on the CPU has ended
+    numbers.event = event = Event()  # type: ignore[assignment]
+    other = streams.numbers(2)
+    assert other is not numbers
+    numbers.words[1] = 5
+    writes = threading.Timer(0.1, numbers.words.__setitem__, (0, 2))
+    writes.start()
+    assert numbers.read() == [2, 5]
+    assert not event.has_come and not writes.is_alive()
+    copy = torch.zeros(2, dtype=torch.int32)
+    other.words[:] = torch.tensor([3, 4])
+    streams.launched(other, copy)
+    assert copy.tolist() == other.read() == [3, 4]
+    event.has_come = True
+    assert streams.numbers(2) is numbers and numbers.words.tolist() == [-1, -1]
+    with raises(RuntimeError, "a launch has ended without its numbers"):
+        numbers.read()
+
+
+def test_a_number_of_rows_is_not_used_after_a_failure() -> None:
+    """Fails if only what a launch made is read, and not whether it has failed: it makes
+    no rows then."""
+
+    def check_regions() -> None:
+        assert event.has_come
+        raise RuntimeError("rank 1 did not come")
+
+    comm: Any = SimpleNamespace(check_regions=check_regions)
+    numbers = Streams(torch.device("cpu")).numbers(2)
+    numbers.event = event = Event()  # type: ignore[assignment]
+    numbers.words[:] = torch.tensor([2, 5])
+    assert sums.n_rows_in(numbers, comm) == 5 and not event.has_come
+    numbers.words.zero_()
+    with raises(RuntimeError, "rank 1 did not come"):
+        sums.n_rows_in(numbers, comm)
+
+
+def test_hook_after_a_wait_runs_once() -> None:
+    """Fails if a later wait calls it again."""
+    calls: list[int] = []
+    event = EventOverlap()
+    event.register_hook_after_wait(lambda: calls.append(1))
+    event.current_stream_wait()
+    event.current_stream_wait()
+    assert calls == [1]
