@@ -116,6 +116,7 @@ class Communicator:
         ranks = group and tuple(dist.get_process_group_ranks(group))
         self.group_and_device = (ranks or object(), device)
         self.streams = Streams(device)
+        self._make_constants()
         self.masks = Masks(self) if masks else None
         self.target, self.shares_gpu = "cpu", shares_gpu
         self.most_sms = FEWEST_SMS
@@ -130,6 +131,16 @@ class Communicator:
         """What all calls have alike (``calls.py``)."""
         board.exchange("Buffer()")
         _ALIVE.add(self)
+
+    @torch.inference_mode(False)  # calls read them in any mode
+    def _make_constants(self) -> None:
+        """Makes what kernels of torch read, before any stream needs it."""
+        words = dict(dtype=torch.int32, device=self.device)
+        self.rank_numbers = torch.arange(self.n_ranks, **words)
+        self.one = torch.ones(1, **words)
+        self.none = torch.full((), -1, **words)
+        self.zero = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.streams.synchronize()
 
     def raise_failure(self) -> None:
         """Raises what has failed, until :meth:`reset`."""

@@ -8,7 +8,6 @@ already, in the rank of the experts first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +118,7 @@ class Elastic:
                     wait_for(when[3])
                     found = count(sizes, topk_idx, call)
                     n_rows = found[1]
-                sizes = replace(sizes, n_rows=n_rows)
+                sizes = sizes.with_rows(n_rows)
             routing = Routing(sizes, topk_idx)
             handle = EPHandle(routing, form.num_sms or comm.most_sms)
             handle.is_synced = is_synced

@@ -10,7 +10,7 @@ from .calls import PLAIN
 from .communicator import refuse
 from .elastic_handle import EPHandle
 from .library import round_up
-from .normal_layout import bytes_of_row, here
+from .normal_layout import bytes_of_row, exchange_counts, here
 from .quantized import Given
 from .sums import Received, Sizes
 
@@ -43,18 +43,17 @@ def count(sizes: Sizes, ids: torch.Tensor, call: str) -> tuple[int, int, list[in
     rows, and those of each local expert, rounded up."""
     comm, n_experts, n_local = sizes.comm, sizes.n_experts, sizes.n_local
     rank, n_ranks = comm.rank, comm.n_ranks
-    # The first and the last place take the choices of no expert.
-    places = ids.clamp(-1, n_experts) + 1
-    ranks = torch.div(places + n_local - 1, n_local, rounding_mode="floor")
-    per_expert = ids.new_zeros(n_experts + 2)
-    ones = per_expert.new_ones(1).expand(ids.numel())
-    per_expert.scatter_add_(0, places.flatten(), ones)
-    goes = ids.new_zeros((len(ids), n_ranks + 2)).scatter_(1, ranks, 1)
-    read = comm.streams.to_host(goes.sum(0)[1:-1], per_expert[1:-1])
-    notes = comm.exchange(call, read())
-    counts = here(notes, n_ranks + rank * n_local, n_local)
-    aligned = [round_up(n, sizes.alignment) for n in counts]
-    n_tokens = sum(note[rank] for note in notes)
+    # Tokens for each rank; then choices of no expert, of each, and beyond the last.
+    counts = ids.new_zeros(n_ranks + n_experts + 2, dtype=torch.int32)
+    ranks = torch.div(ids, n_local, rounding_mode="floor").unsqueeze(2)
+    goes = (ranks == comm.rank_numbers).any(1)
+    torch.sum(goes, 0, dtype=torch.int32, out=counts[:n_ranks])
+    places = ids.clamp(-1, n_experts).flatten() + (n_ranks + 1)
+    counts.scatter_add_(0, places, comm.one.expand(len(places)))
+    all_counts = exchange_counts(comm, call, comm.streams.to_host(counts)())
+    found = here(all_counts, n_ranks + 1 + rank * n_local, n_local)
+    aligned = [round_up(n, sizes.alignment) for n in found]
+    (n_tokens,) = here(all_counts, rank, 1)
     return n_tokens, n_tokens if sizes.is_plain else sum(aligned), aligned
 
 

@@ -33,6 +33,7 @@ from .normal_layout import (
     check_ids,
     check_layout,
     count_ids,
+    exchange_counts,
     here,
     in_int32,
 )
@@ -52,18 +53,6 @@ class Normal:
         self._channels = channels
         self._n_bytes = num_nvl_bytes
         self._found: dict[tuple[Any, ...], list[Channel]] = {}
-        self._make_constants()
-
-    @torch.inference_mode(False)  # calls read them in any mode
-    def _make_constants(self) -> None:
-        """Makes what kernels of torch read, before any stream needs it."""
-        comm = self.comm
-        words = dict(dtype=torch.int32, device=comm.device)
-        self._ranks = torch.arange(comm.n_ranks, **words)
-        self._one = torch.ones(1, **words)
-        self._none = torch.full((), -1, **words)
-        self._zero = torch.zeros((), dtype=torch.float32, device=comm.device)
-        comm.streams.synchronize()
 
     def forget(self) -> None:
         """Forgets channels, which a reset may close."""
@@ -89,9 +78,9 @@ class Normal:
 
         def work() -> None:
             ranks = torch.div(topk_idx, n_local, rounding_mode="floor")
-            torch.any(ranks.unsqueeze(2) == self._ranks, 1, out=in_rank)
+            torch.any(ranks.unsqueeze(2) == comm.rank_numbers, 1, out=in_rank)
             torch.sum(in_rank, 0, dtype=torch.int32, out=per_rank)
-            ones = self._one.expand(topk_idx.numel())
+            ones = comm.one.expand(topk_idx.numel())
             counts.zero_().scatter_add_(0, topk_idx.flatten() + _FIRST, ones)
 
         tensors = (topk_idx, per_rank, counts, in_rank)
@@ -189,7 +178,7 @@ class Normal:
                 is_elsewhere = owners != comm.rank
                 torch.sub(of_ids, comm.rank * n_local, out=recv_ids)
                 recv_ids.masked_fill_(is_elsewhere, -1)
-                torch.where(is_elsewhere, self._zero, of_weights, out=recv_weights)
+                torch.where(is_elsewhere, comm.zero, of_weights, out=recv_weights)
 
         def work() -> None:
             if has_extras:
@@ -199,7 +188,7 @@ class Normal:
             if is_synced:
                 found = [handle.ranges[-1], channels[-1].regions[0].failed]
                 if topk_idx is not None:
-                    found.append(count_ids(recv_ids, n_local, self._one))
+                    found.append(count_ids(recv_ids, n_local, comm.one))
                 reads.append(comm.streams.to_host(*found))
             if has_extras:
                 self._dispatch_through(handle, channels[0], *at)
@@ -210,8 +199,8 @@ class Normal:
         if is_synced:
             if topk_idx is None:  # while rows are on their way
                 n_local = n_experts // comm.n_ranks
-                notes = comm.exchange(what, reads[0]())
-                counts = here(notes, comm.rank * n_local, n_local)
+                all_counts = exchange_counts(comm, what, reads[0]())
+                counts = here(all_counts, comm.rank * n_local, n_local)
             first, n, failed, *found = reads[-1]()
             if failed:
                 comm.check_regions()
@@ -364,7 +353,9 @@ class Normal:
         """Dispatches what is at an address through a channel, to where the handle
         says."""
         if not handle.has_ids:
-            torch.where(handle.mask, self._ranks, self._none, out=handle.ids)
+            torch.where(
+                handle.mask, self.comm.rank_numbers, self.comm.none, out=handle.ids
+            )
             handle.has_ids = True
         ids, src_info, ranges, unread, _ = handle.at
         tables = handle.tables.data_ptr()

@@ -10,8 +10,8 @@ repeats it, without rows: routing alone decides where rows are.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,25 +50,38 @@ class Sizes:
     """Whether a launch copies ``topk_idx`` into the tables."""
 
     def __post_init__(self) -> None:
+        self.is_plain = self.rows == PLAIN
+        self.n_local = self.n_experts // self.comm.n_ranks
+        self.of_kernels = self.rows, self.n_experts, self.top_k, self.alignment
+        self.of_kernels += self.n_tokens, self.cap
+        self._lay_out()
+
+    def _lay_out(self) -> None:
         """Lays out the tables: int32 words of each, and the byte at which each begins,
         at whole 16; last the end."""
-        self.is_plain = self.rows == PLAIN
-        n_ranks, n_local = self.comm.n_ranks, self.n_experts // self.comm.n_ranks
-        self.n_local = n_local
+        n_ranks, n_local = self.comm.n_ranks, self.n_local
         if self.is_plain:
             words = n_ranks, 0, self.n_rows * self.top_k
         else:
             words = n_local, n_local * (1 + n_ranks), 0
         n_copied = self.n_tokens * self.top_k if self.copies_ids else 0
         self.words_of = *words, 2 * max(1, self.n_rows), 2 * n_copied
-        steps = [round_up(4 * n, 16) for n in self.words_of]
-        self.at = tuple(itertools.accumulate(steps, initial=0))
-        self.of_kernels = self.rows, self.n_experts, self.top_k, self.alignment
-        self.of_kernels += self.n_tokens, self.cap
+        end, at = 0, [0]
+        for n in self.words_of:
+            end += -(-n // 4) * 16
+            at.append(end)
+        self.at = tuple(at)
+
+    def with_rows(self, n_rows: int) -> Sizes:
+        """Returns those of so many rows."""
+        sizes = copy.copy(self)
+        sizes.n_rows = n_rows
+        sizes._lay_out()
+        return sizes
 
     def with_fewer(self, n_rows: int) -> Sizes:
         """Returns those of fewer rows in the same tables."""
-        fewer = replace(self, n_rows=n_rows)
+        fewer = self.with_rows(n_rows)
         fewer.at = self.at
         return fewer
 

@@ -17,8 +17,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from max_ep.torch import Buffer, ElasticBuffer, channel, channels, library
+from max_ep.torch import (
+    Buffer,
+    ElasticBuffer,
+    channel,
+    channels,
+    elastic,
+    library,
+    normal,
+    normal_layout,
+)
 from tests.errors import raises
 
 
@@ -100,6 +110,79 @@ def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:
     elastic.destroy()
 
 
+class Kernels(TorchDispatchMode):
+    """Counts the operations of torch that a GPU would have a kernel or a copy for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), options: Any = None
+    ) -> Any:
+        name = str(operation)
+        if not operation.is_view and "empty" not in name:
+            self.names.append(name)
+        return operation(*args, **options or {})
+
+
+def test_a_layer_makes_few_operations_of_torch(
+    launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs the host as much as a launch of ours. CPU has no copies of numbers to
+    the host, so they are left out; so are checks of ids, which GPUs do not make."""
+    for module in (elastic, normal, normal_layout):
+        monkeypatch.setattr(module, "check_ids", lambda *_: None)
+    launches["dispatch"] = lambda arguments: write_ends(arguments, 3)
+    buffer = Buffer(dist.group.WORLD, device="cpu")
+    of_v2 = ElasticBuffer(dist.group.WORLD, None, 0, 4, device="cpu")
+    x, ids = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    weights = torch.ones(3, 2)
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, 8)
+    layout = per_rank, None, mask, per_expert
+
+    def of_normal(with_ids: bool, **how: Any) -> None:
+        sent = (ids, weights) if with_ids else ()
+        rows, *_, handle, _ = buffer.dispatch(x, None, *layout, *sent, **how)
+        buffer.combine(rows, handle)
+
+    def of_elastic(**how: Any) -> None:
+        rows, *_, handle, _ = of_v2.dispatch(x, ids, weights, num_experts=8, **how)
+        of_v2.combine(rows, handle)
+
+    *_, handle, _ = buffer.dispatch(x, None, *layout, num_worst_tokens=3)
+    *_, of_rows, _ = of_v2.dispatch(x, ids, num_experts=8, do_cpu_sync=False)
+    worst, no_wait = dict(num_worst_tokens=3), dict(do_cpu_sync=False)
+    for name, most, call in (
+        ("layout", 7, lambda: buffer.get_dispatch_layout(ids, 8)),
+        ("normal, worst", 10, lambda: of_normal(True, **worst)),
+        ("normal", 14, lambda: of_normal(True)),
+        ("normal, no ids, worst", 1, lambda: of_normal(False, **worst)),
+        ("normal, no ids", 1, lambda: of_normal(False)),
+        ("normal, a handle", 0, lambda: buffer.dispatch(x, handle=handle)),
+        ("plain", 0, lambda: of_elastic(**no_wait)),
+        ("plain, waits", 1, lambda: of_elastic()),
+        ("plain, a handle", 0, lambda: of_v2.dispatch(x, handle=of_rows)),
+        ("expanded", 0, lambda: of_elastic(do_expand=True, **no_wait)),
+        ("expanded, waits", 8, lambda: of_elastic(do_expand=True)),
+    ):
+        call()  # opens the channel
+        with Kernels() as kernels:
+            call()
+        assert len(kernels.names) <= most, f"{name}: {kernels.names}"
+    buffer.destroy()
+    of_v2.destroy()
+
+
+def write_ends(arguments: bytes, n_rows: int) -> int:
+    """Does what a dispatch does of one rank, whose rows are so many."""
+    fields = struct.unpack("19q", arguments)
+    numbers = fields[9] or fields[8]  # first row and rows, or where they end
+    words = (0, n_rows) if fields[9] else (n_rows,)
+    (ctypes.c_int32 * len(words)).from_address(numbers)[:] = words
+    return 0
+
+
 def test_rows_go_before_the_host_waits_for_their_number(
     launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,11 +193,7 @@ def test_rows_go_before_the_host_waits_for_their_number(
 
     def dispatch(arguments: bytes) -> int:
         done.append("dispatch")
-        fields = struct.unpack("19q", arguments)
-        numbers = fields[9] or fields[8]  # first row and rows, or where they end
-        words = (0, 2) if fields[9] else (2,)
-        (ctypes.c_int32 * len(words)).from_address(numbers)[:] = words
-        return 0
+        return write_ends(arguments, 2)
 
     launches["dispatch"] = dispatch
     buffer = Buffer(dist.group.WORLD, device="cpu")
