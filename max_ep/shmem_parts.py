@@ -43,9 +43,10 @@ def bitcode_path() -> Path | None:
     return next(filter(None, found), None)
 
 
-def versions() -> str:
-    """Says which NVSHMEM the device functions and the host library are of."""
-    path, host = bitcode_path(), host_library()
+def versions(by_store: bool) -> str:
+    """Says which NVSHMEM the device functions and the host library are of, for
+    processes that meet in a store, or through MPI."""
+    path, host = bitcode_path(), wheel_library() if by_store else host_library()
     assert path is not None and host is not None
     device = metadata.version(BITCODE_PACKAGE)
     return (

@@ -73,15 +73,16 @@ def run_doctor(_: Any = None) -> int:
     say("gpu", True, f"{n_gpus}, one rank each with target='gpu'" if n_gpus else "none")
     if n_gpus > 1:
         say("peer access", *_peer_access(n_gpus), is_needed=False)
-    missing = missing_parts()
-    if not missing:
-        text = f"GPU ranks of several hosts can join: {versions()}"
-    else:
-        text = (
-            f"only GPU ranks of several hosts need it: lacks {', '.join(missing)} "
-            f"({install.SHMEM})"
-        )
-    say("shmem", not missing, text, is_needed=False)
+    for by_store, how in ((True, "from PyTorch, or MAX_EP_STORE"), (False, "by MPI")):
+        missing = missing_parts(by_store)
+        if not missing:
+            text = f"GPU ranks of several hosts can join {how}: {versions(by_store)}"
+        else:
+            text = (
+                f"only GPU ranks of several hosts need it, that join {how}: lacks "
+                f"{', '.join(missing)} ({install.SHMEM})"
+            )
+        say("shmem", not missing, text, is_needed=False)
     missing = _missing_of_serve() if can_run else ["max"]
     text = "`max serve` can run"
     if missing:

@@ -388,10 +388,10 @@ class ShmemMemory:
         allocate = [partial(shmem.nvshmem_malloc, region_bytes)] * n_local
         what = "allocating symmetric memory"
         self._addresses = process.run(start_timeout_s, what, *allocate)
-        if not all(self._addresses):
-            raise no_memory(f"{region_bytes} bytes of each rank", "SHMEM has less")
         process.n_allocated += 1
         self._number = process.n_allocated
+        if not all(self._addresses):
+            raise no_memory(f"{region_bytes} bytes of each rank", "SHMEM has less")
         self._first_rank = node_id * n_local
         self._n_ranks = n_nodes * n_local
 

@@ -100,13 +100,15 @@ def test_files_of_other_versions(monkeypatch, tmp_path):
 
 
 def test_doctor_names_the_versions(monkeypatch, run_cli):
-    monkeypatch.setattr("max_ep.cli.doctor.missing_parts", list)
+    monkeypatch.setattr("max_ep.cli.doctor.missing_parts", lambda _: [])
     said = " ".join(run_cli("doctor").split())
     installed = metadata.version(shmem_parts.BITCODE_PACKAGE)
-    assert (
-        f"can join: device functions of NVSHMEM {installed} (libnvshmem_device.bc), "
-        "host library 3.7.0" in said
-    )
+    device = f"device functions of NVSHMEM {installed} (libnvshmem_device.bc)"
+    for how, host in (
+        ("from PyTorch, or MAX_EP_STORE", installed),
+        ("by MPI", "3.7.0"),
+    ):
+        assert f"can join {how}: {device}, host library {host}" in said
 
 
 def test_one_host_needs_no_shmem(monkeypatch: pytest.MonkeyPatch) -> None:

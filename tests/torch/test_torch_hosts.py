@@ -71,10 +71,16 @@ def gpu_store(store: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return store
 
 
-@pytest.mark.gpu(2)
-def test_calls_over_gpus_of_two_hosts(gpu_store: str) -> None:
-    """Low-latency calls, each after a reset; the memory of closed buffers is freed."""
-    launch(torch_hosts.member, 2, (2, gpu_store), timeout_s=600)
+@pytest.mark.parametrize(
+    "per_host", [pytest.param(n, marks=pytest.mark.gpu(2 * n)) for n in (1, 2)]
+)
+def test_calls_over_gpus_of_two_hosts(
+    per_host: int, gpu_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Low-latency calls, each after a reset. Two ranks of a host map each other."""
+    monkeypatch.setenv(LINK_VARIABLE, f"{per_host}:0")
+    n = 2 * per_host
+    launch(torch_hosts.member, n, (n, gpu_store), timeout_s=600)
 
 
 @pytest.mark.gpu(2)
