@@ -44,12 +44,15 @@ def words_of_row(n_scales: int, top_k: int) -> int:
     return max(_WORDS, round_up(n_scales + 2 * top_k, _WORDS))
 
 
-def first_tokens(target: str, ranks: int, hidden: int, num_nvl_bytes: int) -> int:
+def first_tokens(
+    target: str, ranks: int, hosts: int, hidden: int, num_nvl_bytes: int
+) -> int:
     """Returns for how many tokens of a rank the normal calls have memory at first: as
-    many bfloat16 rows out and back as fit into it."""
+    many bfloat16 rows out and back as fit into it, and those staged for other hosts."""
     usual = _CPU_BYTES if target == "cpu" else _GPU_BYTES
     budget = (target != "cpu" and num_nvl_bytes) or usual
-    fits = max(1, budget // (2 * ranks * 2 * hidden))
+    times = 2 + (ranks if hosts > 1 else 0)
+    fits = max(1, budget // (times * ranks * 2 * hidden))
     return min(_STEP, 1 << (fits.bit_length() - 1))
 
 
@@ -186,8 +189,9 @@ class NormalCall(Call):
     def libraries(self) -> list[Settings]:
         """Returns them for all numbers of tokens that memory is made for: the first,
         and its doubles up to that of the largest call."""
-        of_group = self.target, self.ranks, self.hidden, self.num_nvl_bytes
-        n, wanted = first_tokens(*of_group), []
+        of_group = self.target, self.ranks, self.hosts
+        n = first_tokens(*of_group, self.hidden, self.num_nvl_bytes)
+        wanted: list[Settings] = []
         while True:
             of_n = replace(self, tokens=n)
             wanted += [of_n.rows(), of_n.words(), of_n.weights()]

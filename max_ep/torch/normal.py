@@ -294,8 +294,8 @@ class Normal:
     def _capacity(self, n_tokens: int, hidden: int) -> int:
         """Returns how many tokens of a rank channels hold, the same on all ranks; never
         less than before."""
-        of_group = self.comm.target, self.comm.n_ranks, hidden, self._n_bytes
-        start = self._channels.cap or first_tokens(*of_group)
+        given = dict(self.comm.for_calls, hidden=hidden, num_nvl_bytes=self._n_bytes)
+        start = self._channels.cap or first_tokens(**given)
         return max(start, power_of_two(n_tokens))
 
     def _opened(

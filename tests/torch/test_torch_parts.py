@@ -222,6 +222,9 @@ def test_memory_is_for_few_numbers_of_tokens() -> None:
     """So that few kernels are built, and never for fewer tokens than are asked for."""
     found = [calls.memory_for(n) for n in (0, 1, 2, 100, 4096, 4097, 65535)]
     assert found == [1, 1, 2, 128, 4096, 8192, 65535]
+    # Normal calls hold rows out and back; over hosts one of each rank is staged, too.
+    of_hosts = [calls.first_tokens("sm_90a", 16, n, 1024, 1 << 30) for n in (1, 2)]
+    assert of_hosts == [4096, 1024]
 
 
 SIZES = dict(target="cpu", ranks=4, experts=8, top_k=3, hidden=512, tokens=100)
