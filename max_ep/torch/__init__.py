@@ -12,12 +12,9 @@ except ImportError as error:
     ) from None
 
 from .api import Buffer
-from .elastic_api import (
-    ElasticBuffer,
-    get_logical_domain_size,
-    get_physical_domain_size,
-)
+from .elastic_api import ElasticBuffer
 from .elastic_handle import EPHandle
+from .elastic_layout import get_logical_domain_size, get_physical_domain_size
 from .quantized import dequantize, quantize
 from .streams import Config, EventHandle, EventOverlap
 

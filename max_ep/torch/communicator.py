@@ -126,8 +126,8 @@ class Communicator:
             # Kernels use what only this architecture has.
             self.target = f"sm_{about.major}{about.minor}a"
             self.most_sms = about.multi_processor_count
-        n_hosts = self.n_ranks // hosts.ranks_per_host if hosts else 1
-        self.for_calls = dict(target=self.target, ranks=self.n_ranks, hosts=n_hosts)
+        self.n_hosts = n = self.n_ranks // hosts.ranks_per_host if hosts else 1
+        self.for_calls = dict(target=self.target, ranks=self.n_ranks, hosts=n)
         """What all calls have alike (``calls.py``)."""
         board.exchange("Buffer()")
         _ALIVE.add(self)

@@ -15,7 +15,6 @@ from .elastic_handle import EPHandle
 from .elastic_layout import (
     MOST,
     get_logical_domain_size,
-    get_physical_domain_size,
     n_bytes,
 )
 from .joining import check_group
@@ -264,7 +263,8 @@ class ElasticBuffer(Member):
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Returns hosts, and ranks of each."""
-        return get_physical_domain_size(self.group)
+        n_hosts = self._comm.n_hosts
+        return n_hosts, self.num_ranks // n_hosts
 
     def get_logical_domain_size(self) -> tuple[int, int]:
         """Returns groups that reach each other through a network, and their ranks."""

@@ -108,7 +108,7 @@ def zeroed(to: Received) -> Received:
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Returns hosts, and ranks of each: all ranks are on one."""
+    """Returns hosts and ranks of each, as if all were on one; a buffer knows better."""
     return 1, dist.get_world_size(group)
 
 

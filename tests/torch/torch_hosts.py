@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes of `test_torch_hosts.py` do: CPU ranks of several hosts."""
+"""What processes of `test_torch_hosts.py` do: ranks of two hosts."""
 
 import functools
 import os
@@ -7,7 +7,10 @@ import random
 import signal
 import threading
 
+import torch.distributed as dist
+
 from max_ep.memory import wires
+from max_ep.torch import ElasticBuffer
 from tests.torch import torch_member
 from tests.torch.torch_member import check_low_latency, low_latency, open_buffer
 
@@ -22,6 +25,9 @@ def calls(timeout_s: float) -> None:
         buffer.reset()
     low_latency(buffer, ["bf16"])
     buffer.destroy()
+    elastic = ElasticBuffer(dist.group.WORLD, timeout_s=timeout_s)
+    assert elastic.get_physical_domain_size() == (2, elastic.num_ranks // 2)
+    elastic.destroy()
 
 
 def member(rank: int, n_ranks: int, store: str, fault: str = "") -> None:
