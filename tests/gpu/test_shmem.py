@@ -200,6 +200,27 @@ def test_memory_is_freed_when_all_have_closed_it(monkeypatch: pytest.MonkeyPatch
         assert [*pool.map(live, range(2))] == [[1, 3], [1, 3]]
 
 
+def test_a_process_joins_one_group(monkeypatch: pytest.MonkeyPatch):
+    """Later buffers are over the same processes. Fails if a number of ranks that is the
+    same is enough."""
+    stored: dict[str, bytes] = {}
+    store = SimpleNamespace(set=stored.__setitem__, get=stored.get)
+    names = {0: "first", 1: "first"}
+
+    def joined(group: shmem.StoreGroup, *_: object) -> SimpleNamespace:
+        libraries = SimpleNamespace(name=names[group.rank], rank=group.rank, size=2)
+        return SimpleNamespace(libraries=libraries)
+
+    monkeypatch.setattr(shmem, "_joined", joined)
+    groups = [shmem.StoreGroup(store, rank, 2, 10.0) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(shmem.join, groups)] == [None, None]
+        names[1] = "second"
+        for failed in [pool.submit(shmem.join, group) for group in groups]:
+            with pytest.raises(ValueError, match="rank . of 2, with other processes"):
+                failed.result()
+
+
 def test_a_loaded_library_of_another_version_is_refused(monkeypatch, tmp_path):
     """torch may have loaded one: of the same version that one is used."""
     maps, own = tmp_path / "maps", shmem_parts.wheel_library()
