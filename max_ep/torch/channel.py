@@ -28,7 +28,8 @@ SEND, RECEIVE, BOTH = 1, 2, 3
 """Which parts of dispatch or combine a call does; see ``max_ep_c/api.mojo``."""
 
 _DISPATCH, _COMBINE = struct.Struct("19q"), struct.Struct("12q")
-_NONE = (0,) * 16
+_N_DISPATCH = 16
+_NONE = (0,) * _N_DISPATCH
 
 
 class Region:
@@ -83,7 +84,8 @@ class Region:
     def dispatch(self, form: int, *arguments: int) -> None:
         """Launches on the current stream, with the fields of ``DispatchArguments``
         behind ``form``; 0 for the last ones that are not given."""
-        arguments += _NONE[len(arguments) :]
+        if len(arguments) != _N_DISPATCH:
+            arguments += _NONE[len(arguments) :]
         self._launch(self.library.dispatch, _DISPATCH.pack, form, arguments)
 
     def combine(self, form: int, *arguments: int) -> None:

@@ -161,13 +161,15 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> tuple[int
 
 def check_ids(comm: Communicator, topk_idx: torch.Tensor, n_experts: int) -> None:
     """Refuses ids of no expert; on GPUs the host does not look at them."""
-    if comm.is_gpu:
+    if comm.is_gpu or topk_idx.numel() == 0:
+        return
+    least, most = topk_idx.aminmax()
+    if least.item() >= -1 and most.item() < n_experts:
         return
     wrong = ((topk_idx < -1) | (topk_idx >= n_experts)).nonzero()
-    if len(wrong):
-        token, k = wrong[0].tolist()
-        what = f"has {topk_idx[token, k]} for token {token}, k {k}"
-        refuse("topk_idx", f"{what}; ids must be in [-1, {n_experts})")
+    token, k = wrong[0].tolist()
+    what = f"has {topk_idx[token, k]} for token {token}, k {k}"
+    refuse("topk_idx", f"{what}; ids must be in [-1, {n_experts})")
 
 
 def in_int32(ids: torch.Tensor, out: torch.Tensor) -> None:
