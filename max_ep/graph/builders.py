@@ -197,6 +197,8 @@ def call_distributed_ep_dispatch(
     optional = input_scales or none, router_weights or none
     given = zip(input_tokens, topk_ids, atomic_counters, *optional)
     if not config.runs_ranks_in_turn:
+        lists = input_tokens, topk_ids, router_weights
+        ops.start_together(config, atomic_counters, *lists)
         return [
             call_ep_dispatch(tokens, ids, counter, *where, *more)
             for tokens, ids, counter, *more in given
@@ -345,6 +347,8 @@ def call_distributed_ep_combine(
     of_sums = num_tokens_per_device, weights
     given = list(zip(input_tokens, src_info, atomic_counters, *of_sums))
     if not config.runs_ranks_in_turn:
+        lists = input_tokens, router_weights
+        ops.start_together(config, atomic_counters, *lists)
         return [
             call_ep_combine(rows, source, counter, *where, *more)
             for rows, source, counter, *more in given

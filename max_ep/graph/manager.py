@@ -17,7 +17,7 @@ from ..formats import PLAIN_DTYPES
 from . import builders
 from .buffers import COMBINE, DISPATCH, GraphBuffers
 from .checks import OpOrder, check_all_ranks, check_value
-from .ops import Tokens, call_op, check_buffers, n_tokens_of
+from .ops import Tokens, call_op, check_buffers, n_tokens_of, start_together
 from .routing import balance_ids, own_ids
 
 
@@ -142,6 +142,9 @@ class EPBatchManager(GraphBuffers):
         more = input_scales or none, router_weights or none
         given = list(zip(input_tokens, topk_ids, device_ids, *more))
         if not self.config.runs_ranks_in_turn:
+            counters = list(map(self._counter, device_ids))
+            lists = input_tokens, topk_ids, router_weights
+            start_together(self.config, counters, *lists)
             return [self.ep_dispatch(*of_rank) for of_rank in given]
         for of_rank in given:
             self.ep_dispatch_async(*of_rank)
@@ -284,6 +287,8 @@ class EPBatchManager(GraphBuffers):
         check_all_ranks(self.config, device_ids, **lists)
         weights = router_weights or [None] * len(device_ids)
         if not self.config.runs_ranks_in_turn:
+            counters = list(map(self._counter, device_ids))
+            start_together(self.config, counters, input_tokens, router_weights)
             return [*map(self.ep_combine, input_tokens, weights, device_ids)]
         for rows, device_id in zip(input_tokens, device_ids):
             self.ep_combine_async(rows, device_id)

@@ -35,6 +35,10 @@ _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
 )
 
 
+_N_AWAITED = 4
+"""As many values does the op ``ready`` take: values and scales, ids, weights."""
+
+
 def order_buffer(device: DeviceRef) -> BufferValue:
     """Returns the buffer that all EP ops of this graph on a device share: MAX runs
     in-place ops on one buffer in the order in which they were built."""
@@ -42,6 +46,42 @@ def order_buffer(device: DeviceRef) -> BufferValue:
     if device not in of_graph:
         of_graph[device] = ops.buffer_create(BufferType(DType.int32, [1], device))
     return of_graph[device]
+
+
+def start_together(
+    config: EPConfig,
+    counters: Sequence[BufferValue],
+    *values: Sequence[Tokens] | None,
+) -> None:
+    """Has the launches of several GPUs that are added next begin together: the host
+    launches none before the values of all ranks are there. ``values`` are lists of one
+    a rank.
+
+    CUDA loads a kernel only once the GPU has nothing to do, and MAX launches all GPUs
+    from one thread. If a rank waited on its GPU for one whose launch is not enqueued,
+    the next kernel that the thread loads there would block it until the time-out.
+    """
+    devices = list(dict.fromkeys(counter.device for counter in counters))
+    if len(devices) < 2 or config.use_allreduce:
+        return
+    for given in zip(*filter(None, values)):
+        pairs = (x if isinstance(x, (tuple, list)) else [x] for x in given)
+        there = [x for pair in pairs for x in pair if isinstance(x, TensorValue)]
+        if there:  # what is wrong with the values, the launch's own checks say
+            _when_ready(devices, there)
+
+
+def _when_ready(devices: Sequence[DeviceRef], values: list[TensorValue]) -> None:
+    """Has EP ops that are added next on these devices launched once the values are
+    there, and all EP ops that were added before are launched."""
+    values += values[:1] * (_N_AWAITED - len(values))
+    given = [*map(order_buffer, devices), *values[:_N_AWAITED]]
+    chains, host = Graph.current.device_chains, DeviceRef.CPU()
+    chains.merge_for(devices)
+    # An op of a GPU would become one with the launch behind it.
+    add_op("ready", host, given, [])
+    for device in devices:
+        chains[device] = chains[host]
 
 
 def call_op(
@@ -62,6 +102,10 @@ def call_op(
         parameters["partial_dtype"] = config.combine_wire_dtype
     device = counter.device
     values = [counter, order_buffer(device), *values]
+    if name == "watch" or str(parameters.get("op")).endswith("_wait"):
+        others = list(_order_buffers[Graph.current])
+        if len(others) > 1:  # the launches that it waits for are in their queues then
+            _when_ready(others, [placeholder(DeviceRef.CPU(), 1, 1)])
     parameters["config"] = " ".join(words)
     shmem = config.uses_shmem
     return add_op(name, device, values, out_types, with_shmem=shmem, **parameters)

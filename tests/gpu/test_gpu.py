@@ -14,18 +14,24 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from max.driver import Buffer
+from max.dtype import DType
+from max.graph import DeviceRef, TensorType
 
-from max_ep import EPCommInitializer
+from max_ep import EPBatchManager, EPCommInitializer
 from max_ep.cli.who import groups_of
 from tests.errors import raises
 from tests.harness import (
     Groups,
+    all_round_trip,
     assert_dispatched,
     assert_round_trip,
     building,
     flatten,
-    fused_round_trip,
+    graph_of,
+    input_types,
     round_trip,
+    take_inputs,
     take_outputs,
     to_numpy,
     weights_of,
@@ -95,12 +101,12 @@ two_on_each = functools.partial(Case.on_gpus, ranks_per_gpu=2)
 _PLACES = {
     "one_gpu": (1, Case.on_one_gpu, round_trip, range(1, 6)),
     "one_gpu_eight": (1, Case.on_one_gpu, round_trip, [8]),
-    "one_rank_fused": (1, Case.on_gpus, fused_round_trip, [1]),
+    "one_rank_fused": (1, Case.on_gpus, all_round_trip, [1]),
     "two_gpus": (2, Case.on_gpus, round_trip, [2]),
-    "two_gpus_fused": (2, Case.on_gpus, fused_round_trip, [2]),
+    "two_gpus_fused": (2, Case.on_gpus, all_round_trip, [2]),
     "two_gpus_two_on_each": (2, two_on_each, round_trip, [4]),
     "four_gpus": (4, Case.on_gpus, round_trip, [3, 4]),
-    "four_gpus_fused": (4, Case.on_gpus, fused_round_trip, [3, 4]),
+    "four_gpus_fused": (4, Case.on_gpus, all_round_trip, [3, 4]),
     "four_gpus_two_on_each": (4, two_on_each, round_trip, [8]),
 }
 # A graph for each protocol at a place.
@@ -224,9 +230,9 @@ with_few_sms = functools.partial(Case.on_gpus, n_sms=2)
 """Each rank uses less of its GPU: each warp has more to do."""
 LARGE_PLACES = {
     "one_gpu": (1, Case.on_one_gpu, round_trip, 2),
-    "two_gpus_fused": (2, Case.on_gpus, fused_round_trip, 2),
-    "two_gpus_few_sms": (2, with_few_sms, fused_round_trip, 2),
-    "four_gpus_fused": (4, Case.on_gpus, fused_round_trip, 4),
+    "two_gpus_fused": (2, Case.on_gpus, all_round_trip, 2),
+    "two_gpus_few_sms": (2, with_few_sms, all_round_trip, 2),
+    "four_gpus_fused": (4, Case.on_gpus, all_round_trip, 4),
 }
 
 
@@ -322,7 +328,7 @@ def test_memory_of_another_config_is_not_touched(gpu_session, suffix):
     cases = in_protocols([case, half])
     case, half = cases[f"other_config{suffix}"], cases[f"other_config_half{suffix}"]
     said = "bytes of a dispatch message: 528 there, 1040 in the graph"
-    for build in (round_trip, fused_round_trip):
+    for build in (round_trip, all_round_trip):
         name = f"other_config_{build.__name__}{suffix}"
         how = dict(config=Case.on_gpus, build=build)
         groups = Groups(gpu_session, name, {case.name: case}, **how)
@@ -335,3 +341,36 @@ def test_memory_of_another_config_is_not_touched(gpu_session, suffix):
             assert not got.row_offsets.any()
             assert_nan(got.result)
             comm.reset()  # or leaving the block would raise what it says again
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("build", [all_round_trip, round_trip])
+@pytest.mark.parametrize("suffix", PROTOCOLS)
+def test_the_first_run_waits_for_a_late_rank(gpu_session, suffix, build):
+    """The CPU makes rank 1's tokens for half a second, while rank 0 has its own. Fails
+    if rank 0 is launched before: the next kernel that is loaded on its GPU blocks the
+    thread that launches rank 1."""
+    case = in_protocols([Case("late", 2, 5, 3, 80, 7)])[f"late{suffix}"]
+    manager = EPBatchManager(case.on_gpus())
+    matrices = TensorType(DType.float32, [2048, 2048], DeviceRef.CPU())
+    types = [matrices, *input_types(case, config=manager.config)]
+    name = f"late_{build.__name__}{suffix}"
+    with graph_of(manager, name, types) as (graph, (matrix, *values)):
+        first, late = take_inputs(case, iter(values))
+        for _ in range(20):
+            matrix = matrix @ matrix
+        zero = matrix[0, 0].cast(DType.bfloat16).to(DeviceRef.GPU(1))
+        late = replace(late, tokens=late.tokens + zero)
+        built = build(manager, [first, late])
+        # Kernels that are loaded behind combine.
+        more = [of_rank[-1] * 3 for of_rank in built]
+        graph.output(*(value for of_rank in built for value in of_rank), *more)
+    model = gpu_session.load(graph)
+    inputs = make_inputs(case, "uniform", "random")
+    with EPCommInitializer(manager.config) as comm:
+        comm.ep_init(gpu_session)
+        zeros = Buffer.from_numpy(np.zeros((2048, 2048), np.float32))
+        given = flatten(inputs, manager.config)
+        outputs = iter(model.execute(zeros, *given, *comm.model_inputs()))
+        comm.check()
+        assert_round_trip(name, take_outputs(case, outputs), expected(case, inputs))

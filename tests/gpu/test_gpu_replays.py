@@ -14,6 +14,7 @@ from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.graph.ops import order_buffer
 from tests.children import MOJO_PROGRAMS
 from tests.harness import (
+    all_round_trip,
     assert_round_trip,
     assert_same_bits,
     building,
@@ -194,7 +195,7 @@ def graphs_of_orders(case: Case, config: EPConfig) -> Iterator[tuple[str, Graph]
         graph.output(*results)
     yield "C", graph
     with building(f"{case.name}_both", case, config) as (manager, ranks, graph):
-        graph.output(*(of_rank[-1] for of_rank in fused_round_trip(manager, ranks)))
+        graph.output(*(of_rank[-1] for of_rank in all_round_trip(manager, ranks)))
     yield "B", graph
 
 

@@ -13,6 +13,7 @@ rows. Results that a format, layout or form lacks are empty.
 import extensibility
 from extensibility import (
     _MutableInputTensor as MutableInputTensor,
+    _MutableInputVariadicTensors as MutableInputVariadicTensors,
     InputTensor,
     OutputTensor,
 )
@@ -122,6 +123,25 @@ struct QuantizeDynamic:
             _bytes_of(joined), {unsafe_from_address = Int(tokens.unsafe_ptr())}
         )
         for_each[target](tokens.dim_size(0), work, ctx)
+
+
+@extensibility.register("max_ep.ready")
+struct Ready:
+    """Does nothing, once the host has launched what makes these values, and all that
+    changes an order. What is behind it in one of the orders is launched later."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        orders: MutableInputVariadicTensors[dtype=DType.int32, rank=1, ...],
+        a: InputTensor[...],
+        b: InputTensor[...],
+        c: InputTensor[...],
+        d: InputTensor[...],
+        ctx: DeviceContext,
+    ) raises:
+        pass
 
 
 @extensibility.register("max_ep.dispatch")
