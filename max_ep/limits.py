@@ -100,7 +100,8 @@ def checked_int(
     ``most`` is None where something else bounds it. Raises a ``ValueError`` for
     anything else; ``more`` stands at its end.
     """
-    if is_integer(value) and least <= value and (most is None or value <= most):
+    is_int = value.__class__ is int or is_integer(value)
+    if is_int and least <= value and (most is None or value <= most):
         return int(value)
     is_above = most is not None and is_integer(value) and value > most
     says_most = is_above or most not in (None, MAX_COUNT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from .tables import LazyTuple, view
 
 MOST_TOKENS = 32768
 _INT32 = torch.iinfo(torch.int32)
-_WORD = np.dtype("<i4")
 
 
 @dataclass(eq=False)
@@ -197,9 +197,9 @@ def agree(
 def exchange_counts(comm: Communicator, what: str, counts: list[int]) -> np.ndarray:
     """Returns the counts of all ranks, int32 ``[n_ranks, n]``. They go as text: of
     numbers JSON takes many times as long."""
-    text = base64.b64encode(np.array(counts, _WORD).tobytes()).decode()
+    text = base64.b64encode(array("i", counts)).decode()
     words = b"".join(map(base64.b64decode, comm.exchange(what, text)))
-    return np.frombuffer(words, _WORD).reshape(comm.n_ranks, -1)
+    return np.frombuffer(words, np.int32).reshape(comm.n_ranks, -1)
 
 
 def here(counts: np.ndarray, first: int, n_local: int) -> list[int]:

@@ -167,16 +167,18 @@ class Numbers:
         n_polls = 0
         while min(found := self._at[:]) < 0:
             n_polls += 1
-            if n_polls % _POLLS_PER_LOOK == 0 and not self.is_used():
+            if n_polls % _POLLS_PER_LOOK:
+                continue
+            if not self.is_used():
                 if min(found := self._at[:]) >= 0:
                     break
                 raise RuntimeError("max_ep: a launch has ended without its numbers")
-            if n_polls > _POLLS_BEFORE_SLEEP:
-                time.sleep(_SLEEP_S)
+            # Other threads of Python may run.
+            time.sleep(0 if n_polls < _POLLS_BEFORE_SLEEP else _SLEEP_S)
         return found
 
 
-_POLLS_PER_LOOK, _POLLS_BEFORE_SLEEP, _SLEEP_S = 64, 4096, 2e-5
+_POLLS_PER_LOOK, _POLLS_BEFORE_SLEEP, _SLEEP_S = 64, 1 << 18, 1e-4
 _NOTHING = nullcontext()
 
 
