@@ -12,8 +12,15 @@ _FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
 _float_in, _bytes_of = _FLOAT.unpack, _WORD.pack
 
 
-def to_float(bits: int) -> float:
-    return _float_in(_bytes_of(bits))[0]
+class _Floats(dict):
+    """Numbers by their bits. Most come again and again."""
+
+    def __missing__(self, bits: int) -> float:
+        made = self[bits] = _float_in(_bytes_of(bits))[0]
+        return made
+
+
+to_float = _Floats().__getitem__
 
 
 def to_bits(x: float) -> int:

@@ -15,7 +15,7 @@ from tests.emulator import Mutation, Trials, mutations
 from tests.emulator.emulated_world import World, text_of
 from tests.emulator.link import End
 from tests.emulator.races import Race
-from tests.emulator.test_emulated import run_steps
+from tests.emulator.steps import run_steps
 
 GENERATION = 1 << 32
 PUT, SIGNAL = End.put, End.signal
