@@ -12,7 +12,9 @@ FAULTS ?= 1000
 SEED ?= $(shell date +%s)
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+# Python compiles what it imports; pip would compile all of MAX and torch.
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+UV := $(BIN)/uv pip install -q --python $(BIN)/python
 
 # The kinds of difference that `same-code` lets pass, and renamed variants:
 # see tests/codegen/same_code.py.
@@ -82,10 +84,9 @@ lint: .venv/.installed-dev
 docs: .venv/.installed-dev
 	$(BIN)/mkdocs build --strict
 
-# Python compiles what it imports; pip would compile all of MAX.
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(PIP) -e . --no-compile
+	$(PIP) -e .
 	touch $@
 
 .venv/.installed-torch: .venv/.installed
@@ -95,11 +96,11 @@ docs: .venv/.installed-dev
 # uv, since an older pip cannot resolve what `max[serve]` asks for.
 .venv/.installed-serve: .venv/.installed-torch
 	$(PIP) uv
-	$(BIN)/uv pip install -q --python $(BIN)/python -e ".[serve]"
+	$(UV) -e ".[serve]"
 	touch $@
 
 .venv/.installed-dev: .venv/.installed-serve
-	$(PIP) -e ".[dev]"
+	$(UV) -e ".[dev]"
 	touch $@
 
 format: .venv/.installed-dev
