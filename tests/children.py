@@ -50,17 +50,21 @@ def printed(*command: Any, **how: Any) -> str:
     return done.stdout
 
 
-def compiled_mojo(source: str, folder: Path) -> Callable[..., str]:
-    """Compiles a program of the Mojo package when it is first run; interprets it if
-    there is no linker."""
-    from max_ep.extension import run_mojo
+def compiled_mojo(source: str) -> Callable[..., str]:
+    """Compiles a program of the Mojo package when it is first run, once for a state of
+    the sources; interprets it if there is no linker."""
+    from max_ep.cache import cache_dir, kept
+    from max_ep.extension import run_mojo, sources_hash
 
-    program = folder / "program"
+    program = cache_dir() / sources_hash() / Path(source).stem
+
+    def build(path: Path) -> None:
+        run_mojo("build", "-I", ".", source, "-o", str(path))
 
     @functools.cache
     def is_built() -> bool:
         try:
-            run_mojo("build", "-I", ".", source, "-o", str(program))
+            kept(program, build)
         except RuntimeError:
             return False
         return True

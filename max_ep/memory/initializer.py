@@ -112,7 +112,7 @@ class EPCommInitializer:
             config.node_id = self._find_node_id()
         # First, for MAX's compiler does not say that a GPU is missing.
         self._devices = _devices(config)
-        model = setup or setup_model(session, config)
+        model = setup_model(session, config, setup)
         self._memory = self._allocate(config.estimate_memory_usage())
         try:
             local = LocalRanks(config, self._devices, model, self._memory)

@@ -21,11 +21,16 @@ _setup_models: WeakKeyDictionary[InferenceSession, dict[tuple, Model]] = (
 )
 
 
-def setup_model(session: InferenceSession, config: EPConfig) -> Model:
+def setup_model(
+    session: InferenceSession, config: EPConfig, model: Model | None = None
+) -> Model:
     """Loads the graph that prepares one rank on each device of this process, once a
-    session and kind of devices: the sizes of the group are its inputs."""
+    session and kind of devices: the sizes of the group are its inputs. ``model``: it,
+    if it was compiled with others; later calls get it, too."""
     kind = (config.target, config.n_local_devices, len(config.sizes().setup))
     models = _setup_models.setdefault(session, {})
+    if model is not None:
+        models[kind] = model
     if kind not in models:
         models[kind] = session.load(setup_graph(config))
     return models[kind]

@@ -112,10 +112,9 @@ def test_kernels_of_two_ranks_on_one_gpu():
 
 
 @pytest.fixture(scope="module")
-def failure_text(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def failure_text() -> Callable[..., str]:
     """Runs `failure_text.mojo`, as the initializer does."""
-    folder = tmp_path_factory.mktemp("failure_text")
-    return compiled_mojo("failure_text.mojo", folder)
+    return compiled_mojo("failure_text.mojo")
 
 
 @pytest.mark.parametrize(

@@ -49,17 +49,23 @@ MASKING = ONE.config(on_timeout="mask")
 FORM_CASES = {
     "two_ranks": TWO,
     "one": ONE,
-    "one_fp8": ONE_FP8,
     # What these have, `SMALL_CASES_OF_CI` has not.
     "by_rank": BY_RANK_CASES["top_32_by_rank"],
     "sums": SUMS_CASES["uneven_7_on_3_sums"],
     "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
-    "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
     "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
-    "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
-# Compiling a case for CPU ranks takes seconds.
+FUSED_CASES = {
+    "one_fp8": ONE_FP8,
+    "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
+    "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
+}
+"""A rank alone; `one` and `sums_padded` are, too."""
+if ALL_CASES:
+    FORM_CASES |= FUSED_CASES
+# Compiling a case for CPU ranks takes seconds, half of that if one op serves all ranks.
+BUILD = round_trip if ALL_CASES else all_round_trip
 SWEPT = {n: SMALL_CASES[n] for n in (SMALL_CASES if ALL_CASES else SMALL_CASES_OF_CI)}
 # `test_processes` has as large ones in bfloat16 and with sums.
 LARGE = {n: c for n, c in LARGE_CASES.items() if ALL_CASES or n == "large_fp8"}
@@ -81,7 +87,7 @@ def add_graphs(module: Module) -> dict[str, Groups]:
         add_alone(module)
     if "run_small" in selected:
         cases = {n: c for n, c in SWEPT.items() if n in selected}
-        groups["small"] = Groups(None, "small_cases", cases, module=module)
+        groups["small"] = Groups(None, "small_cases", cases, build=BUILD, module=module)
     if "test_large_launches" in selected:
         groups["large"] = Groups(None, "large_cases", LARGE, module=module)
     if "forms" in selected:
@@ -225,6 +231,7 @@ def build_forms(managers: dict, ranks: dict) -> dict:
     built = {
         (name, form.__name__): form(managers[name], ranks[name])
         for name, forms in FORMS.items()
+        if name in FORM_CASES
         for form in forms
     }
     first = built["two_ranks", "round_trip"]

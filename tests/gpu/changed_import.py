@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One graph for MAX's EP and for max_ep, built by the same calls: only the import
-differs. `test_gpu_changed_import.py` runs each package in a process of its own.
+differs. On GPUs `test_gpu_changed_import.py` runs each package in a process of its own.
 
 Each expert multiplies its rows by a number of its own; of FP8 the values, without their
 scales. A kind is words: `fp8`, `shared` (a fused shared expert), `balanced` (replicas
@@ -14,10 +14,18 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from max.driver import CPU, Accelerator, Buffer, accelerator_count
+from max.driver import CPU, Accelerator, Buffer, Device, accelerator_count
 from max.dtype import DType
-from max.engine import InferenceSession
-from max.graph import BufferValue, DeviceRef, Graph, TensorType, TensorValue, ops
+from max.engine import InferenceSession, Model
+from max.graph import (
+    BufferValue,
+    DeviceRef,
+    Graph,
+    Module,
+    TensorType,
+    TensorValue,
+    ops,
+)
 from max.nn.comm.ep import EPConfig as MaxEPConfig
 
 from max_ep.balance import Placement
@@ -116,7 +124,13 @@ def balance(ids: TensorValue, tables: list[BufferValue]) -> TensorValue:
     return ops.gather(ops.reshape(log2phy, [-1]), places, axis=0)
 
 
-def build(manager: Any, form: str, case: Case, kind: str) -> Graph:
+def graph_name(form: str, case: Case, kind: str) -> str:
+    return f"changed_import_{case.n_ranks}_{form}_{kind.replace(' ', '_')}"
+
+
+def build(
+    manager: Any, form: str, case: Case, kind: str, module: Module | None = None
+) -> Graph:
     """Builds a round trip. Inputs of each rank: tokens, ids, weights, factors; then the
     EP inputs. Outputs of each rank: its sums, and what dispatch gave but statistics."""
     ranks, types = list(range(case.n_ranks)), []
@@ -130,8 +144,8 @@ def build(manager: Any, form: str, case: Case, kind: str) -> Graph:
             TensorType(of_weights, [n, TOP_K], place),
             TensorType(F32, [factors_of(case, kind).shape[1]], place),
         ]
-    name = f"changed_import_{case.n_ranks}_{form}_{kind.replace(' ', '_')}"
-    with graph_of(manager, name, types) as (graph, values):
+    name = graph_name(form, case, kind)
+    with graph_of(manager, name, types, module) as (graph, values):
         x, ids, weights, factors = (values[i::4] for i in range(4))
         if "balanced" in kind:  # the tables are last, those of a kind together
             tables = [value.buffer for value in graph.inputs[-2 * case.n_ranks :]]
@@ -168,14 +182,28 @@ def run(_: int, package: str, n_ranks: int, kind: str, forms: list[str]) -> Resu
     devices = [Accelerator(r) if is_gpu else CPU() for r in range(n_ranks)]
     session = InferenceSession(devices=devices if is_gpu else devices[:1])
     config = config_of(ep, case, kind)
-    comm = ep.EPCommInitializer(config)
+
+    def load(form: str) -> Model:
+        return session.load(build(ep.EPBatchManager(config), form, case, kind))
+
+    return run_in(session, devices, ep, kind, {form: load(form) for form in forms})
+
+
+def run_in(
+    session: InferenceSession,
+    devices: list[Device],
+    ep: ModuleType,
+    kind: str,
+    models: dict[str, Model],
+) -> Results:
+    n_ranks, results = len(devices), {}
+    case, factors = case_of(n_ranks, kind), factors_of(case_of(n_ranks, kind), kind)
+    comm = ep.EPCommInitializer(config_of(ep, case, kind))
     comm.ep_init(session)
     if "balanced" in kind:
         tables = map(Buffer.from_numpy, placement(n_ranks))
         comm.set_eplb_placement(*([t.to(d) for d in devices] for t in tables))
-    factors, results = factors_of(case, kind), {}
-    for form in forms:
-        model = session.load(build(ep.EPBatchManager(config), form, case, kind))
+    for form, model in models.items():
         for routing in RUNS:
             given, there = given_to(case, kind, routing), []
             for rank, device in enumerate(devices):

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from max.driver import accelerator_count
+from max.driver import CPU, accelerator_count
+from max.graph import Module
 
+import max_ep
 from max_ep import launch
 from max_ep.reference import balance_ids, float8_e4m3fn_to_float32
 from tests.children import ALL_CASES
@@ -19,12 +21,16 @@ from tests.gpu import changed_import
 from tests.gpu.changed_import import (
     RUNS,
     Results,
+    build,
     case_of,
+    config_of,
     factors_of,
     given_to,
+    graph_name,
     placement,
+    run_in,
 )
-from tests.harness import assert_same_bits
+from tests.harness import assert_same_bits, selected
 from tests.oracle.cases import BF16, Case
 from tests.oracle.drawn import Inputs, narrow, widen
 from tests.oracle.oracle import expected, expected_dispatch
@@ -146,11 +152,25 @@ ALONE = [(EVERYTHING, "all")]
 ALONE += [("bfloat16", "split"), ("balanced allreduce", "fused")] * HAS_SPLIT
 
 
+def add_graphs(module: Module) -> None:
+    if "test_max_ep_alone" in selected and not accelerator_count():
+        for kind, form in ALONE:
+            case = case_of(2, kind)
+            manager = max_ep.EPBatchManager(config_of(max_ep, case, kind))
+            build(manager, form, case, kind, module)
+
+
 @pytest.mark.parametrize("kind, form", ALONE)
-def test_max_ep_alone(kind, form):
+def test_max_ep_alone(request, kind, form):
     """Ours, on what there is: two ranks of the CPU where there is no GPU."""
     n_ranks = min(accelerator_count() or 2, 2)
-    case, results = case_of(n_ranks, kind), results_of(OURS, n_ranks, kind, [form])
+    case = case_of(n_ranks, kind)
+    if accelerator_count():
+        results = results_of(OURS, n_ranks, kind, [form])
+    else:
+        session, module = map(request.getfixturevalue, ("session", "one_module"))
+        models = {form: module.models[graph_name(form, case, kind)]}
+        results = run_in(session, [CPU()] * n_ranks, max_ep, kind, models)
     assert len(results) == len(RUNS)
     check_ours(results, case, kind)
     check_theirs(results, case, kind)

@@ -49,7 +49,8 @@ CASES = {
         Case("hosts_slots_shared", 4, 14, 4, 80, 12, fused_shared_expert=True),
     ]
 }
-OF_CI = "hosts_sums", "hosts_rows", "hosts_fp8", "hosts_slots"
+OF_CI = {"2x2": ("hosts_sums", "hosts_slots"), "4x1": ("hosts_rows", "hosts_fp8")}
+"""The cases that `make test` runs, by hosts and their ranks."""
 N_GENERATIONS = 4
 
 

@@ -17,12 +17,13 @@ from tests.hosts.members import CASES, N_GENERATIONS, OF_CI, Stage, said_of
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 SEEDS = range(3 if ALL_CASES else 1)
-USED = tuple(CASES) if ALL_CASES else OF_CI
+ALL = dict.fromkeys(OF_CI, tuple(CASES))
+USED = ALL if ALL_CASES else OF_CI
 NO_FENCES = Stage(2, range(1), "no fences")
 ONE, HOST = (Stage(2, range(1), "killed", ranks) for ranks in [(2,), (2, 3)])
 RUNS = {
-    "2x2": (4, [Stage(2, SEEDS), NO_FENCES, HOST], False, USED),
-    "4x1": (4, [Stage(1, SEEDS), ONE], False, USED),
+    "2x2": (4, [Stage(2, SEEDS), NO_FENCES, HOST], False, USED["2x2"]),
+    "4x1": (4, [Stage(1, SEEDS), ONE], False, USED["4x1"]),
     "2x4-fused": (8, [Stage(4, SEEDS)], True, ("hosts_sums",)),
 }
 """Processes, what they run one after another, whether fused, and with which cases."""

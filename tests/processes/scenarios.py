@@ -40,8 +40,8 @@ from tests.processes.processes import Engine, Member
 _CYCLE = 28
 """Generations whose inputs are made in advance; the next `_CYCLE` have them again."""
 # The protocol that "auto" takes on CPU has most.
-_MOST = 4000 if ALL_CASES else 1000
-_SOAKED = {"async_wait": 300, "shared_by_rank": _MOST, "shared_sums": 300}
+_MOST, _SOME = (4000, 300) if ALL_CASES else (300, 100)
+_SOAKED = {"async_wait": _SOME, "shared_by_rank": _MOST, "shared_sums": _SOME}
 
 
 def _soak(member: Member, name: str) -> None:

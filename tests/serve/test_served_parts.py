@@ -172,7 +172,7 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
         pytest.param("two_gpus", "tiny_wide_balanced_fp8", PLACED, marks=slow),
         # What no Qwen3 has, on a GPU and on two.
         pytest.param("one_gpu", "laguna_tiny", TWO_LAYERS, marks=slow),
-        ("two_gpus", "glm4_tiny", TWO_LAYERS),
+        pytest.param("two_gpus", "glm4_tiny", TWO_LAYERS, marks=slow),
         *(
             pytest.param("two_gpus", size, CLAMPED if is_softmax else FOUR, marks=slow)
             for size, is_softmax in ON_TWO
@@ -255,6 +255,7 @@ def test_what_by_expert_costs_is_logged_before_memory_is_asked_for(caplog, monke
     assert "lower --max-batch-input-tokens" in caplog.text
 
 
+@slow
 def test_a_group_that_cannot_run_ends_the_server_before_weights_are_read(tmp_path):
     """What else the memory plan refuses, `test_serve_plan.py` has."""
     make_checkpoint(tmp_path / "model")
