@@ -68,10 +68,12 @@ def start_together(
         pairs = (x if isinstance(x, (tuple, list)) else [x] for x in given)
         there = [x for pair in pairs for x in pair if isinstance(x, TensorValue)]
         if there:  # what is wrong with the values, the launch's own checks say
-            _when_ready(devices, there)
+            _when_ready(config, devices, there)
 
 
-def _when_ready(devices: Sequence[DeviceRef], values: list[TensorValue]) -> None:
+def _when_ready(
+    config: EPConfig, devices: Sequence[DeviceRef], values: list[TensorValue]
+) -> None:
     """Has EP ops that are added next on these devices launched once the values are
     there, and all EP ops that were added before are launched."""
     values += values[:1] * (_N_AWAITED - len(values))
@@ -79,7 +81,7 @@ def _when_ready(devices: Sequence[DeviceRef], values: list[TensorValue]) -> None
     chains, host = Graph.current.device_chains, DeviceRef.CPU()
     chains.merge_for(devices)
     # An op of a GPU would become one with the launch behind it.
-    add_op("ready", host, given, [])
+    add_op("ready", host, given, [], with_shmem=config.uses_shmem)
     for device in devices:
         chains[device] = chains[host]
 
@@ -105,7 +107,7 @@ def call_op(
     if name == "watch" or str(parameters.get("op")).endswith("_wait"):
         others = list(_order_buffers[Graph.current])
         if len(others) > 1:  # the launches that it waits for are in their queues then
-            _when_ready(others, [placeholder(DeviceRef.CPU(), 1, 1)])
+            _when_ready(config, others, [placeholder(DeviceRef.CPU(), 1, 1)])
     parameters["config"] = " ".join(words)
     shmem = config.uses_shmem
     return add_op(name, device, values, out_types, with_shmem=shmem, **parameters)

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from max.dtype import DType
+from max.graph import BufferType, Graph, TensorType
 
+from max_ep.graph import ops as graph_ops
 from tests.children import WHERE_WE_IMPORT, ran, slow
 from tests.harness import all_round_trip, building, round_trip
 from tests.oracle.cases import BY_RANK_CASES, CASES, SUMS_CASES
@@ -104,6 +107,23 @@ def test_what_only_waits_comes_behind_what_it_waits_for(case):
         waits = order.named(f"{phase}_wait")
         assert len(sent) == len(waits) == 2
         assert all(sent < set(order.all_before(wait.chain)) for wait in waits)
+
+
+def test_the_order_is_an_op_of_the_launches_package(monkeypatch):
+    """With SHMEM they are of another one; MAX cannot take both into a graph."""
+    config = CASES["last_rank_empty"].config(target="gpu", n_nodes=2, n_gpus_per_node=2)
+    gpus = [config.device(rank) for rank in range(2)]
+    types = [BufferType(DType.int32, [1], gpu) for gpu in gpus]
+    types += [TensorType(DType.bfloat16, [3, 8], gpu) for gpu in gpus]
+    added = []
+    monkeypatch.setattr(
+        graph_ops, "add_op", lambda name, *_, **how: added.append((name, how))
+    )
+    with Graph("two", input_types=types) as graph:
+        *counters, x, y = graph.inputs
+        counters = [value.buffer for value in counters]
+        graph_ops.start_together(config, counters, [x.tensor, y.tensor])
+    assert config.uses_shmem and added == [("ready", {"with_shmem": True})] * 2
 
 
 def test_one_gpu_needs_no_order():
