@@ -231,11 +231,11 @@ class _Layer:
         weights: list[TensorValue] | None,
     ) -> list[tuple[TensorValue, ...]]:
         """Dispatches; ``weights``: those that go with the tokens."""
-        ranks, manager = list(range(len(x))), self.manager
+        ranks, manager = range(len(x)), self.manager
+        more = [{"router_weight": w} for w in weights] if weights else [{}] * len(x)
         if self.is_fused:
             self._work()
-            return manager.ep_dispatch_all(x, ids, ranks, router_weights=weights)
-        more = [{"router_weight": w} for w in weights] if weights else [{}] * len(x)
+            return [manager.ep_dispatch(x[i], ids[i], i, **more[i]) for i in ranks]
         for i in ranks:
             manager.ep_dispatch_async(x[i], ids[i], i, **more[i])
         self._work()
@@ -245,11 +245,11 @@ class _Layer:
         self, rows: list[TensorValue], weights: list[TensorValue] | None
     ) -> list[TensorValue]:
         """Combines; ``weights`` is None if dispatch has them."""
-        ranks, manager = list(range(len(rows))), self.manager
+        ranks, manager = range(len(rows)), self.manager
+        of = weights or [None] * len(rows)
         if self.is_fused:
             self._work()
-            return manager.ep_combine_all(rows, weights, ranks)
-        of = weights or [None] * len(rows)
+            return [manager.ep_combine(rows[i], of[i], i) for i in ranks]
         for i in ranks:
             manager.ep_combine_async(rows[i], i)
         self._work()
