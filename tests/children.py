@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import gc
+import hashlib
 import os
 import re
 import subprocess
@@ -52,11 +53,13 @@ def printed(*command: Any, **how: Any) -> str:
 
 def compiled_mojo(source: str) -> Callable[..., str]:
     """Compiles a program of the Mojo package when it is first run, once for a state of
-    the sources; interprets it if there is no linker."""
+    the sources and an installation, whose libraries it loads by their paths; interprets
+    it if there is no linker."""
     from max_ep.cache import cache_dir, kept
     from max_ep.extension import run_mojo, sources_hash
 
-    program = cache_dir() / sources_hash() / Path(source).stem
+    where = hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]
+    program = cache_dir() / sources_hash() / f"{Path(source).stem}-{where}"
 
     def build(path: Path) -> None:
         run_mojo("build", "-I", ".", source, "-o", str(path))
