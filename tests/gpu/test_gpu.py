@@ -347,9 +347,9 @@ def test_memory_of_another_config_is_not_touched(gpu_session, suffix):
 @pytest.mark.parametrize("build", [all_round_trip, round_trip])
 @pytest.mark.parametrize("suffix", PROTOCOLS)
 def test_the_first_run_waits_for_a_late_rank(gpu_session, suffix, build):
-    """The CPU makes rank 1's tokens, while rank 0 has its own. Fails
-    if rank 0 is launched before: the next kernel that is loaded on its GPU blocks the
-    thread that launches rank 1."""
+    """The CPU makes rank 1's tokens, while rank 0 has its own. Fails if rank 0 is
+    launched before: the next kernel that is loaded on its GPU blocks the thread that
+    launches rank 1."""
     case = in_protocols([Case("late", 2, 5, 3, 80, 7)])[f"late{suffix}"]
     manager = EPBatchManager(case.on_gpus())
     matrices = TensorType(DType.float32, [2048, 2048], DeviceRef.CPU())
