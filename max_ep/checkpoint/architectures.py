@@ -319,7 +319,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "head_dim": whole(128),
             "layer_types": optional(_LAYER_TYPES),
             "mlp_layer_types": optional(_MLP_TYPES),
-            "mlp_only_layers": free(),  # must be what mlp_layer_types says
+            # Must be what mlp_layer_types says.
+            "mlp_only_layers": optional(each(whole(least=0))),
             "moe_apply_router_weight_on_input": only(False),
             "moe_intermediate_size": whole(),
             "moe_routed_scaling_factor": real(1.0),
@@ -407,6 +408,19 @@ def what_was_not_compared(architecture: str, n_gpus: int) -> str:
     return (
         f"answers of {architecture} on {_place(n_gpus)} were not compared with those "
         "of transformers yet"
+    )
+
+
+def what_transformers_ignores(config: Config) -> str:
+    """Returns a sentence for users if transformers 5.12 reads a checked ``config.json``
+    in another way than the authors of the checkpoint, or ""."""
+    rope = described(config).layers[0].attention.rope
+    size = config.get("rotary_dim")
+    if rope.parameters["partial_rotary_factor"] or size in (None, config["head_dim"]):
+        return ""
+    return (
+        f"rotary_dim={size} counts, as in the authors' code; transformers 5.12 ignores "
+        "it, and rotates whole heads"
     )
 
 

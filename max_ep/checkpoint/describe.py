@@ -201,8 +201,9 @@ def hyv3(config: Config) -> Decoder:
 def laguna(config: Config) -> Decoder:
     n_layers = config["num_hidden_layers"]
     types = config["layer_types"] or ["full_attention"] * n_layers
-    of_types = config["rope_parameters"] or _LAGUNA_ROPE
-    ropes = {}
+    of_types, ropes = config["rope_parameters"], {}
+    if of_types is None:
+        of_types = _LAGUNA_ROPE
     for kind in dict.fromkeys(types):
         found = of_types.get(kind) if isinstance(of_types, dict) else None
         if not isinstance(found, dict):

@@ -32,6 +32,11 @@ def config_in(folder: Path) -> Any:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; name a model's folder")
+    return json_in(path)
+
+
+def json_in(path: Path) -> Any:
+    """Reads a file of a model's folder."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

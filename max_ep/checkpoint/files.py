@@ -2,8 +2,8 @@
 """Headers of a checkpoint's safetensors files, and its index; weights are not read.
 
 A file is 8 bytes with the length of a header, the header in JSON, and the tensors'
-bytes, without a hole. The index says which file has which tensor; what other files have
-under the same name does not count.
+bytes, without a hole. As in transformers, all tensors count of the files that the index
+names, also those that it does not name.
 """
 
 from __future__ import annotations
@@ -74,36 +74,39 @@ def read_tensors(folder: Path, files: Iterable[Path] = ()) -> dict[str, Tensor]:
     ``model.safetensors``, or else of all files. ``files`` replaces them, if not all of
     them are among these: MAX was given others.
     """
-    named = _index_of(folder)
-    if named is not None and (folder / SINGLE).exists() and SINGLE not in {*named[1]}:
+    indexed, single = _index_of(folder), folder / SINGLE
+    if indexed is not None and single.exists() and SINGLE not in indexed[1]:
         raise ValueError(
             f"{folder} has {SINGLE} and {INDEX}, which does not name it; remove one"
         )
     given = [Path(file) for file in files]
-    if named is None:
-        single = folder / SINGLE
+    if indexed is None:
         all_files = sorted(folder.glob("*.safetensors"))
         chosen = [single] if single.is_file() else all_files
     else:
-        chosen = [folder / name for name in named[1]]
+        chosen = [folder / name for name in indexed[1]]
     if given and not {*chosen} <= {*given}:
-        named, chosen = None, given
+        indexed, chosen = None, given
     if not chosen:
         raise ValueError(
             f"{folder} has no *.safetensors; convert its weights to safetensors"
         )
     of_files = {file: _header_of(file) for file in chosen}
-    if named is not None:
-        return _as_indexed(folder, named[0], of_files)
+    for name, file in (indexed[0] if indexed else {}).items():
+        if name not in of_files[folder / file]:
+            raise ValueError(
+                f"{folder / file} does not have {named(name)}, which {INDEX} says "
+                "it has; download both again"
+            )
     tensors: dict[str, Tensor] = {}
     for of_file in of_files.values():
         for name, tensor in of_file.items():
-            if name in tensors:
+            other = tensors.setdefault(name, tensor)
+            if other is not tensor and not are_equal(other, tensor):
                 raise ValueError(
-                    f"{tensor} is in {tensors[name].file.name}, too, and no {INDEX} "
-                    "says which one counts; remove one"
+                    f"{tensor} has other values in {other.file.name}, which is read, "
+                    "too; remove one"
                 )
-            tensors[name] = tensor
     return tensors
 
 
@@ -131,21 +134,6 @@ def _index_of(folder: Path) -> tuple[dict[str, str], list[str]] | None:
                 f"{and_others(names)}; download it again"
             )
     return weight_map, files
-
-
-def _as_indexed(
-    folder: Path, weight_map: dict[str, str], of_files: dict[Path, dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    tensors = {}
-    for name, file in weight_map.items():
-        tensor = of_files[folder / file].get(name)
-        if tensor is None:
-            raise ValueError(
-                f"{folder / file} does not have {named(name)}, which {INDEX} says it "
-                "has; download both again"
-            )
-        tensors[name] = tensor
-    return tensors
 
 
 def _header_of(file: Path) -> dict[str, Tensor]:

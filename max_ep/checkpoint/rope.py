@@ -90,9 +90,9 @@ _SERVED: dict[str, dict[str, dict[str, Rule]]] = {
         ),
         _all_kinds(_WHOLE_HEAD),
     ),
-    **dict.fromkeys(
-        ("Glm4MoeForCausalLM", "LagunaForCausalLM"), _all_kinds(_PART_OF_HEAD)
-    ),
+    "Glm4MoeForCausalLM": _all_kinds(_PART_OF_HEAD),
+    # transformers does not read it where each kind of layers has parameters.
+    "LagunaForCausalLM": _all_kinds(_PART_OF_HEAD | {"truncate": only(True)}),
     "MiniMaxM2ForCausalLM": {"default": _PART_OF_HEAD},
     # Sections are for the positions of images; those of text are all the same.
     "Qwen3VLMoeForConditionalGeneration": {
@@ -208,7 +208,8 @@ def _parameters(
                 f"config.json: {name}={shown(config[name])} must be an object with "
                 "rope_type, or null"
             )
-    found = dict(config.get(field) or _DEFAULT.get(architecture, {}))
+    given = config.get(field)
+    found = dict(_DEFAULT.get(architecture, {}) if given is None else given)
     for name in _OUTSIDE:
         if config.get(name) is not None:
             found.setdefault(name, config[name])

@@ -91,6 +91,12 @@ class Stored:
     scales: Tensor | None = None
     """Exponents of blocks of an expert's part in MXFP4."""
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether its rows stand one after another, as rows of the tensor."""
+        part = self.part
+        return part is None or (part.step == 1 and not part.is_transposed)
+
 
 def needed_tensors(config: Mapping[str, Any]) -> dict[str, Needed]:
     """Returns by name what a model needs, whose ``config.json`` is checked."""
@@ -175,7 +181,7 @@ def check_tensors(
             _check_dtype(tensor, (_U8,))
             _check_dtype(found.scales, (_U8,))
             continue
-        may_be_fp8 = needed.is_matrix and block and found.part is None
+        may_be_fp8 = needed.is_matrix and block and found.has_rows
         _check_dtype(tensor, (*WIDE, _FP8) if may_be_fp8 else WIDE)
         if needed.is_matrix and not is_fp8 and any(part in name for part in kept):
             raise ValueError(
@@ -186,9 +192,8 @@ def check_tensors(
             scales = tensors.get(tensor.name + SCALES)
             if scales is None:
                 raise ValueError(f"{tensor} is in FP8 without {tensor.name}{SCALES}")
-            _check_scales(scales, needed.shape, block)
+            stored[name + SCALES] = _scales_of(found, scales, needed, block)
             used.add(scales.name)
-            stored[name + SCALES] = Stored(scales, f"{needed.here}_scale")
     if missing:
         folder = next(iter(tensors.values())).file.parent if tensors else "the model"
         shape = list(needed_tensors(config)[missing[0]].shape)
@@ -257,14 +262,28 @@ def _check_dtype(tensor: Tensor, served: tuple[str, ...]) -> None:
         )
 
 
-def _check_scales(
-    scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]
-) -> None:
-    _check_shape(scales, tuple(-(-n // b) for n, b in zip(shape, block)))
+def _scales_of(
+    matrix: Stored, scales: Tensor, needed: Needed, block: tuple[int, int]
+) -> Stored:
+    """Checks the scales of a matrix in FP8, or of a tensor that has it, and returns
+    where its own are."""
+    *experts, rows, columns = matrix.tensor.shape
+    _check_shape(scales, (*experts, -(-rows // block[0]), -(-columns // block[1])))
     if scales.dtype not in _OF_SCALES:
         raise ValueError(
             f"{scales} has dtype {scales.dtype}; served is {' or '.join(_OF_SCALES)}"
         )
+    here, part = f"{needed.here}_scale", matrix.part
+    if part is None:
+        return Stored(scales, here)
+    if part.begin % block[0]:
+        raise ValueError(
+            f"{scales} has a scale for {block[0]} rows, of gate and of up; store each "
+            "in a tensor of its own"
+        )
+    begin, n_rows = part.begin // block[0], -(-needed.shape[0] // block[0])
+    own = Part(scales.name, scales.shape, part.expert, begin)
+    return Stored(scales, here, own, (n_rows, scales.shape[-1]))
 
 
 def _leftovers_of(config: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -13,13 +13,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import (
+    GENERATION_FILE,
     Tensor,
     check_config,
+    check_generation,
     check_place,
     check_tensors,
     config_in,
@@ -27,6 +30,7 @@ from ..checkpoint import (
     kept_in_fp8,
     loaded_bytes,
     read_tensors,
+    what_transformers_ignores,
     what_was_not_compared,
     why_not_balanced,
 )
@@ -85,8 +89,10 @@ def run_serve(options: Any) -> None:
     print(f"experts    {n_experts}, {n_experts // n_ranks} on each of {n_ranks} ranks")
     if n_gpus:
         print(f"memory     {_memory(config, n_gpus, gpus[:n_gpus])}")
-    if note := what_was_not_compared(config["architectures"][0], n_gpus):
-        print(f"note       {note}")
+    not_compared = what_was_not_compared(config["architectures"][0], n_gpus)
+    for note in (not_compared, what_transformers_ignores(config)):
+        if note:
+            print(f"note       {note}")
     chosen = [*CUSTOM_ARCHITECTURES, *device_flags(n_gpus, n_ranks)]
     if n_gpus and CAPTURED_DECODE not in options.flags:
         chosen.append(CAPTURED_DECODE)
@@ -169,6 +175,7 @@ def checkpoint_of(
     folder = Path(model)
     if folder.is_dir():
         config = check_config(config_in(folder))
+        check_generation(folder)
         check_place(config["architectures"][0], n_gpus)
         if is_dry_run and (folder / INDEX).is_file():
             if not any(folder.glob("*.safetensors")):
@@ -184,13 +191,14 @@ def checkpoint_of(
 
         files = Path(hf_hub_download(model, "config.json")).parent
         n_bytes = 0
-        try:
+        with suppress(errors.EntryNotFoundError):
             n_bytes = _bytes_of_index(Path(hf_hub_download(model, INDEX)))
-        except errors.EntryNotFoundError:
-            pass
+        with suppress(errors.EntryNotFoundError):
+            hf_hub_download(model, GENERATION_FILE)
     except Exception as error:
         raise ValueError(_why_not_there(model, error)) from error
     config = check_config(config_in(files))
+    check_generation(files)
     check_place(config["architectures"][0], n_gpus)
     return config, {}, n_bytes
 

@@ -11,6 +11,7 @@ from huggingface_hub import hf_hub_download
 from ..checkpoint import (
     Stored,
     check_config,
+    check_generation,
     check_tensors,
     config_in,
     described,
@@ -30,10 +31,13 @@ def config_of_model(model_config: Any) -> dict[str, Any]:
     """Does the same for the model's part of a pipeline's config."""
     repo = model_config.huggingface_model_repo
     if repo.repo_type == "local":
-        return check_config(config_in(Path(repo.local_path) / (repo.subfolder or "")))
-    where = dict(revision=repo.revision, subfolder=repo.subfolder)
-    path = hf_hub_download(repo.repo_id, "config.json", **where)
-    return check_config(config_in(Path(path).parent))
+        folder = Path(repo.local_path) / (repo.subfolder or "")
+    else:
+        where = dict(revision=repo.revision, subfolder=repo.subfolder)
+        path = hf_hub_download(repo.repo_id, "config.json", **where)
+        folder = Path(path).parent  # MAX has downloaded what is beside it
+    check_generation(folder)
+    return check_config(config_in(folder))
 
 
 def decoder_of(pipeline_config: Any) -> Decoder:

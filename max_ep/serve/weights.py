@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's weights as MAX's models take them.
 
-Each is what the index says, in the model's dtype; MAX's adapters name it. Matrices of
+Each is in the model's dtype; MAX's adapters name it. Matrices of
 experts that are stored in one tensor are taken apart. Those in blockwise FP8 are
 multiplied with their factors; on one GPU experts stay in FP8.
 """
@@ -153,8 +153,8 @@ def _adapted(
     pipeline_config: Any,
     **more: Any,
 ) -> dict[str, WeightData]:
-    """Reads what the model needs, and calls an architecture's weight adapter. In what
-    MAX has opened the last copy of a tensor counts, not that of the index."""
+    """Reads what the model needs, and calls an architecture's weight adapter. MAX has
+    opened files that the index does not name, too."""
     _, weights = _read(pipeline_config)
     return adapter(weights, pipeline_config=pipeline_config, **more)
 

@@ -115,8 +115,8 @@ def store_uncommonly(model: Path, folder: Path) -> Path:
     """Stores a checkpoint again, as few do; returns ``folder``.
 
     The experts of a layer are one tensor, head_dim is left to be computed, and one file
-    has a copy, of other values, of what another one has by the index. The tokenizer has
-    a token that the model lacks.
+    has a copy of what another one has by the index. A file beside them, which the index
+    does not name, has other values. The tokenizer has a token that the model lacks.
     """
     saved = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
     saved.save_pretrained(folder, save_original_format=False, max_shard_size="300KB")
@@ -124,8 +124,10 @@ def store_uncommonly(model: Path, folder: Path) -> Path:
     tokenizer.add_tokens([MORE_TOKEN])
     tokenizer.save_pretrained(folder)
     first, *_, last = sorted(folder.glob("*.safetensors"))
-    stale = {name: -weight for name, weight in load_file(first).items()}
-    save_file(load_file(last) | stale, last, {"format": "pt"})
+    of_first = load_file(first)
+    save_file(load_file(last) | of_first, last, {"format": "pt"})
+    stale = {name: -weight for name, weight in of_first.items()}
+    save_file(stale, folder / "old.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     del config["head_dim"]
     (folder / "config.json").write_text(json.dumps(config))

@@ -118,6 +118,14 @@ _ROPES: list[dict[str, Any]] = [
 ]
 
 
+def _rope_of_kind(draw: Draw) -> dict[str, Any]:
+    """Draws rotary embeddings of a kind of Laguna's layers."""
+    rope = draw.choice(_ROPES) | dict(rope_theta=draw.choice([1e4, 12345.0]))
+    if rope["rope_type"] == "yarn":
+        rope = dict(original_max_position_embeddings=64) | rope | dict(truncate=True)
+    return rope | dict(partial_rotary_factor=draw.choice([0.5, 1.0]))
+
+
 def drawn_fields(name: str, draw: Draw) -> dict[str, Any]:
     """Draws fields of a config with three layers."""
     heads, kv_heads = draw.choice([(6, 2), (5, 5), (7, 1), (9, 3)])
@@ -146,7 +154,9 @@ def drawn_fields(name: str, draw: Draw) -> dict[str, Any]:
         fields |= draw.choice(kind)
     if name == "Laguna":
         of_layers = [kv_heads * draw.choice([1, 2, 3]) for _ in range(3)]
-        return fields | dict(num_attention_heads_per_layer=of_layers)
+        ropes = draw.choice([None, {kind: _rope_of_kind(draw) for kind in _TYPES[:2]}])
+        each = dict(num_attention_heads_per_layer=of_layers, rope_parameters=ropes)
+        return fields | each
     served = _ROPES[:1] if name in ("MiniMaxM2", "Qwen3VLMoe") else _ROPES
     rope = draw.choice(served) | dict(rope_theta=draw.choice([1e4, 12345.0]))
     if name == "MiniMaxM2" or rope["rope_type"] == "default" and name == "Glm4Moe":
@@ -216,7 +226,8 @@ def in_fp8(
 
 def store_otherwise(folder: Path, plain: Path, draw: Draw) -> None:
     """Stores a checkpoint in several dtypes and, for architectures that have it, in
-    FP8, in files of which others have old copies; in ``plain`` are the values."""
+    FP8, in files of which others have copies, and with an index that does not name all;
+    in ``plain`` are the values."""
     weights = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
     shutil.copytree(folder, plain)
@@ -225,10 +236,19 @@ def store_otherwise(folder: Path, plain: Path, draw: Draw) -> None:
     if config["model_type"] in ("gpt_oss", "laguna"):
         block = None
     scales = draw.choice(_SCALES)
+    text = config.get("text_config", config)
+    inner = text.get("moe_intermediate_size", text["intermediate_size"])
     stored, values = {}, {}
     for name, weight in weights.items():
         is_matrix = re.search(r"(_proj|\.w[123])\.weight$", name)
-        if block and is_matrix and draw.random() < 0.8:
+        is_fused = name.endswith("experts.down_proj") or (
+            name.endswith("gate_up_proj") and block and not inner % block[0]
+        )
+        if block and is_fused and draw.random() < 0.8:
+            of_experts = [in_fp8(matrix, block, scales) for matrix in weight]
+            both = map(torch.stack, zip(*of_experts))
+            stored[name], stored[f"{name}_scale_inv"], values[name] = both
+        elif block and is_matrix and draw.random() < 0.8:
             matrix, of_blocks, values[name] = in_fp8(weight, block, scales)
             stored |= {name: matrix, f"{name}_scale_inv": of_blocks}
         else:
@@ -245,9 +265,9 @@ def store_otherwise(folder: Path, plain: Path, draw: Draw) -> None:
     where = {}
     for i in range(3):
         own, others = names[i::3], names[(i + 1) % 3 :: 3]
-        old = {x: stored[x] + 1 for x in others[:4] if stored[x].itemsize > 1}
-        save_file({x: stored[x] for x in own} | old, folder / f"{i}.safetensors")
-        where |= {name: f"{i}.safetensors" for name in own}
+        there = {x: stored[x] for x in [*own, *others[:4]]}
+        save_file(there, folder / f"{i}.safetensors")
+        where |= {name: f"{i}.safetensors" for name in own[1:]}
     (folder / INDEX).write_text(json.dumps({"weight_map": where}))
 
 

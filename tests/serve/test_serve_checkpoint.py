@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    GptOssConfig,
     Qwen3MoeConfig,
     Qwen3VLMoeConfig,
     Qwen3VLMoeTextConfig,
@@ -41,7 +41,7 @@ from max_ep.checkpoint import (
     read_tensors,
 )
 from max_ep.checkpoint.common import COMMON, GENERATION
-from max_ep.checkpoint.files import INDEX, SINGLE
+from max_ep.checkpoint.files import SINGLE
 from max_ep.checkpoint.rule import NEEDED
 from max_ep.quantize import quantize_mxfp4
 from max_ep.serve.weights import _Reader
@@ -140,6 +140,15 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (DEEPSEEK | {"head_dim": 128}, "head_dim=128 does not fit"),
         (MIXTRAL | {"sliding_window": 8}, "sliding_window=8 is not served"),
         (MIXTRAL | {"num_experts": 4}, "num_experts=4 does not fit to num_local"),
+        (
+            LAGUNA
+            | {
+                "rope_parameters": LAGUNA["rope_parameters"]
+                | {"full_attention": LAGUNA_ROPE | {"truncate": False}}
+            },
+            "rope_parameters has truncate=False; served with Laguna",
+        ),
+        (LAGUNA | {"mlp_only_layers": True}, "mlp_only_layers=True is not served"),
         (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not served"),
         (GPT_OSS | {"experts_per_token": 2}, "experts_per_token=2 does not fit"),
         (GPT_OSS | {"layer_types": ["full_attention"]}, "layer_types has 1 elements"),
@@ -263,6 +272,14 @@ def test_rope_is_that_of_transformers():
             assert our_factor == pytest.approx(factor)
 
 
+def test_no_rope_parameters_are_others_than_empty_ones():
+    """In transformers gpt-oss has YaRN by default, unless the object is empty."""
+    plain = without(without(GPT_OSS, "rope_scaling"), "rope_theta")
+    for given in ({}, {"rope_parameters": None}, {"rope_parameters": {}}):
+        theirs = GptOssConfig(**plain, **given).rope_parameters
+        assert Rope.of(check_config(plain | given)).kind == theirs["rope_type"]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Callable[[str], Path]:
     """Returns a function that makes a checkpoint once."""
@@ -362,6 +379,43 @@ def test_rows_that_are_columns_where_the_shape_says_so(made, tmp_path):
         assert torch.equal(of_down, down[7])
 
 
+def test_experts_of_one_tensor_in_fp8(made, tmp_path):
+    """Scales are taken apart as their matrices, where no block has gate and up."""
+    shutil.copytree(made("tiny"), tmp_path, dirs_exist_ok=True)
+    weights, experts = load_file(tmp_path / SINGLE), "model.layers.1.mlp.experts"
+    for name in [name for name in weights if name.startswith(experts)]:
+        del weights[name]
+    of_fp8 = torch.randn(16, 128, 128).to(torch.float8_e4m3fn)
+    weights[f"{experts}.gate_up_proj"] = of_fp8
+    weights[f"{experts}.down_proj"] = of_fp8[:, :, :64].clone()
+    scales = torch.rand(16, 4, 4)
+    weights[f"{experts}.gate_up_proj_scale_inv"] = scales
+    weights[f"{experts}.down_proj_scale_inv"] = scales[:, :, :2].clone()
+    save_file(weights, tmp_path / SINGLE)
+    method = dict(quant_method="fp8", weight_block_size=[32, 32])
+    change_config(tmp_path, quantization_config=method)
+    for kept in ((), (".experts.",)):
+        if kept:
+            method["weight_block_size"] = [128, 32]
+        read = _Reader(check(tmp_path), (32, 32), DType.float32).weights(kept)
+        name = f"{experts}.5.up_proj.weight"
+        stored = of_fp8[5, 64:]
+        if not kept:
+            each = scales[5, 2:].repeat_interleave(32, 0).repeat_interleave(32, 1)
+            stored = stored.float() * each
+        else:
+            own = torch.from_dlpack(read[f"{name}_scale_inv"].data())
+            assert torch.equal(own, scales[5, 2:])
+        data = read[name].data()
+        assert torch.equal(torch.from_dlpack(data).view(stored.dtype), stored)
+    method["weight_block_size"] = [128, 32]
+    change_config(tmp_path, quantization_config=method)
+    weights[f"{experts}.gate_up_proj_scale_inv"] = scales[:, :1].clone()
+    save_file(weights, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match="for 128 rows, of gate and of up; store each"):
+        check(tmp_path)
+
+
 def test_leftovers_are_skipped(made, tmp_path):
     """By a list; what is not on it is refused."""
     shutil.copytree(made("tiny"), tmp_path, dirs_exist_ok=True)
@@ -447,132 +501,6 @@ def test_experts_that_stay_in_fp8_must_be_in_it(made, tmp_path):
     check_tensors(config, tensors)
     with pytest.raises(ValueError, match="is in F32, and config.json says"):
         check_tensors(config, tensors, kept=(".experts.",))
-
-
-@pytest.fixture
-def shards(made, tmp_path) -> Path:
-    """A checkpoint in three files, with an index."""
-    model = AutoModelForCausalLM.from_pretrained(made("tiny"))
-    model.save_pretrained(tmp_path, max_shard_size="400KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    return tmp_path
-
-
-def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def with_header(header: bytes, data: bytes = b"") -> bytes:
-    return struct.pack("<Q", len(header)) + header + data
-
-
-def rewrite(header: dict[str, Any]) -> Callable[[Path], None]:
-    text = json.dumps(header).encode()
-    return lambda folder: files_of(folder)[1].write_bytes(with_header(text, bytes(8)))
-
-
-def cut(folder: Path) -> None:
-    file = files_of(folder)[1]
-    file.write_bytes(file.read_bytes()[:-500])
-
-
-def lengthen(folder: Path) -> None:
-    file = files_of(folder)[1]
-    file.write_bytes(file.read_bytes() + bytes(3))
-
-
-def change_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        index = json.loads((folder / INDEX).read_text())
-        (folder / INDEX).write_text(json.dumps(change(index)))
-
-    return apply
-
-
-def renamed(index: dict[str, Any], file: Any) -> dict[str, Any]:
-    return index | {"weight_map": index["weight_map"] | {Q_PROJ: file}}
-
-
-ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    "damage, words",
-    [
-        (cut, r"-00002-of-\d+.safetensors is cut: its header wants \d+ bytes, and "
-         r"there are \d+; download it again"),
-        (lengthen, r"-00002-of-\d+.safetensors is too long: its header wants \d+"),
-        (lambda folder: files_of(folder)[1].write_bytes(b""), "is cut: its header has"),
-        (lambda folder: files_of(folder)[1].write_bytes(b"\xff" * 99), "has 18446744"),
-        (lambda folder: files_of(folder)[1].write_bytes(with_header(b"{")),
-         "safetensors cannot be read: Expecting"),
-        (lambda folder: files_of(folder)[1].write_bytes(with_header(b"[]")),
-         "it holds no names"),
-        (lambda folder: files_of(folder)[1].write_bytes(with_header(b"[" * 99999)),
-         "cannot be read: maximum recursion"),
-        (lambda folder: files_of(folder)[1].write_bytes(
-            with_header(b'{"a": {}, "a": {}}')), "'a' stands twice"),
-        # MAX's reader ends in a segmentation fault.
-        (rewrite({"__metadata__": None, "a": ENTRY}), "__metadata__ be an object of"),
-        (lambda folder: files_of(folder)[1].write_bytes(with_header(b" {}")),
-         "its header must begin with {"),
-        (rewrite({"a\nb": ENTRY, "c": ENTRY}), "c begins at byte 0"),
-        (rewrite({"a\nb": ENTRY | {"shape": []}}), r"'a\\nb' has data_offsets"),
-        (rewrite({"a": 3}), "a has shape None"),
-        (rewrite({"a": ENTRY | {"shape": [2.0]}}), r"a has shape \[2.0\]"),
-        (rewrite({"a": ENTRY | {"shape": [-2]}}), r"a has shape \[-2\]"),
-        (rewrite({"a": ENTRY | {"dtype": "F4"}}), "a has dtype 'F4', which is not"),
-        (rewrite({"a": ENTRY | {"dtype": ["F32"]}}), r"a has dtype \['F32'\]"),
-        (rewrite({"a": ENTRY | {"data_offsets": [0]}}), r"has data_offsets \[0\], and"),
-        (rewrite({"a": ENTRY | {"data_offsets": [8, 0]}}), "and F32 of shape"),
-        (rewrite({"a": ENTRY | {"shape": [2**62, 2**62]}}), "and F32 of shape"),
-        (rewrite({"a": ENTRY, "b": ENTRY}), "b begins at byte 0 of the data"),
-        (rewrite({"a": ENTRY | {"data_offsets": [4, 12]}}), "a begins at byte 4"),
-        (lambda folder: files_of(folder)[1].unlink(),
-         rf"{INDEX} names model-00002-of-.*, which is not there, for model"),
-        (rewrite({"a": ENTRY}), f"00002.* does not have .*, which {INDEX} says"),
-        (lambda folder: (folder / INDEX).write_text("{"), f"{INDEX} cannot be read"),
-        (change_index(lambda index: [index]), f"{INDEX} cannot be read: it holds no"),
-        (change_index(lambda index: {}), "has no weight_map"),
-        (change_index(lambda index: renamed(index, 3)), f"{Q_PROJ} is in 3, which"),
-        (change_index(lambda index: renamed(index, "../x")), "is in '../x', which is"),
-        (lambda folder: shutil.copy(files_of(folder)[0], folder / SINGLE),
-         "has model.safetensors and .*json, which does not name it"),
-        (lambda folder: (folder / INDEX).unlink() or shutil.copy(
-            files_of(folder)[0], folder / "model-9.safetensors"),
-         r"model-9.safetensors: .* is in model-00001.*, too, and no"),
-        (lambda folder: [x.unlink() for x in (folder / INDEX, *files_of(folder))],
-         r"has no \*.safetensors"),
-    ],
-)  # fmt: skip
-def test_files_that_are_refused(damage, words, shards):
-    check(shards)
-    damage(shards)
-    with pytest.raises(ValueError, match=words) as raised:
-        check(shards)
-    assert "\n" not in str(raised.value)
-
-
-def test_the_index_decides(shards):
-    """What a later file has under the same name, or no file of the index, is not
-    read."""
-    before = check(shards)
-    first, *_, last = files_of(shards)
-    copies = {name: torch.zeros(1) for name in load_file(first)}
-    save_file(load_file(last) | copies, last)
-    save_file(copies, shards / "zzz.safetensors")
-    assert check(shards) == before
-
-
-def test_one_file_counts_alone(made, tmp_path):
-    """Without an index, as in transformers; MAX would read others, too."""
-    shutil.copytree(made("tiny"), tmp_path, dirs_exist_ok=True)
-    shutil.copy(tmp_path / SINGLE, tmp_path / "old.safetensors")
-    files = {place.tensor.file.name for place in check(tmp_path).values()}
-    assert files == {SINGLE}
-    given = [tmp_path / "old.safetensors"]
-    files = {tensor.file.name for tensor in read_tensors(tmp_path, given).values()}
-    assert files == {"old.safetensors"}
 
 
 def test_a_config_that_cannot_be_read(tmp_path):

@@ -131,6 +131,18 @@ def test_flags(gpus, words, flags, machine, tmp_path, run_cli):
     assert flags_in(run_cli("serve", model, "--dry-run", *words), model) == flags
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"rotary_dim": 128}, {"partial_rotary_factor": 0.5}]
+)
+def test_what_transformers_ignores_is_said(more, machine, tmp_path, run_cli):
+    """Half of each head of MiniMax-M2 is rotated, in transformers 5.12 all of it."""
+    sizes = {"num_hidden_layers": 1, "vocab_size": 16, "num_local_experts": 8}
+    minimax = PUBLISHED["MiniMax-M2"] | sizes | {"quantization_config": None}
+    model = checkpoint(tmp_path, minimax | more)
+    said = run_cli("serve", model, "--dry-run", "--gpus", 0)
+    assert ("note       rotary_dim=64 counts" in said) == (not more)
+
+
 def test_fp8_experts_of_one_gpu_stay_as_small(machine, tmp_path, run_cli):
     """In bfloat16 they would not fit: see the refusals below."""
     machine("NVIDIA H100, 1900, 9.0")

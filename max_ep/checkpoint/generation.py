@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of ``generation_config.json`` that change what transformers generates.
+
+MAX reads those of :data:`_FREE` that do. Others are served with values that change
+nothing; names that are not here are read by nobody.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .common import IDS
+from .fields import json_in
+from .rule import Rule, free, only, shown
+
+GENERATION_FILE = "generation_config.json"
+
+_READ_BY_MAX = (
+    "do_sample max_new_tokens min_new_tokens repetition_penalty temperature top_k top_p"
+).split()
+
+_FREE = (
+    "_commit_hash _from_model_config assistant_confidence_threshold "
+    "assistant_early_exit assistant_lookbehind bos_token_id cache_config "
+    "cache_implementation compile_config continuous_batching_config "
+    "decoder_start_token_id disable_compile early_stopping is_assistant length_penalty "
+    "low_memory max_length max_matching_ngram_size max_time num_assistant_tokens "
+    "num_assistant_tokens_schedule num_return_sequences output_attentions "
+    "output_hidden_states output_logits output_scores pad_token_id prefill_chunk_size "
+    "prompt_lookup_num_tokens remove_invalid_values renormalize_logits "
+    "return_dict_in_generate target_lookbehind transformers_version use_cache"
+).split()
+"""What changes no answer to a request, which says how long it may be."""
+
+RULES: dict[str, Rule] = {
+    **{name: free() for name in (*_READ_BY_MAX, *_FREE)},
+    "eos_token_id": IDS,
+    **dict.fromkeys(("bad_words_ids", "stop_strings"), only(None, [])),
+    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), only(None, [])),
+    **dict.fromkeys(("constraints", "dola_layers", "force_words_ids"), only(None)),
+    "diversity_penalty": only(None, 0),
+    "encoder_no_repeat_ngram_size": only(None, 0),
+    "encoder_repetition_penalty": only(None, 1),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), only(None, 0)),
+    "exponential_decay_length_penalty": only(None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), only(None)),
+    "guidance_scale": only(None, 1),
+    "min_length": only(None, 0),
+    "min_p": only(None, 0),
+    "no_repeat_ngram_size": only(None, 0),
+    **dict.fromkeys(("num_beam_groups", "num_beams"), only(None, 1)),
+    "penalty_alpha": only(None, 0),
+    "sequence_bias": only(None, {}),
+    "token_healing": only(None, False),
+    **dict.fromkeys(("top_h", "watermarking_config"), only(None)),
+    "typical_p": only(None, 1),
+}
+"""By name, for all fields of transformers."""
+
+
+def check_generation(folder: Path) -> None:
+    """Refuses a ``generation_config.json`` in a model's folder by which transformers
+    would answer otherwise; there may be none."""
+    path = folder / GENERATION_FILE
+    if not path.is_file():
+        return
+    fields = json_in(path)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no names; remove it, or download it again")
+    for name, value in fields.items():
+        rule = RULES.get(name)
+        if rule is not None and not rule.takes(value):
+            raise ValueError(
+                f"{GENERATION_FILE}: {name}={shown(value)} is not served; served is "
+                f"{rule.served}; remove the field, and let requests say what they can"
+            )
