@@ -179,8 +179,10 @@ class Rope:
                     f"config.json: {field} of type {kind} has no {name}; add "
                     f"{rules[name].served}"
                 )
-        _check_deepseek(architecture, field, parameters)
-        return cls(kind, _rotated(config, architecture, parameters), parameters)
+        dim = _rotated(config, architecture, parameters)
+        if architecture == "DeepseekV3ForCausalLM":
+            _check_deepseek(field, dim, parameters)
+        return cls(kind, dim, parameters)
 
     def inverse_frequencies(self) -> tuple[np.ndarray, float]:
         """Returns them, float32 ``[dim / 2]``, and a factor of cosines and sines."""
@@ -251,21 +253,25 @@ def _rotated(
     return dim
 
 
-def _check_deepseek(architecture: str, field: str, parameters: dict[str, Any]) -> None:
+def _check_deepseek(field: str, dim: int, parameters: dict[str, Any]) -> None:
     """Refuses what MAX computes in another way than transformers."""
-    if architecture != "DeepseekV3ForCausalLM":
-        return
+    of = "with DeepseekV3ForCausalLM"
     one, other = parameters["mscale"], parameters["mscale_all_dim"]
     if one != other:
         raise ValueError(
             f"config.json: {field} has mscale={one} and mscale_all_dim={other}; served "
-            f"with {architecture} are equal ones"
+            f"{of} are equal ones"
         )
     theta = parameters["rope_theta"]
     if theta != int(theta):
+        raise ValueError(f"config.json: rope_theta={theta} must be a whole number {of}")
+    high = _turning(parameters["beta_slow"], dim, parameters)
+    if math.ceil(high) != math.trunc(high) + 1:  # as MAX rounds up
+        original = parameters["original_max_position_embeddings"]
         raise ValueError(
-            f"config.json: rope_theta={theta} must be a whole number with "
-            f"{architecture}"
+            f"config.json: {field} has beta_slow={parameters['beta_slow']} and "
+            f"original_max_position_embeddings={original}; served {of} is a length "
+            "above 2 * pi * beta_slow"
         )
 
 
@@ -282,15 +288,17 @@ def _llama3(plain: np.ndarray, p: Mapping[str, Any]) -> np.ndarray:
     return np.where(is_between, between, slow).astype(np.float32)
 
 
+def _turning(n_rotations: float, dim: int, p: Mapping[str, Any]) -> float:
+    """Returns the place among frequencies of one that turns so often in the original
+    length."""
+    turns = p["original_max_position_embeddings"] / (n_rotations * 2 * math.pi)
+    return dim * math.log(turns) / (2 * math.log(p["rope_theta"]))
+
+
 def _yarn(wide: np.ndarray, dim: int, p: Mapping[str, Any]) -> np.ndarray:
     """Divides low frequencies, and a part of those between."""
-    original, base = p["original_max_position_embeddings"], p["rope_theta"]
-
-    def at(n_rotations: float) -> float:
-        turns = original / (n_rotations * 2 * math.pi)
-        return dim * math.log(turns) / (2 * math.log(base))
-
-    low, high = at(p["beta_fast"] or 32), at(p["beta_slow"] or 1)
+    fast, slow = p["beta_fast"] or 32, p["beta_slow"] or 1
+    low, high = _turning(fast, dim, p), _turning(slow, dim, p)
     if p["truncate"]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -136,6 +136,10 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (DEEPSEEK | {"rope_interleave": False}, "rope_interleave=False"),
         (DEEPSEEK | {"rope_scaling": None}, "rope_parameters of type 'default'"),
         (DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 0.7}}, "mscale=0.7"),
+        (
+            DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN | {"beta_slow": 800}},
+            "beta_slow=800 and original_max_.*=4096; .* above 2 . pi . beta_slow",
+        ),
         (DEEPSEEK | {"num_key_value_heads": 64}, "num_key_value_heads=64"),
         (DEEPSEEK | {"head_dim": 128}, "head_dim=128 does not fit"),
         (MIXTRAL | {"sliding_window": 8}, "sliding_window=8 is not served"),
@@ -276,8 +280,8 @@ def test_no_rope_parameters_are_others_than_empty_ones():
     """In transformers gpt-oss has YaRN by default, unless the object is empty."""
     plain = without(without(GPT_OSS, "rope_scaling"), "rope_theta")
     for given in ({}, {"rope_parameters": None}, {"rope_parameters": {}}):
-        theirs = GptOssConfig(**plain, **given).rope_parameters
-        assert Rope.of(check_config(plain | given)).kind == theirs["rope_type"]
+        ours = Rope.of(check_config(plain | given)).kind  # theirs changes what is given
+        assert ours == GptOssConfig(**plain, **given).rope_parameters["rope_type"]
 
 
 @pytest.fixture(scope="module")

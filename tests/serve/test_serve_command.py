@@ -203,6 +203,15 @@ def test_files_of_a_checkpoint_in_float16_are_named(machine, tmp_path, run_cli):
     assert flags_in(said, model).endswith("--ep-size 4 --weight-path x")
 
 
+def test_files_that_max_skips_are_named(machine, tmp_path, run_cli):
+    """It takes those with this word for copies of others."""
+    model = checkpoint(tmp_path, QWEN)
+    file = Path(model) / "consolidated-1.safetensors"
+    (Path(model) / "model.safetensors").rename(file)
+    flags = flags_in(run_cli("serve", model, "--dry-run"), model)
+    assert flags.endswith(f"--ep-size 4 --weight-path {file}")
+
+
 def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):
     model = checkpoint(tmp_path, dict(QWEN, num_experts=9))
     said = run_cli("serve", model, "--dry-run")
