@@ -176,6 +176,7 @@ def combine_sums(
     round_partial: Callable = lambda x: x,
     round_sum: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     rounds_own: bool = False,
+    ranks_per_host: int | None = None,
 ) -> list[np.ndarray]:
     """Adds up a token's rows on each rank of its experts, then these sums.
 
@@ -186,6 +187,8 @@ def combine_sums(
     the wire has float32. If it quantizes, it returns values and a scale for each, both
     float32, and then `acc = fma(value, scale, acc)`. `rounds_own`: whether the sum of
     the token's own rank, too, is rounded by `round_sum` (low-latency calls of PyTorch).
+    `ranks_per_host`: with `EPConfig.hierarchical` one rank of each other host, that
+    with the place of the token's rank, adds its host's sums to its own, and sends that.
     The other arguments and the result are those of `combine`.
     """
     _check_combine(expert_rows, results, topk_weights)
@@ -193,15 +196,13 @@ def combine_sums(
     for rank, weights in enumerate(topk_weights):
         groups = zip(expert_rows, results)
         partials = [_sum_of_rank(rank, *group, weights) for group in groups]
+        if ranks_per_host:
+            partials = _sums_of_hosts(partials, rank, ranks_per_host, round_partial)
         acc, _ = partials.pop(rank)
         if rounds_own:
             acc = typed("sum", round_sum(acc), np.float32)
-        for partial, has in partials:
-            rounded = round_partial(partial[has])
-            if isinstance(rounded, tuple):
-                acc[has] = fma(*rounded, acc[has])
-            else:
-                acc[has] += typed("partial", rounded, np.float32)
+        for partial in partials:
+            _add_partial(acc, *partial, round_partial)
         _add_shared_expert(acc, expert_rows[rank], results[rank], round_sum)
         sums.append(acc)
     return sums
@@ -337,6 +338,39 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         is_magnitude_up = is_inexact & ((lost < 0) != (total < 0))
         bits = (total.view(np.int64) - is_magnitude_up) | is_inexact
         return bits.view(np.float64).astype(np.float32)
+
+
+def _add_partial(
+    acc: np.ndarray, partial: np.ndarray, has: np.ndarray, round_partial: Callable
+) -> None:
+    """Adds what is sent of a partial sum."""
+    rounded = round_partial(partial[has])
+    if isinstance(rounded, tuple):
+        acc[has] = fma(*rounded, acc[has])
+    else:
+        acc[has] += typed("partial", rounded, np.float32)
+
+
+def _sums_of_hosts(
+    partials: list[tuple[np.ndarray, np.ndarray]],
+    rank: int,
+    ranks_per_host: int,
+    round_partial: Callable,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Has one rank of each other host add its host's partial sums to its own."""
+    added = list(partials)
+    for first in range(0, len(partials), ranks_per_host):
+        if first <= rank < first + ranks_per_host:
+            continue
+        relay = first + rank % ranks_per_host
+        acc, has = (x.copy() for x in partials[relay])
+        for other in range(first, first + ranks_per_host):
+            if other != relay:
+                _add_partial(acc, *partials[other], round_partial)
+                has |= partials[other][1]
+                added[other] = partials[other][0], np.zeros_like(has)
+        added[relay] = acc, has
+    return added
 
 
 def _sum_of_rank(

@@ -4,8 +4,9 @@
 A token chooses ``top_k`` of ``n_experts`` experts, each set as likely as any other.
 Three ways are compared. *By expert* sends a message for each choice, and a row of each
 choice back. *By rank* sends a message to each rank that has an expert of the token, and
-each sends a partial sum back. *By host* sends one message to each host, where the rank
-of the same number forwards it to the others, and adds up their partial sums.
+each sends a partial sum back. *By host* (``EPConfig.hierarchical``) sends one message
+to each host, where the rank of the same number relays it to the others, and adds up
+their partial sums.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Way:
     """Messages of a token that leave its host."""
     inside: float
     """Messages between GPUs of one host that a rank sends for each token of its own."""
-    is_forwarded: bool = False
+    is_relayed: bool = False
     """Whether a message takes a step across hosts and a second one inside a host."""
 
     def megabytes(self, layer: Layer) -> tuple[float, float]:
@@ -76,7 +77,7 @@ class Way:
             sent = layer.n_tokens * message_bytes / 1e3
             network_us = sent * self.across / links.network_gb_s
             inside_us = sent * self.inside / links.nvlink_gb_s
-            step_us = links.nvlink_latency_us * self.is_forwarded
+            step_us = links.nvlink_latency_us * self.is_relayed
             return links.latency_us + step_us + max(network_us, inside_us)
 
         return time_us(layer.dispatch_bytes), time_us(layer.combine_bytes)
@@ -93,7 +94,7 @@ def ways(layer: Layer) -> Iterator[Way]:
     yield Way("by rank", n_ranks * share_across, n_ranks * share_inside)
     n_hosts = layer.n_hosts * layer.share_with_choice(layer.n_hosts)
     inside = n_ranks * (1 - 1 / n_local)  # all but those of the same number
-    yield Way("by host", n_hosts * share_across, inside, is_forwarded=True)
+    yield Way("by host", n_hosts * share_across, inside, is_relayed=True)
 
 
 def report(layer: Layer, links: Links) -> str:

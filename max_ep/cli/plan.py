@@ -146,6 +146,6 @@ def _over_a_network(config: EPConfig, options: argparse.Namespace) -> str:
     links = Links(options.network_gb_s, options.latency_us)
     return (
         f"{report(layer, links)}\n"
-        "Between hosts max_ep sends by expert; docs/several_hosts.md says what the "
-        "other ways are."
+        "Between hosts protocol='auto' is by expert, or by rank if combine sends sums; "
+        "hierarchical=True is by host (docs/several_hosts.md)."
     )

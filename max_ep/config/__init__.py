@@ -58,6 +58,7 @@ class EPConfig(ConfigFields):
         protocol.check_protocol(self)
         protocol.check_memory(self)
         checks.check_max_output_rows(self)
+        checks.check_hierarchical(self)
         checks.check_all_gather(self)
         if is_auto:
             protocol.warn_of_by_expert(self)

@@ -193,6 +193,30 @@ def check_max_output_rows(config: ConfigFields) -> None:
         )
 
 
+def check_hierarchical(config: ConfigFields) -> None:
+    """Refuses relays where there is no sum of a host, or where one must be awaited of
+    ranks that may send none."""
+    if not config.hierarchical:
+        return
+    for field, is_wrong, wanted in (
+        ("combine_mode", not config.combines_sums, "'sums'"),
+        ("on_timeout", config.on_timeout == "mask", "'raise'"),
+        ("max_output_rows", config.max_output_rows is not None, "None"),
+    ):
+        if is_wrong:
+            raise ValueError(
+                f"hierarchical=True with {field}={getattr(config, field)!r}: each host "
+                f"sends one sum of all its rows of a token; pass {field}={wanted}"
+            )
+    n_before = config.n_local_experts * (config.n_ranks - 1)
+    if config.relays and config.n_experts <= n_before:
+        raise ValueError(
+            f"hierarchical=True with n_experts={config.n_experts} on {config.n_ranks} "
+            "ranks: the last rank has none, and a rank that has none relays nothing; "
+            "pass hierarchical=False"
+        )
+
+
 def check_all_gather(config: ConfigFields) -> None:
     """Checks that to dispatch each rank is an expert, and a token chooses them all."""
     for field, wanted in (

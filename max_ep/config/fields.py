@@ -133,6 +133,12 @@ class ConfigFields:
     """Tokens are given as pairs of values and scales, as ``dispatch_quant_config`` has
     them, and are sent as they are."""
 
+    hierarchical: bool = False
+    """Over several hosts a token crosses once to each host, and one sum comes back: the
+    rank that has the sender's place there relays to the others of its host
+    (docs/several_hosts.md#what-a-layer-costs). With ``combine_mode="sums"``. Changes
+    nothing on one host."""
+
     router_top_k: int = 0
     """In an all-gather, router choices that travel with a token to all ranks; 0: this
     is none. :class:`AllGatherTokenDispatcher` sets it."""
@@ -260,6 +266,11 @@ class ConfigFields:
         return self.ranks_per_host < self.n_ranks
 
     @property
+    def relays(self) -> bool:
+        """Whether ranks relay to others of their host."""
+        return self.hierarchical and 1 < self.ranks_per_host < self.n_ranks
+
+    @property
     def n_local_devices(self) -> int:
         """Devices of this process."""
         return 1 if self.target == "cpu" else self.n_gpus_per_node // self.ranks_per_gpu
@@ -317,6 +328,7 @@ class ConfigFields:
         }
         words = ["to_all" if self.router_top_k else self.protocol, self.combine_mode]
         words += [f"{name}={number}" for name, number in numbers.items()]
+        words += ["hierarchical"] * self.relays
         return [*words, "masks"] if self.masks else words
 
     def _n_mapped(self) -> int:

@@ -181,6 +181,11 @@ class EPBatchManager(GraphBuffers):
                 "ep_watch with max_output_rows on GPUs: it would wait for rows that a "
                 "peer has dropped; leave one of them out"
             )
+        if config.relays:
+            raise ValueError(
+                "ep_watch with hierarchical=True over several hosts: a rank gets most "
+                "through relays, so times would be of others; leave one of them out"
+            )
         where = self._pointers(group, device_id)[1:]
         values = check_buffers(config, counter, *where)
         types = [TensorType(DType.int64, [config.exchange_ranks], counter.device)]

@@ -65,9 +65,11 @@ SIZES = "--ranks 16 --experts 256 --top-k 8 --hidden 7168 --tokens 128 --dispatc
 
 
 def test_plan_of_hosts(run_cli):
-    """The command prints the numbers of the model, also of what is not built."""
+    """The command prints the numbers of the model, and which fields choose a way."""
     command = ["plan", *SIZES.split(), "--hosts", "2", "--network", "45"]
-    rows = {row[:9]: row.split()[2:] for row in run_cli(*command).splitlines()}
+    said = run_cli(*command)
+    assert "hierarchical=True is by host" in said
+    rows = {row[:9]: row.split()[2:] for row in said.splitlines()}
     assert rows["by expert"] == ["3.79", "7.35", "114", "193"]
     assert rows["by rank  "] == ["3.09", "5.99", "99", "163"]
     assert rows["by host  "] == ["0.94", "1.83", "55", "75"]

@@ -75,6 +75,7 @@ DIFFERENCES = dict(
     max_output_rows=[({}, 9), (dict(max_output_rows=9), 17)],
     scale_layout=[(WIDE_FP8, "rows")],
     tokens_are_quantized=[(WIDE_FP8, True)],
+    hierarchical=[(dict(protocol="by_rank", combine_mode="sums"), True)],
     router_top_k=["all-gather"],
 )
 

@@ -23,10 +23,10 @@ N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
 _SPLIT = ("many", "shared", "expert", "late_split")
-_SPLIT += "hosts_rows", "hosts_late_split"
+_SPLIT += "hosts_rows", "hosts_late_split", "hosts_relay_late_split"
 _FUSED = "sums rows expert_shared fp8_sums late masks drops work fp8 nvfp4".split()
 _FUSED += "hosts_sums hosts_expert hosts_fp8_sums hosts_drops hosts_many".split()
-_FUSED += ["hosts_late"]
+_FUSED += ["hosts_late", "hosts_relay", "hosts_relay_fp8_sums"]
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 
@@ -115,7 +115,7 @@ class World:
         ranks = range(s.n_ranks)
         n_bytes = s.region + self.words.put_bytes
         self.regions = [self.memory.allocate(n_bytes) for _ in ranks]
-        self.link, self.per_host = None, s.n_ranks // 2
+        self.link, self.per_host = None, 1 if name == "hosts_many" else 2
         if name.startswith("hosts"):
             self.link = Link(self.regions, n_bytes, self.per_host, len(name))
         self.counters = [self.memory.allocate(4 * s.counters) for _ in ranks]

@@ -83,19 +83,23 @@ def test_many_tokens_between_hosts():
     check_header(world, range(2), 2)
 
 
+HOSTS = ["hosts_sums", "hosts_rows", "hosts_expert", "hosts_fp8_sums"]
+HOSTS += ["hosts_late_split", "hosts_relay"]
+FEWER = ["hosts_late", "hosts_relay_fp8_sums", "hosts_relay_late_split"]
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["hosts_sums", "hosts_rows", "hosts_expert", "hosts_fp8_sums"]
-    + [pytest.param("hosts_late", marks=slow), "hosts_late_split"],
+    "name", HOSTS + [pytest.param(name, marks=slow) for name in FEWER]
 )
 def test_ranks_of_several_hosts(name):
     """What crosses between them comes late, in pieces, in any order."""
     world = World(name)
-    most = world.sizes.max_tokens
-    steps = [([most, 2, 4, 0], 0), ([0, most, 1, 3], 1), ([2, 1, most, most], 2)]
+    n_ranks, most = world.sizes.n_ranks, world.sizes.max_tokens
+    counts = [[most, 2, 4, 0, 1, 2], [0, most, 1, 3, 2, 0], [2, 1, most, most, 0, 3]]
+    steps = [(n[:n_ranks], i) for i, n in enumerate(counts)]
     run_steps(world, steps)
     assert world.polled == world.awaited(), "Mojo lists what no kernel awaits"
-    check_header(world, range(4), len(steps))
+    check_header(world, range(n_ranks), len(steps))
 
 
 def test_data_that_looks_missing_arrives():

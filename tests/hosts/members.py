@@ -35,6 +35,7 @@ from tests.oracle.oracle import Expected, expected
 
 _SUMS = dict(protocol="by_rank", combine_mode="sums")
 _ROWS = dict(protocol="by_rank")
+_RELAY = dict(combine_mode="sums", protocol="by_rank", hierarchical=True)
 CASES = {
     case.name: case
     for case in [
@@ -44,12 +45,17 @@ CASES = {
         Case("hosts_rows", 4, 5, 3, 384, 7, "fp8", output_layout="padded", **_ROWS),
         Case("hosts_dropped", 4, 7, 3, 96, 7, "mxfp4", max_output_rows=17, **_ROWS),
         Case("hosts_fp8", 4, 7, 4, 384, 7, partial="fp8", **_SUMS),
+        Case("hosts_relay", 4, 23, 5, 80, 12, **_RELAY, fused_shared_expert=True),
+        Case("hosts_relay_fp8", 4, 23, 9, 256, 7, partial="fp8", **_RELAY),
         Case("hosts_slots", 4, 5, 3, 96, 7, "nvfp4", scales="each", max_output_rows=17),
         Case("hosts_slots_padded", 4, 7, 3, 256, 7, "fp8", output_layout="padded"),
         Case("hosts_slots_shared", 4, 14, 4, 80, 12, fused_shared_expert=True),
     ]
 }
-OF_CI = {"2x2": ("hosts_sums", "hosts_slots"), "4x1": ("hosts_rows", "hosts_fp8")}
+OF_CI = {
+    "2x2": ("hosts_sums", "hosts_relay", "hosts_slots"),
+    "4x1": ("hosts_rows", "hosts_fp8"),
+}
 """The cases that `make test` runs, by hosts and their ranks."""
 N_GENERATIONS = 4
 
@@ -106,6 +112,7 @@ class Member:
             comm.ep_init(self.session)
 
     def run(self, generation: int, seed: int) -> None:
+        per_host = int(os.environ[LINK_VARIABLE].split(":")[0])
         node = slice(self.node_id, self.node_id + 1)
         given = given_to(self.cases, generation, seed)
         own = {
@@ -121,7 +128,7 @@ class Member:
         got = self.groups.run(own)
         for name, case in self.cases.items():
             named = replace(case, name=f"{name}/{generation}/{seed}")
-            want = expected(named, given[name])
+            want = expected(named, given[name], per_host)
             here = Expected(want.dispatch[node], want.combine[node])
             where = f"rank {self.node_id}, {name}, seed {seed}, {generation}"
             assert_round_trip(where, got[name], here)

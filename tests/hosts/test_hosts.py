@@ -21,10 +21,12 @@ ALL = dict.fromkeys(OF_CI, tuple(CASES))
 USED = ALL if ALL_CASES else OF_CI
 NO_FENCES = Stage(2, range(1), "no fences")
 ONE, HOST = (Stage(2, range(1), "killed", ranks) for ranks in [(2,), (2, 3)])
+RELAY = "hosts_relay", "hosts_relay_fp8"
 RUNS = {
     "2x2": (4, [Stage(2, SEEDS), NO_FENCES, HOST], False, USED["2x2"]),
     "4x1": (4, [Stage(1, SEEDS), ONE], False, USED["4x1"]),
-    "2x4-fused": (8, [Stage(4, SEEDS)], True, ("hosts_sums",)),
+    "2x4-fused": (8, [Stage(4, SEEDS)], True, ("hosts_sums", "hosts_relay")),
+    "3x2": (6, [Stage(2, SEEDS), Stage(2, range(1), "killed", (3,))], False, RELAY),
 }
 """Processes, what they run one after another, whether fused, and with which cases."""
 
@@ -40,7 +42,10 @@ def said(run: str) -> dict[int, list[str]]:
         return said_of(*RUNS[run])
 
 
-@pytest.mark.parametrize("run", ["2x2", "4x1", pytest.param("2x4-fused", marks=slow)])
+@pytest.mark.parametrize(
+    "run",
+    ["2x2", "4x1", *(pytest.param(run, marks=slow) for run in ("2x4-fused", "3x2"))],
+)
 def test_what_crosses_is_that_of_one_host(run):
     """Rows, tables and results are the oracle's, bit for bit, whatever the order. Four
     hosts share a store alone."""
@@ -69,6 +74,9 @@ def test_who_is_killed_is_named(run, killed):
     assert named & {*killed.killed}
 
 
+RELAYED = dict(hierarchical=True, combine_mode="sums", output_layout="packed")
+
+
 def config(**changes: object) -> EPConfig:
     given = dict(n_nodes=4, n_gpus_per_node=1, node_id=0) | changes
     return CASES["hosts_rows"].config(**given)
@@ -80,6 +88,10 @@ def config(**changes: object) -> EPConfig:
 2:1, dict(n_gpus_per_node=4, n_nodes=2) | '2:1'; the 4 of a process
 2:1, dict(protocol="by_expert", on_timeout="mask") | with protocol='by_expert'
 2:1, dict(on_timeout="mask") | on_timeout='mask'; MAX_EP_STORE=HOST:PORT
+2:1, dict(hierarchical=True) | combine_mode='rows'; pass combine_mode='sums'
+2:1, dict(**RELAYED) | hierarchical=True with n_experts=5 on 4 ranks; hierarchical=False
+2:1, dict(**RELAYED, max_output_rows=9) | max_output_rows=9; pass max_output_rows=None
+4:1, dict(**RELAYED, on_timeout="mask") | on_timeout='mask'; pass on_timeout='raise'
 """)
 def test_what_several_hosts_cannot_have(arguments, words, monkeypatch):
     link, changes = arguments.split(", ", 1)

@@ -75,6 +75,13 @@ def late(group: Group) -> Group:
     return of
 
 
+def relaying(group: Group) -> Group:
+    """Describes a group whose ranks relay to others of their host."""
+    var of = group
+    of.relays = True
+    return of
+
+
 comptime MANY = Group(
     n_experts=20,
     n_ranks=2,
@@ -164,6 +171,7 @@ def given(
     *,
     is_plain: Bool,
     n_ranks: Int,
+    relays: Bool,
 ) -> Group:
     """Describes a group as PyTorch has it: plain rows, or expanded and aligned. There are
     as many experts on a rank as choices in a token. Four ranks are on two hosts."""
@@ -184,11 +192,12 @@ def given(
         router_top_k=router_top_k if is_plain else 0,
         router_experts=n_ranks * router_top_k,
         row_alignment=1 if is_plain else 4,
+        relays=relays,
     )
 
 
 def emit_given[
-    is_plain: Bool, router_top_k: Int, n_ranks: Int = 3
+    is_plain: Bool, router_top_k: Int, n_ranks: Int = 3, relays: Bool = False
 ](name: String) raises:
     comptime Format = GivenTokenFormat[
         ROW_BYTES,
@@ -206,14 +215,21 @@ def emit_given[
         router_top_k,
         is_plain=is_plain,
         n_ranks=n_ranks,
+        relays=relays,
     )
     emit_form[DispatchByRank[of, Format, DType.uint8], False]("dispatch", name)
     comptime sums = given(
-        0, hidden, back, router_top_k, is_plain=is_plain, n_ranks=n_ranks
+        0, hidden, back, router_top_k, is_plain=is_plain, n_ranks=n_ranks, relays=relays
     )
     emit_form[CombineSums[sums, B16, B16], False]("combine", name)
     comptime all_ = given(
-        Format.msg_bytes, hidden, back, router_top_k, is_plain=is_plain, n_ranks=n_ranks
+        Format.msg_bytes,
+        hidden,
+        back,
+        router_top_k,
+        is_plain=is_plain,
+        n_ranks=n_ranks,
+        relays=relays,
     )
     describe(all_, name)
 
@@ -297,6 +313,11 @@ def main() raises:
     emit_group[apart(MANY)]("hosts_many")
     emit_group[late(small(n_hosts=2))]("hosts_late")
     emit_group[late(small(max_tokens=20, n_hosts=2)), splits=True]("hosts_late_split")
+    comptime hosts = relaying(small(n_hosts=2))
+    emit_group[hosts]("hosts_relay")
+    emit_group[late(hosts), splits=True]("hosts_relay_late_split")
+    comptime hosts_fp8 = small(hidden_size=384, partial_block=128, n_hosts=3)
+    emit_group[relaying(hosts_fp8)]("hosts_relay_fp8_sums")
     emit_given[True, 3]("plain")
     # So many choices of the router that neither lanes nor shared memory hold all ids.
     emit_given[True, 17]("plain_many")
@@ -304,6 +325,7 @@ def main() raises:
     emit_given[True, 3, 4]("hosts_plain")
     emit_given[True, 17, 4]("hosts_plain_many")
     emit_given[False, 4, 4]("hosts_expanded")
+    emit_given[True, 3, 4, relays=True]("hosts_relay_plain")
     emit_gather("gather")
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")

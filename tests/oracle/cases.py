@@ -43,6 +43,7 @@ class Case:
     row_scales: bool = field(default=False, repr=False)
     forwards: bool = field(default=False, repr=False)
     """Whether tokens are quantized before they are given."""
+    hierarchical: bool = field(default=False, repr=False)
 
     @property
     def token_format(self) -> TokenFormat:
@@ -101,7 +102,7 @@ class Case:
         """Makes the `EPConfig`, in one process unless changed."""
         same = "hidden_size top_k n_experts max_tokens_per_rank output_layout"
         same += " scale_layout fused_shared_expert protocol combine_mode partial_dtype"
-        same += " use_allreduce max_output_rows"
+        same += " use_allreduce max_output_rows hierarchical"
         quantized = self.token_format.make_quant_config
         back = self.partial and BY_NAME[self.partial].make_quant_config()
         fields = {name: getattr(self, name) for name in same.split()} | dict(

@@ -40,7 +40,7 @@ class Expected:
         return Expected(self.dispatch[ranks], self.combine[ranks], dropped)
 
 
-def expected(case: Case, given: Inputs) -> Expected:
+def expected(case: Case, given: Inputs, ranks_per_host: int | None = None) -> Expected:
     if case.use_allreduce:
         return _each_rank_alone(case, given)
     results = _dispatch(case, given)
@@ -63,7 +63,9 @@ def expected(case: Case, given: Inputs) -> Expected:
         if case.partial is not None:
             form = BY_NAME[case.partial]
             round_partial = lambda x: form.widen(*form.quantize(x))  # noqa: E731
-        sums = combine_sums(rows, results, given.weights, round_partial, round_sum)
+        how = dict(ranks_per_host=ranks_per_host if case.hierarchical else None)
+        rounds = round_partial, round_sum
+        sums = combine_sums(rows, results, given.weights, *rounds, **how)
     else:
         sums = combine(rows, results, given.weights, round_sum)
     is_capped = case.max_output_rows is not None

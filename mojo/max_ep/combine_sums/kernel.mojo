@@ -36,6 +36,7 @@ from ..protocol.counters import Word
 from ..protocol.failures import Failure, RECEIVE, SEND
 from ..protocol.layout import Group
 from ..protocol.token_format import LocalRows
+from .add_for_hosts import add_for_hosts
 from .partials import FEW_TOKENS, LaneSlice, SendSplit, SOME_TOKENS, SumSplit
 from .receive import SumReceiver
 from .roles import (
@@ -128,6 +129,10 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                         send_partials[Self.partial_dtype, are_few, keeps_own](
                             self.rows.rows, self.combined, n_senders, prefetched, block
                         )
+                comptime if group.relays:
+                    add_for_hosts[Self.dtype, Self.partial_dtype](
+                        self.rows.rows, n_senders, block
+                    )
             # AFTER: this generation's partial sums are on their way.
         comptime if receives:
             poll_done_words[sends](n_warps - POLLING_WARP, block)

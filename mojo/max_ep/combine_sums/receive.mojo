@@ -74,6 +74,10 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
             if is_broken:
                 row = NO_ROW
             var owner = rank_elsewhere(row)
+            comptime if Self.group.relays:
+                # One rank of each other host has added its sums.
+                if owner >= 0 and block.is_far(owner):
+                    owner = block.relay_to(owner)
             comptime if Self.group.masks:
                 if owner >= 0 and block.is_masked(owner):
                     owner = -1

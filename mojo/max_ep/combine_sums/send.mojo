@@ -101,12 +101,18 @@ def send_partials[
             # What dispatch has recorded of a source may be incomplete if it was masked.
             if block.is_masked(src_rank):
                 continue
+            comptime if group.relays:
+                if block.relays_for(src_rank):  # `add_for_hosts` sends it
+                    continue
             # I4: the partial sums of a rank have one writer.
             var to = bytes_at(
                 block.recv_bufs[unsafe_offset=src_rank]
                 + UInt64(group.partial_offset(my_rank, token_idx))
             )
-            comptime if group.spans_hosts():
+            comptime if group.relays:
+                if block.is_far(src_rank):
+                    to = _place_at_relay(src_rank, token_idx, block)
+            elif group.spans_hosts():
                 if block.is_far(src_rank):
                     to = block.recv_buf().unsafe_offset(
                         group.staged_partial_offset(src_rank, token_idx)
@@ -141,14 +147,26 @@ def send_partials[
                         return
                     is_waiting = False
                 slice.send(to, sum)
-            comptime if group.spans_hosts():
+            comptime if group.spans_hosts() and not group.relays:
                 if block.is_far(src_rank):
                     var offset = UInt64(group.partial_offset(my_rank, token_idx))
-                    _put_partial(to, offset, src_rank, block)
+                    put_partial(to, offset, src_rank, block)
 
 
 @always_inline
-def _put_partial[
+def _place_at_relay[
+    group: Group, //
+](src_rank: Int, token_idx: Int, block: Block[group]) -> BytePointer:
+    """Locates a partial sum where the rank of this host adds it that has the source's place.
+    """
+    comptime n = group.n_mapped
+    var rank = group.relay_to(src_rank, block.my_rank, n)
+    var offset = group.gathered_partial_offset(src_rank, block.my_rank, token_idx, n)
+    return bytes_at(block.recv_bufs[unsafe_offset=rank] + UInt64(offset))
+
+
+@always_inline
+def put_partial[
     group: Group, //
 ](staged: BytePointer, offset: UInt64, src_rank: Int, block: Block[group]):
     """Puts a staged partial sum, and its flag, to a rank of another host."""

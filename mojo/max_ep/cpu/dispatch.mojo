@@ -26,7 +26,7 @@ from ..protocol.arguments import (
     n_choices_of,
     place_all_scales,
 )
-from ..protocol.counters import NO_ROW, Word
+from ..protocol.counters import NO_ROW, row_elsewhere, Word
 from ..protocol.entries import (
     entry_word,
     expert_of_entry,
@@ -34,8 +34,15 @@ from ..protocol.entries import (
     value_of_word,
     value_word,
 )
-from ..protocol.flags import count_of, flag_at, flag_word, generation_of, message_flag
-from ..protocol.layout import count_offset, Group
+from ..protocol.flags import (
+    count_of,
+    flag_at,
+    flag_word,
+    generation_of,
+    message_flag,
+    publish,
+)
+from ..protocol.layout import count_offset, Group, SOURCE_INFO_BYTES
 from ..protocol.peer_words import FLAG_BYTES
 from ..protocol.router_ids import load_router_id
 from ..protocol.token_format import BytePointer, TokenFormat
@@ -190,8 +197,10 @@ def _put_tokens[
     group: Group, //
 ](plan: SendPlan[group], n_tokens: Int, rank: CpuRank[group]) raises:
     """Puts entries and tokens to ranks of other hosts, from the places of this rank's own:
-    all entries at once, and tokens that stand together."""
+    all entries at once, and tokens that stand together. If ranks relay, one of each host
+    gets all its tokens."""
     var own = rank.recv_buf()
+    var per_host = rank.ranks_per_host()
     for dst_rank in range(group.n_ranks):
         if not rank.is_far(dst_rank) or group.n_experts_on(dst_rank) == 0:
             continue
@@ -199,10 +208,19 @@ def _put_tokens[
         var entries = own.unsafe_offset(group.entry_offset(rank.my_rank, 0))
         var n_bytes = group.entry_offset(0, group.choice(n_tokens, 0))
         rank.put(dst_rank, entries, entries, n_bytes)
+        comptime if group.relays:
+            if rank.relay_to(rank.my_rank, dst_rank) != dst_rank:
+                continue
         var first = 0
         for token_idx in range(n_tokens + 1):
-            if token_idx < n_tokens and plan.goes_to(token_idx, dst_rank):
-                continue
+            if token_idx < n_tokens:
+                var is_put: Bool
+                comptime if group.relays:
+                    is_put = plan.goes_to_host(token_idx, dst_rank, per_host)
+                else:
+                    is_put = plan.goes_to(token_idx, dst_rank)
+                if is_put:
+                    continue
             var tokens = own.unsafe_offset(group.token_offset(rank.my_rank, first))
             n_bytes = (token_idx - first) * group.dispatch_msg_bytes
             rank.put(dst_rank, tokens, tokens, n_bytes)
@@ -282,6 +300,9 @@ def cpu_dispatch_wait[
     # the workers it starts; `pair_row` says where each pair's rows go, with
     # the shared expert's, if any, before the first.
     var outputs = _Outputs(given, should_stream(n_rows, msg_bytes))
+    comptime if group.relays:
+        _relay_tokens(rank)
+        _await_relayed(rank)
     comptime if group.is_by_rank():
         _place_tokens(outputs, rank)
     else:
@@ -299,6 +320,69 @@ def cpu_dispatch_wait[
     )
     rank.publish_done(group.dispatch_done_offset(0))
     # AFTER: rows are complete, and every source may overwrite its tokens here.
+
+
+@always_inline
+def _owner_of[
+    group: Group, //
+](src_rank: Int, token_idx: Int, k: Int, rank: CpuRank[group]) -> Int:
+    """Finds whose a choice of another host is, in its entry here; -1: nobody's."""
+    var choice = group.choice(token_idx, k)
+    var entry = flag_at(rank.recv_buf(), group.entry_offset(src_rank, choice))[]
+    if generation_of(entry) != rank.generation:
+        return -1
+    return expert_of_entry(entry) // group.n_local_experts()
+
+
+def _relay_tokens[group: Group, //](rank: CpuRank[group]):
+    """Copies tokens that this rank got for its host to the ranks whose they are, each with
+    a flag."""
+    comptime msg_bytes = group.dispatch_msg_bytes
+
+    def relay_some(begin: Int, end: Int) {imm}:
+        for i in range(begin, end):
+            var src_rank, token_idx = divmod(i, group.max_tokens_per_rank)
+            var n = rank.count_from(src_rank, group.dispatch_n_tokens_offset(src_rank))
+            if not rank.relays_for(src_rank) or token_idx >= n:
+                continue
+            var offset = group.token_offset(src_rank, token_idx)
+            for owner in range(group.n_ranks):
+                if not rank.is_mate(owner):
+                    continue
+                var is_owner = False
+                for k in range(group.top_k):
+                    is_owner |= _owner_of(src_rank, token_idx, k, rank) == owner
+                if is_owner:
+                    # I1: only this rank writes what that source sends to its host.
+                    var to = rank.recv_bufs[owner].unsafe_offset(offset)
+                    copy_bytes(
+                        dest=to,
+                        src=rank.recv_buf().unsafe_offset(offset),
+                        count=msg_bytes - SOURCE_INFO_BYTES,
+                        is_streaming=False,
+                    )
+                    # I2: after the token.
+                    publish(message_flag(to, msg_bytes), rank.generation, 0)
+
+    for_each_chunk(group.expert_capacity(), msg_bytes, relay_some)
+
+
+def _await_relayed[group: Group, //](rank: CpuRank[group]) raises:
+    """Waits for the tokens that other ranks of this host relay."""
+    for src_rank in range(group.n_ranks):
+        if not rank.is_far(src_rank) or rank.relays_for(src_rank):
+            continue
+        var through = rank.relay_to(src_rank, rank.my_rank)
+        var n = rank.count_from(src_rank, group.dispatch_n_tokens_offset(src_rank))
+        for token_idx in range(n):
+            var is_here = False
+            for k in range(group.top_k):
+                is_here |= _owner_of(src_rank, token_idx, k, rank) == rank.my_rank
+            if is_here:
+                var token = rank.recv_buf().unsafe_offset(
+                    group.token_offset(src_rank, token_idx)
+                )
+                rank.await_flag(message_flag(token, group.dispatch_msg_bytes), through)
 
 
 def _place_messages[
@@ -378,6 +462,10 @@ def _place_choice[
             is_here = position_of_entry(entry[]) < rank.counters.pair_count(pair)
     if is_here:
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
+    comptime if group.relays:
+        var owner = _owner_of(src_rank, token_idx, k, rank)
+        if rank.relays_for(src_rank) and owner >= 0 and rank.is_mate(owner):
+            row = Int(row_elsewhere(owner))  # combine adds that rank's sum
     comptime if group.has_sums:
         var source = group.relative_rank(rank.my_rank, src_rank)
         rank.counters.received_rows(source)[unsafe_offset=choice] = Int32(row)

@@ -72,6 +72,14 @@ struct SendPlan[group: Group](Movable):
                 return True
         return False
 
+    def goes_to_host(self, token_idx: Int, rank: Int, ranks_per_host: Int) -> Bool:
+        """Returns whether a rank of another one's host gets a token."""
+        var first = rank - rank % ranks_per_host
+        for host_rank in range(first, first + ranks_per_host):
+            if self.goes_to(token_idx, host_rank):
+                return True
+        return False
+
     def raise_if_dropped(self, rank: CpuRank[Self.group]) raises:
         """Raises if ids were dropped, after everything else was sent."""
         if self.n_dropped == 0:

@@ -125,6 +125,29 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
         is far, its own, where it is staged."""
         return self.my_rank if self.is_far(rank) else rank
 
+    def ranks_per_host(self) -> Int:
+        var n = 0
+        for rank in range(Self.group.n_ranks):
+            n += Int(not self.is_far(rank))
+        return n
+
+    def relay_to(self, my_rank: Int, rank: Int) -> Int:
+        """Names the rank of a rank's host with which another exchanges, if ranks relay.
+        """
+        return Self.group.relay_to(my_rank, rank, self.ranks_per_host())
+
+    def relays_for(self, src_rank: Int) -> Bool:
+        """Returns whether this rank relays what a source sends to its host."""
+        comptime if not Self.group.relays:
+            return False
+        return self.is_far(src_rank) and (
+            self.relay_to(self.my_rank, src_rank) == src_rank
+        )
+
+    def is_mate(self, rank: Int) -> Bool:
+        """Returns whether a rank is another one of this host."""
+        return rank != self.my_rank and not self.is_far(rank)
+
     def put(self, rank: Int, to: BytePointer, from_: BytePointer, n_bytes: Int) raises:
         """Puts what is staged; `to`: the place, as it is in this rank's region."""
         if not self.is_masked(rank):
@@ -205,22 +228,44 @@ struct CpuRank[group: Group](TrivialRegisterPassable):
                         code = Failure.NOT_READ
                     elif self.phase % 2 == 0:  # late weights
                         code = Failure.NO_MESSAGE
-                    var record: Array[Int32, N_FAILURE_WORDS] = [
-                        code,
-                        Int32(self.phase),
-                        Int32(missing_rank),
-                        Int32(self._expert_of(words, missing_rank, i)),
-                        generation.cast[DType.int32](),
-                        generation_of(word).cast[DType.int32](),
-                        0,
-                        0,
-                    ]
-                    raise_failure(record, self.my_rank, self.timeout_ms, self.caller)
+                    var expert = self._expert_of(words, missing_rank, i)
+                    self._raise_missing(code, missing_rank, expert, generation, word)
                 self.counters.masked(missing_rank)[] = 1
                 return
             if masks and n_polls % _POLLS_PER_HEARTBEAT == 0:
                 self._give_heartbeat(now)
             sleep(SLEEP_SECONDS)
+
+    def await_flag(self, flag: FlagPointer, missing_rank: Int) raises:
+        """Waits for a flag of this generation, where ranks do not mask."""
+        var n_polls = 0
+        while True:
+            var word = load_acquire_sys(flag)
+            if generation_of(word) == self.generation:
+                return
+            n_polls += 1
+            if n_polls < POLLS_BEFORE_SLEEP:
+                continue
+            if self.deadline.has_passed():
+                self._raise_missing(
+                    Failure.NO_MESSAGE, missing_rank, -1, self.generation, word
+                )
+            sleep(SLEEP_SECONDS)
+
+    def _raise_missing(
+        self, code: Int32, missing_rank: Int, expert: Int, wanted: UInt32, found: UInt64
+    ) raises:
+        var record: Array[Int32, N_FAILURE_WORDS] = [
+            code,
+            Int32(self.phase),
+            Int32(missing_rank),
+            Int32(expert),
+            wanted.cast[DType.int32](),
+            generation_of(found).cast[DType.int32](),
+            0,
+            0,
+        ]
+        raise_failure(record, self.my_rank, self.timeout_ms, self.caller)
 
     def _expert_of(self, words: PeerWords, peer: Int, i: Int) -> Int:
         """Names the expert whose count a word is, or -1."""

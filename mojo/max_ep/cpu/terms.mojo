@@ -3,7 +3,6 @@
 from std.math import fma, gcd
 from std.sys import size_of
 
-from ..protocol.counters import NO_ROW
 from ..protocol.entries import value_of_word
 from ..protocol.flags import flag_at, load_acquire_sys
 from ..protocol.kernel_argument import ImmPointer
@@ -77,7 +76,7 @@ def own_terms[
     for k in range(group.top_k):
         var choice = group.choice(token_idx, k)
         var row = rows[unsafe_offset=choice]
-        if row != NO_ROW:
+        if row >= 0:
             var weight: Float32 = 1
             comptime if group.late_weights:
                 # Source 0 is this rank.

@@ -157,6 +157,33 @@ struct Block[group: Group](TrivialRegisterPassable):
         """Returns whether a rank is on another host, where only puts arrive."""
         return Self.group.spans_hosts() and self.counts[unsafe_offset=rank] == 0
 
+    @always_inline
+    def relay_to(self, rank: Int) -> Int:
+        """Names the rank of a rank's host with which this one exchanges, if ranks relay.
+        """
+        return Self.group.relay_to(self.my_rank, rank, Self.group.n_mapped)
+
+    @always_inline
+    def is_mate(self, rank: Int) -> Bool:
+        """Returns whether a rank is another one of this host."""
+        comptime n = Self.group.n_mapped
+        return rank // n == self.my_rank // n and rank != self.my_rank
+
+    @always_inline
+    def is_put(self, src_rank: Int) -> Bool:
+        """Returns whether a source puts what it sends here, and no rank of this host
+        relays it."""
+        comptime if Self.group.relays:
+            return self.relays_for(src_rank)
+        return self.is_far(src_rank)
+
+    @always_inline
+    def relays_for(self, src_rank: Int) -> Bool:
+        """Returns whether this rank relays what a source sends to its host."""
+        comptime if not Self.group.relays:
+            return False
+        return self.is_far(src_rank) and self.relay_to(src_rank) == src_rank
+
     # ------------------------------------------------------------- work and failures
 
     @always_inline

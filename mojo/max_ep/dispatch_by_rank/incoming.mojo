@@ -81,6 +81,12 @@ struct _LaneVectors(TrivialRegisterPassable):
                     loaded[i] = load16(self.at(i))
 
     @always_inline
+    def store[n: Int, //](self, loaded: Array[LaneBytes, n]):
+        comptime for i in range(n):
+            if self.has(i):
+                store16(self.at(i), loaded[i])
+
+    @always_inline
     def await_all[
         n: Int, //, flip: UInt32
     ](self, mut loaded: Array[LaneBytes, n], src_rank: Int, block: Block[...]) -> Bool:
@@ -171,6 +177,13 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
             Self._scales(token, first, end, lane).load[Self.are_all_inline](
                 self.scales, token.is_inline
             )
+
+    @always_inline
+    def store(self, to: Token, first: Int, end: Int, lane: Int):
+        """Puts the steps where another rank has the token."""
+        Self._values(to, first, end, lane).store(self.values)
+        comptime if Self.Format.scale_vectors > 0:
+            Self._scales(to, first, end, lane).store(self.scales)
 
     @always_inline
     def await_inline(

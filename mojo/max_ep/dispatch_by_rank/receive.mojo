@@ -23,6 +23,7 @@ from ..protocol.entries import (
 from ..protocol.flags import flag_at, generation_of
 from ..protocol.layout import Group, N_CHUNKS
 from ..protocol.token_format import BytePointer, LaneBytes, TokenFormat
+from .relay import Relay
 from .incoming import await_loaded, await_words, load_words, Steps, Token
 from .roles import NEXT_RECEIVE, token_receive_schedule
 from .row_offsets import SharedRowOffsets
@@ -45,8 +46,10 @@ struct _Destination(TrivialRegisterPassable):
     var row: Int32
     """Its row, once known; `row_elsewhere` if it is on another rank, else `NO_ROW`."""
     var weight: Float32
+    var mate: Int32
+    """The other rank of this host to which this one relays the token, or -1."""
 
-    comptime NONE = Self(False, False, False, 0, 0, NO_ROW, 0)
+    comptime NONE = Self(False, False, False, 0, 0, NO_ROW, 0, -1)
 
 
 @fieldwise_init
@@ -139,9 +142,14 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         var position = position_of_entry(words[0])
         var is_here = 0 <= local_expert < n_local_experts and not is_late
         var row = NO_ROW
+        var mate = Int32(-1)
+        comptime if Self.group.relays:
+            var owner = expert // n_local_experts  # past all ranks if there is none
+            if self.block.relays_for(token.src_rank) and not is_late:
+                mate = Int32(owner if self.block.is_mate(owner) else -1)
         comptime if has_sums:
             if (
-                token.src_rank == my_rank
+                (token.src_rank == my_rank or mate >= 0)
                 and not is_here
                 and expert < Self.group.n_experts
                 and position != NO_POSITION
@@ -158,6 +166,7 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
             Int32(position),
             row,
             value_of_word[DType.float32](words[1]),
+            mate,
         )
 
     @always_inline
@@ -187,7 +196,11 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         comptime if Self.group.finds_ranks():
             # Others do not come here.
             var my_rank = self.block.my_rank
-            has_entry = has_entry and (lane == my_rank or token.src_rank == my_rank)
+            has_entry = has_entry and (
+                lane == my_rank
+                or token.src_rank == my_rank
+                or self.block.relays_for(token.src_rank)
+            )
         if has_entry:
             to = self._read_entry(token)
         if any_lane(to.is_late):
@@ -198,14 +211,15 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
             Self.group.fused_shared_expert and token.src_rank == self.block.my_rank
         )
         var is_here = is_shared or any_lane(to.is_here)
-        if not is_here:
-            if chunk.idx == 0:
-                self._record_choice[has_weight=False](token, to)
+        var mates = Relay.of[Self.group](to.mate)
+        if not is_here and chunk.idx == 0:
+            self._record_choice[has_weight=False](token, to)
+        if not is_here and not mates.are_any():
             return True
         if not are_all_inline and not token.is_loaded_early:
             var chunk_idx = chunk.idx
             comptime if Self.group.spans_hosts():
-                if self.block.is_far(token.src_rank):  # one put brought all of it
+                if self.block.is_put(token.src_rank):  # one put brought all of it
                     chunk_idx = 0
             var flag = flag_at(
                 self.recv_buf,
@@ -224,6 +238,10 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
                 is_there = steps.await_inline(token, first, chunk.end, self.block)
             if any_lane(not is_there):
                 return self._go_on_without()
+            comptime if Self.group.relays:
+                mates.store(steps, token, first, chunk.end, self.block)
+                if not is_here:
+                    continue
             # Awaited only now, so that loading the chunk does not wait for the counts.
             if not has_pair_rows:
                 if not self.shared.await_pair_rows():
@@ -257,6 +275,11 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
                 else:
                     is_shared_left = False
                 steps.place(rows, row, first, chunk.end, lane)
+        comptime if Self.group.relays:
+            comptime if Self.Format.router_top_k > 0:
+                if chunk.idx == 0:
+                    mates.store_metadata[Self.Format.router_top_k](token, self.block)
+            mates.publish(token, chunk.idx, self.block)
         return True
 
     @always_inline

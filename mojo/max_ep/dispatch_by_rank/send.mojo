@@ -85,6 +85,19 @@ struct Targets(TrivialRegisterPassable):
         return self.lanes != 0 or self.is_own
 
     @always_inline
+    def go_through_one_of_each_host[
+        group: Group
+    ](mut self, is_far: Bool, block: Block[group]) -> Bool:
+        """Replaces ranks of other hosts by those that relay to them; returns whether this
+        lane is the first of those with its rank. All lanes call it."""
+        var through = Int32(-1)
+        if is_far:
+            through = Int32(block.relay_to(Int(self.dst_rank)))
+            self.dst_rank = through
+        var first = count_trailing_zeros(lanes_like(through))
+        return is_far and Int(first) == block.lane
+
+    @always_inline
     def count(self) -> Int:
         return Int(pop_count(self.lanes)) + Int(self.is_own)
 
@@ -345,7 +358,8 @@ struct TokenSender[
     @always_inline
     def _send_whole(self, block: Block[Self.group]):
         """Sends tokens whole: to ranks of this host by stores, to others by puts of what
-        is staged in the place of this rank's own tokens."""
+        is staged in the place of this rank's own tokens. If ranks relay, one on each
+        other host gets a token."""
         comptime n_steps = n_steps_of[Self.Format]()
         comptime n_flags = min(N_CHUNKS, n_steps)
         comptime n_put_bytes = (
@@ -364,10 +378,12 @@ struct TokenSender[
         for token_idx in range(first, self.n_tokens, self.n_senders * Int(grid_dim.x)):
             var targets = self._targets_of(token_idx, block)
             var is_far = targets.is_target and block.is_far(Int(targets.dst_rank))
-            var far = warp.vote[DType.uint32](is_far)
-            targets.lanes &= ~far
-            targets.is_own = targets.is_own or far != 0
+            targets.lanes &= ~warp.vote[DType.uint32](is_far)
             targets.is_target = targets.is_target and not is_far
+            comptime if Self.group.relays:
+                is_far = targets.go_through_one_of_each_host[Self.group](is_far, block)
+            var far = warp.vote[DType.uint32](is_far)
+            targets.is_own = targets.is_own or far != 0
             comptime if Self.Format.router_top_k > 0:
                 var is_here = any_lane(targets.dst_rank == Int32(block.my_rank))
                 self._send_metadata(token_idx, targets, is_here or far != 0, block)

@@ -53,6 +53,7 @@ def group_of(
         masks=has_word(config, "masks"),
         drops_rows=has_word(config, "drops_rows"),
         partial_block=number_in(config, "partial_block"),
+        relays=has_word(config, "hierarchical"),
     )
 
 

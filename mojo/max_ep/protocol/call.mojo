@@ -105,6 +105,15 @@ def check_group[group: Group, target: StaticString, hidden_multiple: Int]():
     comptime assert (
         group.is_by_rank() or not group.has_sums
     ), "max_ep: sums need by rank"
+    comptime assert not group.relays or (
+        group.is_linked()
+        and group.has_sums
+        and not (group.masks or group.drops_rows)
+        and group.n_experts_on(group.n_ranks - 1) > 0
+    ), (
+        "max_ep: ranks relay sums by rank over several hosts, if each has an expert,"
+        " and neither mask nor drop rows"
+    )
     comptime assert not group.late_weights or (
         group.has_sums and not (group.masks or group.drops_rows or group.shares_gpu)
     ), "max_ep: only sums get weights at combine, of ranks with a GPU each"

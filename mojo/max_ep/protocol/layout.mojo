@@ -51,6 +51,9 @@ its own region, no token is inline, and the counts of a source stand together:
     |                  as above, staged counts [n_ranks][n_local_experts]  |
     | combine recv     as above, then n_ranks times as much, staged        |
 
+If ranks relay (`Group.relays`), a rank stages partial sums only for ranks of its own
+place on other hosts. The other staged places are where ranks of its host leave theirs.
+
 Peers write everything but the dispatch send buffer and what is staged. A message is the
 encoded token (or expert row) followed by a source info of `SOURCE_INFO_BYTES`. In an
 all-gather, routing metadata stands between them: for each choice two words, generation
@@ -94,6 +97,8 @@ comptime LATE_WEIGHTS_BIT = 16
 """The same if sums get their weights at combine."""
 comptime LINKED_BIT = 32
 """The same, if dispatch goes by rank over several hosts (`Group.is_linked`)."""
+comptime RELAYS_BIT = 64
+"""The same, if ranks relay to others of their host (`Group.relays`)."""
 comptime MAX_TOP_K = 32
 """Largest `top_k`."""
 comptime MAX_EXPERTS = 1048576
@@ -158,6 +163,9 @@ struct Group(TrivialRegisterPassable):
     """Rows travel as given, and those of an expert begin at a multiple; 0: neither."""
     var late_weights: Bool
     """Whether sums get their router weights at combine."""
+    var relays: Bool
+    """Whether tokens and sums cross once to each other host, where one rank relays or
+    adds them (0037)."""
 
     def __init__(
         out self,
@@ -185,6 +193,7 @@ struct Group(TrivialRegisterPassable):
         router_experts: Int = 0,
         row_alignment: Int = 0,
         late_weights: Bool = False,
+        relays: Bool = False,
     ):
         """Describes a group; `n_mapped` 0: all ranks."""
         self.n_experts = n_experts
@@ -210,6 +219,7 @@ struct Group(TrivialRegisterPassable):
         self.router_experts = router_experts
         self.row_alignment = row_alignment
         self.late_weights = late_weights
+        self.relays = relays
 
     @staticmethod
     def of(words: Array[Int32, N_GROUP_WORDS]) -> Self:
@@ -227,6 +237,7 @@ struct Group(TrivialRegisterPassable):
             masks=Int(words[6]) & MASKS_BIT != 0,
             late_weights=Int(words[6]) & LATE_WEIGHTS_BIT != 0,
             n_mapped=Int(Int(words[6]) & LINKED_BIT != 0),
+            relays=Int(words[6]) & RELAYS_BIT != 0,
         )
 
     def words(self) -> Array[Int32, N_GROUP_WORDS]:
@@ -242,14 +253,15 @@ struct Group(TrivialRegisterPassable):
         ]
 
     def protocol(self) -> Int:
-        """Numbers the axes, and whether ranks mask, weights come late, or a link is used.
-        """
+        """Numbers the axes, and whether ranks mask, weights come late, a link is used, or
+        ranks relay."""
         return (
             self.addressing.value
             + Int(self.has_sums)
             + (MASKS_BIT if self.masks else 0)
             + (LATE_WEIGHTS_BIT if self.late_weights else 0)
             + (LINKED_BIT if self.is_linked() else 0)
+            + (RELAYS_BIT if self.relays else 0)
         )
 
     def is_combine(self) -> Bool:
@@ -315,6 +327,11 @@ struct Group(TrivialRegisterPassable):
     def is_linked(self) -> Bool:
         """Returns whether dispatch goes by rank over several hosts (0034)."""
         return self.is_by_rank() and self.spans_hosts()
+
+    def relay_to(self, my_rank: Int, rank: Int, ranks_per_host: Int) -> Int:
+        """Names the rank through which a rank reaches all of another one's host: it has the
+        same place there."""
+        return rank - rank % ranks_per_host + my_rank % ranks_per_host
 
     def choice(self, token_idx: Int, k: Int) -> Int:
         """Numbers a rank's choices; `divmod` by `top_k` takes one apart."""
@@ -426,6 +443,14 @@ struct Group(TrivialRegisterPassable):
     def staged_partial_offset(self, src_rank: Int, token_idx: Int) -> Int:
         """Locates a partial sum that waits to be put, in the owner's recv buffer."""
         return self.partial_offset(self.n_ranks + src_rank, token_idx)
+
+    def gathered_partial_offset(
+        self, src_rank: Int, owner_rank: Int, token_idx: Int, ranks_per_host: Int
+    ) -> Int:
+        """Locates the partial sum that an owner leaves with the rank of its host that adds
+        those for a source, among its staged ones."""
+        var place = self.relay_to(owner_rank, src_rank, ranks_per_host)
+        return self.staged_partial_offset(place, token_idx)
 
     def staged_row_offset(self, src_rank: Int, token_idx: Int, k: Int) -> Int:
         """Locates a row that waits to be put, behind the rows that come."""

@@ -14,7 +14,7 @@ from .peer_words import (
     Which,
 )
 
-comptime N_KINDS = 15
+comptime N_KINDS = 16
 """Kinds of words that peers write into a region."""
 
 
@@ -73,6 +73,10 @@ def peer_words[kind: Int](group: Group, on_gpu: Bool) -> PeerWords:
             words.each(n, FLAG_BYTES)
             words.await_in(DISPATCH_WAIT, Which.SOME)
     elif kind == 7:
+        if not on_gpu and group.relays:  # a rank of its host relays it
+            var at = group.token_offset(0, 1) - SOURCE_INFO_BYTES
+            words.add("relayed token", recv, at, most * msg_bytes)
+            words.each(most, msg_bytes)
         if on_gpu and not is_by_rank:
             var n_bytes = most * msg_bytes
             words.add("message", recv, msg_bytes - SOURCE_INFO_BYTES, n_bytes)
@@ -134,6 +138,15 @@ def peer_words[kind: Int](group: Group, on_gpu: Bool) -> PeerWords:
             words.add("flag of a partial sum", back_recv, flag, n_bytes)
             words.each(most, back_bytes)
             words.await_in(COMBINE_WAIT, Which.TOKENS)
+    elif kind == 14:
+        if has_sums and on_gpu and group.relays:
+            # Each place is listed by the rank of another host that has the sender's place.
+            var at = group.staged_partial_offset(0, 0)
+            words.add("partial sum of this host", back_recv, at, most * back_bytes)
+            words.each((back_bytes - SOURCE_INFO_BYTES) // MESSAGE_ALIGN, MESSAGE_ALIGN)
+            words.repeat(most, back_bytes)
+            words.holds = Holds.DATA
+            words.await_sent(COMBINE_ASYNC, Which.SOME)
     else:
         comptime assert kind == N_KINDS - 1
         if group.masks:
