@@ -8,7 +8,7 @@ ahead. So a library that an interface asks for is one that the command can make.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -68,6 +68,9 @@ class Call:
     """The arguments of a call on which its libraries depend, as ``max-ep build`` names
     them: ``--top-k`` for ``top_k``."""
 
+    method: ClassVar[str]
+    """What other ranks hear of it."""
+
     target: str
     """``"cpu"``, or a GPU's architecture such as ``"sm_90a"``."""
     ranks: int
@@ -81,6 +84,28 @@ class Call:
     def libraries(self) -> list[Settings]:
         """Returns what dispatch and combine need."""
         raise NotImplementedError
+
+    def counts(self, n: int) -> Settings:
+        """Describes the channel in which each rank tells each other ``n`` counts."""
+        return self._given(
+            hidden=4 * round_up(n, 4),
+            combine_hidden=_ROW_BYTES // 2,
+            experts=self.ranks,
+            top_k=1,
+            tokens=power_of_two(self.ranks),
+        )
+
+    def _back(self, columns: int) -> Settings:
+        """Describes one in which so many float32 return for each row."""
+        of_float32 = dict(combine="float32", partial="float32")
+        rows = self.again(self.rows())
+        return replace(rows, combine_hidden=columns, **of_float32)
+
+    @staticmethod
+    def again(settings: Settings) -> Settings:
+        """Describes the channel in which a combine like that of another repeats its
+        dispatch: its rows are short."""
+        return replace(settings, hidden=_ROW_BYTES, scales=0)
 
     def row_multiple(self) -> int:
         """Returns what the hidden size is a multiple of: rows are of whole 16 bytes."""
@@ -118,6 +143,12 @@ class Call:
         n_words = round_up(n_bytes, 4) // 4
         return self.hidden // wire.per_byte, n_words if scales is None else scales
 
+    def _given(self, **more: Any) -> Settings:
+        """Describes a channel of rows as they are given, by default plain."""
+        how = dict(format="given", combine="bfloat16", partial="bfloat16")
+        how |= dict(wide_ids=True, rows=PLAIN, scales=0, alignment=1)
+        return self._settings(**(how | more))
+
     def _settings(self, **more: Any) -> Settings:
         mapped = 0 if self.hosts == 1 else self.ranks // self.hosts
         group = dict(target=self.target, ranks=self.ranks, mapped=mapped)
@@ -127,6 +158,8 @@ class Call:
 @dataclass(frozen=True, kw_only=True)
 class LowLatencyCall(Call):
     """``low_latency_dispatch`` and ``low_latency_combine``."""
+
+    method = "low_latency_dispatch"
 
     pair: bool = False
     """Whether tokens are given as values and scales."""
@@ -164,58 +197,58 @@ class LowLatencyCall(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class NormalCall(Call):
-    """``Buffer.dispatch`` and ``combine``. Each rank is one expert."""
+    """``Buffer.dispatch`` and ``combine``; ``top_k=0``: without ``topk_idx``. Each rank
+    is an expert then, and each may be a choice."""
+
+    method = "dispatch or combine"
 
     scales: int | None = None
     """Words of the scales of a row; None: as many as the format has."""
     num_nvl_bytes: int = 0
 
     def rows(self) -> Settings:
-        """Describes the channel in which rows go, as bytes."""
-        hidden = self._row(self.scales)[0] // 2
-        return self._channel("bfloat16", hidden, "bfloat16", 8)
+        """Describes the channel for rows out, and for sums back."""
+        row_bytes, n_scales = self._row(self.scales)
+        back = "float32" if self.format == "float32" else "bfloat16"
+        of_ranks = self.ranks, self.ranks
+        experts, top_k = (self.experts, self.top_k) if self.top_k else of_ranks
+        return self._given(
+            hidden=row_bytes,
+            combine=back,
+            # Rows that do not come back as they are may be shorter than 16 bytes.
+            combine_hidden=round_up(self.hidden, 4 if back == "float32" else 8),
+            experts=experts,
+            top_k=top_k,
+            tokens=self.tokens,
+            scales=n_scales,
+            partial=back,
+        )
 
-    def words(self) -> Settings:
-        """Describes the one of words that go with rows, and of rows back."""
-        n_words = words_of_row(self._row(self.scales)[1], self.top_k)
-        combine = "float32" if self.format == "float32" else "bfloat16"
-        return self._channel("float32", n_words, combine, self.hidden)
-
-    def weights(self) -> Settings:
+    def weights(self, top_k: int | None = None) -> Settings:
         """Describes the one in which combine brings router weights back."""
-        columns = round_up(max(1, self.top_k), _WORDS)
-        return self._channel("float32", _WORDS, "float32", columns)
+        columns = round_up(max(1, self.top_k if top_k is None else top_k), _WORDS)
+        return self._back(columns)
 
     def libraries(self) -> list[Settings]:
         """Returns them for all numbers of tokens that memory is made for: the first,
         and its doubles up to that of the largest call."""
         of_group = self.target, self.ranks, self.hosts
         n = first_tokens(*of_group, self.hidden, self.num_nvl_bytes)
-        wanted: list[Settings] = []
+        wanted = [self.counts(self.experts // self.ranks)]
         while True:
             of_n = replace(self, tokens=n)
-            wanted += [of_n.rows(), of_n.words(), of_n.weights()]
+            rows = of_n.rows()
+            wanted += [rows, self.again(rows), of_n.weights()]
             if n >= self.tokens:
                 return wanted
             n *= 2
-
-    def _channel(
-        self, format: str, hidden: int, combine: str, columns: int
-    ) -> Settings:
-        return self._settings(
-            format=format,
-            hidden=hidden,
-            combine=combine,
-            combine_hidden=columns,
-            experts=self.ranks,
-            top_k=self.ranks,
-            tokens=self.tokens,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticCall(Call):
     """``ElasticBuffer.dispatch`` and ``combine``."""
+
+    method = "ElasticBuffer.dispatch or combine"
 
     scales: int | None = None
     """Words of the scales of a row; None: as many as the format has."""
@@ -228,15 +261,12 @@ class ElasticCall(Call):
         row_bytes, n_scales = self._row(self.scales)
         # One row is what it is, and never a sum.
         is_rounded = self.allow_multiple_reduction or not self.do_expand
-        return self._settings(
-            format="given",
+        return self._given(
             hidden=row_bytes,
-            combine="bfloat16",
             combine_hidden=self.hidden,
             experts=self.experts,
             top_k=self.top_k,
             tokens=memory_for(self.tokens),
-            wide_ids=True,
             rows=EXPANDED if self.do_expand else PLAIN,
             scales=n_scales,
             partial="bfloat16" if is_rounded else "float32",
@@ -245,13 +275,17 @@ class ElasticCall(Call):
 
     def weights(self) -> Settings:
         """Describes the one in which a weight for each choice returns."""
-        small = dict(hidden=_ROW_BYTES, scales=0, combine="float32", partial="float32")
-        return replace(self.rows(), combine_hidden=round_up(self.top_k, 4), **small)
+        columns = round_up(self.top_k, 4)
+        return self._back(columns)
 
     def libraries(self) -> list[Settings]:
-        if self.do_expand and not self.allow_multiple_reduction:
-            return [self.rows()]  # weights cannot return
-        return [self.rows(), self.weights()]
+        rows = self.rows()
+        wanted = [rows, self.again(rows)]
+        if self.do_expand:
+            wanted.append(self.counts(self.experts // self.ranks))
+        if self.allow_multiple_reduction or not self.do_expand:
+            wanted.append(self.weights())
+        return wanted
 
 
 NAMES: dict[type[Call], str] = {

@@ -180,12 +180,6 @@ class Channel:
             self._lay_out_padded(capacity)
         sizes = (settings.ranks, settings.tokens)
         self.n_table_words = n_table_words(self.n_local, *sizes)
-        # The handle whose rows are still in the region, and whether a CUDA graph
-        # captured that dispatch.
-        self.latest: tuple[Any, bool] = (None, False)
-        self.was_captured = False
-        if settings.rows == "padded" and not settings.wide_ids:
-            self._make_ones()
         library = load(settings)
         sizes = library.sizes
         n_bytes = sizes.region_bytes
@@ -228,12 +222,6 @@ class Channel:
         self.unread_weights = torch.empty(n_rows, **how)
         """Where they go."""
 
-    @torch.inference_mode(False)  # later calls read them in any mode
-    def _make_ones(self) -> None:
-        """Makes the router weights of a combine that only adds up."""
-        n_choices = self.settings.tokens * self.settings.top_k
-        self.ones = torch.ones(n_choices, dtype=torch.float32, device=self.comm.device)
-
     def _lay_out_padded(self, capacity: int) -> None:
         """Says what a low-latency dispatch allocates for rows, and for scales."""
         settings, n_local = self.settings, self.n_local
@@ -265,7 +253,6 @@ class Channel:
 
     def clear(self) -> None:
         """Puts all regions of this rank before the first launch."""
-        self.latest = (None, False)
         self.n_taken = 0  # this rank may have missed calls
         for region in self.regions:
             region.clear()

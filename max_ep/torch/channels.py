@@ -36,9 +36,10 @@ class Channels:
                 )
             if comm.masks:
                 comm.masks.give_up()
-            if new[0].wide_ids:
+            if new[0].rows == "padded":
                 comm.say(new[0])
-            comm.exchange("the first " + "; ".join(s.words() for s in new))
+            named = (f"{call.method}({settings.facts()})" for settings in new)
+            comm.exchange("the first " + "; ".join(named))
             try:
                 _build(new, call)
                 for settings in new:

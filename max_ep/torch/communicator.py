@@ -135,11 +135,10 @@ class Communicator:
     @torch.inference_mode(False)  # calls read them in any mode
     def _make_constants(self) -> None:
         """Makes what kernels of torch read, before any stream needs it."""
-        words = dict(dtype=torch.int32, device=self.device)
-        self.rank_numbers = torch.arange(self.n_ranks, **words)
-        self.one = torch.ones(1, **words)
-        self.none = torch.full((), -1, **words)
-        self.zero = torch.zeros((), dtype=torch.float32, device=self.device)
+        ids = dict(dtype=torch.int64, device=self.device)
+        self.rank_numbers = torch.arange(self.n_ranks, **ids)
+        self.none = torch.full((), -1, **ids)
+        self.one = torch.ones(1, dtype=torch.int32, device=self.device)
         self.streams.synchronize()
 
     def raise_failure(self) -> None:

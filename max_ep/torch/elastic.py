@@ -7,6 +7,7 @@ already, in the rank of the experts first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,20 +15,21 @@ import torch
 
 from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K, checked_int
 from . import sums
-from .calls import EXPANDED, PLAIN, memory_for
+from .calls import EXPANDED, PLAIN, ElasticCall, memory_for
 from .channel import Channel
 from .channels import Channels
 from .communicator import refuse
+from .counts import Counts, count_choices, new_counts
 from .elastic_handle import EPHandle, checked_handle
 from .elastic_layout import (
     MOST,
     check_same,
-    count,
     n_worst_rows,
     named,
     outputs,
     zeroed,
 )
+from .library import round_up
 from .normal_layout import bytes_of_row, check_ids
 from .quantized import Given, given_as
 from .streams import EventHandle, EventOverlap, When, check_event, wait_for
@@ -65,6 +67,7 @@ class Elastic:
         """``most``: tokens of a rank, 0: not known; ``rounds``: sums on their way."""
         self._comm = channels.comm
         self._channels = channels
+        self._counts = Counts(channels)
         self._most, self._rounds = most, rounds
         self._plans: dict[tuple[Any, ...], Plan] = {}
         # Shapes of the last combine, and its channel.
@@ -108,26 +111,27 @@ class Elastic:
         reads, numbers = False, None
         if handle is None:
             check_ids(comm, topk_idx, sizes.n_experts)
-            is_synced, found = form.is_synced is None or form.is_synced, None
+            is_synced, counts = form.is_synced is None or form.is_synced, None
             if is_synced:
                 in_columns = form.in_columns and sizes.is_plain
-                call = named(sizes, given, in_columns)
                 reads = sizes.is_plain and not in_columns
-                if reads:  # more rows do not come
-                    n_rows = sum(comm.exchange(call, sizes.n_tokens))
-                else:
+                if not reads:
                     # Far more rows may come, or columns are as long as what comes.
                     wait_for(when[0])
                     wait_for(when[3])
-                    found = count(sizes, topk_idx, call)
-                    n_rows = found[1]
+                    counts = self._send_counts(sizes, given, topk_idx)
+                call = named(sizes, given, in_columns)
+                n_rows = sum(comm.exchange(call, sizes.n_tokens))
+                if counts is not None:
+                    n_rows = sum(listed := counts())
                 sizes = sizes.with_rows(n_rows)
             routing = Routing(sizes, topk_idx)
             handle = EPHandle(routing, form.num_sms or comm.most_sms)
             handle.is_synced = is_synced
-            if found is not None:
-                handle.num_recv_tokens, _, listed = found
+            if counts is not None and not sizes.is_plain:
                 handle.num_recv_tokens_per_expert_list = listed
+            elif counts is not None:
+                handle.num_recv_tokens = n_rows
         to = outputs(routing.sizes, given, topk_weights, form.in_columns)
         if form.zeros and not sizes.is_plain:
             to = zeroed(to)
@@ -187,7 +191,8 @@ class Elastic:
             call = sizes.call(columns, self._rounds, "bfloat16")
             back = sums.open_channel(self._channels, call.weights(), call)
 
-        launch = channel, routing, x, y, biases
+        again = functools.partial(self._again, sizes, columns)
+        launch = channel, routing, x, y, biases, again
         if when == _AT_ONCE and num_sms == 0 and back is None:
             sums.combine(*launch)
             return y, None, EventOverlap()
@@ -201,10 +206,7 @@ class Elastic:
         return y, weights, self._run(work, tensors, when, num_sms)
 
     def _checked_biases(self, bias: Any, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        biases = bias if isinstance(bias, (tuple, list)) else (bias,)
-        biases = [one for one in biases if one is not None]
-        if len(biases) > 2:
-            refuse("bias", f"has {len(biases)} tensors; add them up to at most two")
+        biases = sums.listed(bias)
         for one in biases:
             self._comm.check_tensor("bias", one, torch.bfloat16, tuple(y.shape), True)
         return tuple(one.contiguous() for one in biases)
@@ -227,8 +229,27 @@ class Elastic:
             event = EventOverlap(EventHandle())
         return event
 
+    def _send_counts(
+        self, sizes: Sizes, given: Given, topk_idx: torch.Tensor
+    ) -> Callable[[], list[int]]:
+        """Counts what goes to each rank; returns what waits for the rows that come: all
+        plain ones, or those of each local expert, rounded up."""
+        comm, call = self._comm, self._call(sizes, given)
+        n_local, n_ranks = sizes.n_local, comm.n_ranks
+        if sizes.is_plain:
+            self._counts.open(1, call)
+            ranks = torch.div(topk_idx, n_local, rounding_mode="floor").unsqueeze(2)
+            goes = (ranks == comm.rank_numbers).any(1)
+            return self._counts.send(goes.sum(0, dtype=torch.int32).unsqueeze(1))
+        self._counts.open(n_local, call)
+        counts = new_counts(topk_idx, sizes.n_experts)
+        of_experts = count_choices(topk_idx, counts, comm.one)
+        read = self._counts.send(of_experts.view(n_ranks, n_local))
+        return lambda: [round_up(n, sizes.alignment) for n in read()]
+
     def forget(self) -> None:
         """Forgets channels, which a reset may close."""
+        self._counts.forget()
         self._plans.clear()
         self._last = None, None
 
@@ -236,9 +257,13 @@ class Elastic:
         """Returns the channel of a dispatch; the sums that come back are of as many
         elements, in bfloat16."""
         bytes_of_row(self._comm, given.rows, None)
-        n_scales = None if given.words is None else given.words.shape[1]
-        call = sizes.call(given.hidden, self._rounds, given.format, n_scales)
+        call = self._call(sizes, given)
         return sums.open_channel(self._channels, call.rows(), call)
+
+    def _call(self, sizes: Sizes, given: Given) -> ElasticCall:
+        """Describes a dispatch, and the combine after it."""
+        n_scales = None if given.words is None else given.words.shape[1]
+        return sizes.call(given.hidden, self._rounds, given.format, n_scales)
 
     def _channel_back(self, routing: Routing, x: torch.Tensor) -> Channel:
         """Checks the rows of a combine; returns its channel: what dispatched, if the
@@ -262,7 +287,12 @@ class Elastic:
         if settings is None:
             bytes_of_row(comm, x, None)
         call = sizes.call(columns, self._rounds, "bfloat16")
-        return sums.open_channel(self._channels, settings or call.rows(), call)
+        settings = call.again(settings or call.rows())
+        return sums.open_channel(self._channels, settings, call)
+
+    def _again(self, sizes: Sizes, columns: int, channel: Channel) -> Channel:
+        call = sizes.call(columns, self._rounds, "bfloat16")
+        return sums.channel_again(self._channels, channel, call)
 
     def _planned(
         self,

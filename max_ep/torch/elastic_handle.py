@@ -36,8 +36,9 @@ class EPHandle:
         topk_idx: int64 ``[n_tokens, top_k]``.
         dst_buffer_slot_idx: int32 ``[n_tokens, top_k]``: how many of this rank's tokens
             go to the rank of a choice before this one; -1 where there is no choice.
-        num_recv_tokens, num_expanded_tokens: Rows received, plain and expanded; without
-            the host's wait, how many there are places for.
+        num_recv_tokens, num_expanded_tokens: Tokens received, and expanded rows;
+            without the host's wait, how many there are places for. Of expanded rows the
+            host may wait for the device when the first is read.
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: As
             given.
     """
@@ -160,7 +161,10 @@ def _slots(handle: EPHandle, routing: Routing) -> torch.Tensor:
     return torch.where(is_id, before, -1).int()
 
 
-def _places_for_tokens(handle: EPHandle, routing: Routing) -> int:
+def _n_tokens(handle: EPHandle, routing: Routing) -> int:
+    """Counts the tokens received, or the places for them if the host has not waited."""
+    if handle.is_synced:
+        return int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
     return routing.sizes.comm.n_ranks * routing.sizes.most
 
 
@@ -171,7 +175,7 @@ _COMPUTED: dict[str, Callable[[EPHandle, Routing], Any]] = {
     "num_expanded_tokens": lambda handle, r: r.sizes.n_rows if handle.do_expand else 0,
     "num_experts": lambda _, routing: routing.sizes.n_experts,
     "num_max_tokens_per_rank": lambda _, routing: routing.sizes.most,
-    "num_recv_tokens": _places_for_tokens,
+    "num_recv_tokens": _n_tokens,
     "num_recv_tokens_per_expert_list": _listed,
     "num_unaligned_recv_tokens_per_expert": _counts,
     "psum_num_recv_tokens_per_expert": _ends,

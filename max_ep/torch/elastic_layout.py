@@ -10,7 +10,7 @@ from .calls import PLAIN
 from .communicator import refuse
 from .elastic_handle import EPHandle
 from .library import round_up
-from .normal_layout import bytes_of_row, exchange_counts, here
+from .normal_layout import bytes_of_row
 from .quantized import Given
 from .sums import Received, Sizes
 
@@ -36,25 +36,6 @@ def named(sizes: Sizes, given: Given, in_columns: bool) -> str:
     call += f"num_experts={sizes.n_experts}, top_k={sizes.top_k}, "
     call += f"do_expand={not sizes.is_plain}, {MOST}={sizes.most}"
     return call + (", use_tma_aligned_col_major_sf=True" if in_columns else "")
-
-
-def count(sizes: Sizes, ids: torch.Tensor, call: str) -> tuple[int, int, list[int]]:
-    """Exchanges counts before anything is sent; returns the tokens that come here, the
-    rows, and those of each local expert, rounded up."""
-    comm, n_experts, n_local = sizes.comm, sizes.n_experts, sizes.n_local
-    rank, n_ranks = comm.rank, comm.n_ranks
-    # Tokens for each rank; then choices of no expert, of each, and beyond the last.
-    counts = ids.new_zeros(n_ranks + n_experts + 2, dtype=torch.int32)
-    ranks = torch.div(ids, n_local, rounding_mode="floor").unsqueeze(2)
-    goes = (ranks == comm.rank_numbers).any(1)
-    torch.sum(goes, 0, dtype=torch.int32, out=counts[:n_ranks])
-    places = ids.clamp(-1, n_experts).flatten() + (n_ranks + 1)
-    counts.scatter_add_(0, places, comm.one.expand(len(places)))
-    all_counts = exchange_counts(comm, call, comm.streams.to_host(counts)())
-    found = here(all_counts, n_ranks + 1 + rank * n_local, n_local)
-    aligned = [round_up(n, sizes.alignment) for n in found]
-    (n_tokens,) = here(all_counts, rank, 1)
-    return n_tokens, n_tokens if sizes.is_plain else sum(aligned), aligned
 
 
 def n_bytes(n_ranks: int, most: int, hidden: int) -> int:

@@ -106,13 +106,6 @@ class Settings:
         facts = asdict(self).items()
         return ", ".join(f"{names.get(name, name)}={value}" for name, value in facts)
 
-    def words(self) -> str:
-        """Says which call this is for."""
-        call = "low_latency_dispatch" if self.wide_ids else "dispatch or combine"
-        if self.rows != "padded":
-            call = "ElasticBuffer.dispatch or combine"
-        return f"{call}({self.facts()})"
-
     def name(self) -> str:
         words = [str(value) for value in asdict(self).values()]
         host = _host_name() if self.target == "cpu" else platform.machine()

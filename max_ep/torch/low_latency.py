@@ -27,7 +27,7 @@ from .channels import Channels
 from .communicator import Communicator, refuse
 from .quantized import checked_format, joined_pair
 from .streams import EventOverlap, When
-from .tables import LazyTuple, scales_of_rows, split_tables, view
+from .tables import LazyTuple, scales_of_rows, split_tables, version, view
 
 _N_REGIONS = 2
 CAP = "num_max_dispatch_tokens_per_rank"
@@ -47,7 +47,9 @@ class Handle(LazyTuple):
     region: Region
     use: object
     tables: torch.Tensor
-    n_tokens: int
+    topk_idx: torch.Tensor
+    ids_version: int | None
+    """How often ``topk_idx`` had been written to (``tables.version``)."""
     combine_buffer: torch.Tensor | None = None
 
     def items(self) -> tuple[Any, ...]:
@@ -161,7 +163,9 @@ class LowLatency:
             after = None if stats is None else lambda: stats.add_(counts)
             given = region, region.dispatch, arguments, tensors, how, after
             event, hook = self._phase(*given)
-        handle = Handle(self.comm, channel, region, region.use, tables, x.shape[0])
+        of_ids = None if topk_idx.is_inference() else topk_idx._version
+        given = region, region.use, tables, topk_idx, of_ids
+        handle = Handle(self.comm, channel, *given)
         return result, counts, handle, event, hook
 
     def combine(
@@ -184,7 +188,8 @@ class LowLatency:
             refuse("handle", "has no rows yet: call the hook of its dispatch")
         if how is not AT_ONCE:
             self._check_how(how)
-        channel, n_tokens, comm = handle.channel, handle.n_tokens, self.comm
+        channel, ids, comm = handle.channel, handle.topk_idx, self.comm
+        n_tokens = ids.shape[0]
         if zero_copy:
             if handle.combine_buffer is None:
                 refuse("zero_copy", "needs get_next_low_latency_combine_buffer first")
@@ -193,6 +198,9 @@ class LowLatency:
         comm.check_tensor("x", x, torch.bfloat16, channel.rows_shape)
         comm.check_tensor("topk_idx", topk_idx, torch.int64, choices)
         comm.check_tensor("topk_weights", topk_weights, torch.float32, choices)
+        of_ids = handle.ids_version
+        if topk_idx is not ids or (of_ids is not None and ids._version != of_ids):
+            topk_weights = self._weights_of_choices(handle, topk_idx, topk_weights)
         shape = (n_tokens, channel.settings.hidden)
         if out is None:
             comm.check_current_gpu()
@@ -212,6 +220,29 @@ class LowLatency:
         tensors = x, topk_weights, handle.tables, out
         given = region, region.combine, arguments, tensors, how
         return out, *self._phase(*given)
+
+    def _weights_of_choices(
+        self, handle: Handle, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the weights of the choices that were dispatched, in their order. They
+        may be given in another one, or be left out: they weigh 0 then."""
+        kept = handle.topk_idx
+        if version(kept) != handle.ids_version:
+            what = "was written to since the dispatch that it was given to"
+            refuse("topk_idx", f"{what}; write to another tensor")
+        if ids.data_ptr() == kept.data_ptr():  # both are contiguous, of one shape
+            return weights
+        same = (_numbered(ids).unsqueeze(1) == _numbered(kept).unsqueeze(2)).all(3)
+        same &= (ids >= 0).unsqueeze(1)
+        is_lost = (ids >= 0) & ~same.any(1)
+        moved = torch.where(same, weights.unsqueeze(1), 0).sum(2)
+        if self.comm.streams.is_capturing():  # nobody can look
+            moved.masked_fill_(is_lost.any(1, keepdim=True), float("nan"))
+        elif is_lost.any():
+            token, k = is_lost.nonzero()[0].tolist()
+            what = f"has {ids[token, k]} for token {token}, k {k}, where dispatch had "
+            refuse("topk_idx", f"{what}{kept[token].tolist()}; pass its tensor")
+        return moved
 
     def _check_how(self, how: How) -> None:
         waits_ns, async_finish, return_recv_hook = how
@@ -356,6 +387,12 @@ class LowLatency:
         n_ranks = checked_int("max_ep: num_ranks", n_ranks, 1, MAX_RANKS)
         checked_int("max_ep: num_experts", n_experts, 1, MAX_OF_ENTRY)
         return _N_REGIONS * tokens * (n_ranks * (row + 64) + 8 * row)
+
+
+def _numbered(ids: torch.Tensor) -> torch.Tensor:
+    """Returns each id, and how often it comes before in its row: ``[n, k, 2]``."""
+    is_equal = ids.unsqueeze(1) == ids.unsqueeze(2)
+    return torch.stack([ids, is_equal.tril(-1).sum(2)], 2)
 
 
 def _options_of(wire: Wire) -> dict[str, Any]:

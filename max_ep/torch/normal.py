@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepEP's normal calls: one row for each pair of a token and a rank.
+"""DeepEP's normal calls: plain rows, one for each pair of a token and a rank.
 
-The kernels route by expert, so here each rank is one expert, and a token's choices are
-its ranks. A call makes two dispatches in two channels: words that go with each row
-(scales, expert ids, router weights), and rows. Words go first: the host reads from them
-how many rows come, and returns while these move. Combine uses the channel of words.
+Where ``is_token_in_rank`` is what ``get_dispatch_layout`` found of ``topk_idx``, these
+ids say where a token goes. Otherwise each rank is an expert, a token's choices are its
+ranks, and ids and weights go with a row as its scales do.
 
-A kernel combines the last dispatch that it received. After another dispatch, combine
-first repeats the dispatch of its handle, without rows. So any handle may be combined at
+Kernels combine the last dispatch that a region received. After another one, combine
+first repeats the dispatch of its handle (``sums.py``). So any handle may be combined at
 any time, also in a backward pass.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..limits import checked_int
-from .calls import NormalCall, first_tokens, power_of_two
-from .channel import BOTH, Channel
+from . import sums
+from .calls import NormalCall, first_tokens, power_of_two, words_of_row
+from .channel import Channel
 from .channels import Channels
 from .communicator import refuse
+from .counts import Counts, count_choices, new_counts
 from .library import round_up
 from .normal_layout import (
     Layout,
@@ -32,17 +33,17 @@ from .normal_layout import (
     bytes_of_row,
     check_ids,
     check_layout,
-    count_ids,
-    exchange_counts,
-    here,
     in_int32,
+    is_layout_of,
+    note_layout,
+    plain_sizes,
 )
 from .quantized import Given, given_as
 from .streams import EventOverlap, When, check_event
-from .tables import first_rows, view
+from .sums import Received, Routing, Sizes
+from .tables import first_rows
 
 _COMBINED = torch.bfloat16, torch.float32
-_FIRST = 4
 
 
 class Normal:
@@ -52,11 +53,13 @@ class Normal:
         self.comm = channels.comm
         self._channels = channels
         self._n_bytes = num_nvl_bytes
-        self._found: dict[tuple[Any, ...], list[Channel]] = {}
+        self._counts = Counts(channels)
+        self._found: dict[tuple[Any, ...], Channel] = {}
 
     def forget(self) -> None:
         """Forgets channels, which a reset may close."""
         self._found.clear()
+        self._counts.forget()
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, when: When
@@ -70,22 +73,20 @@ class Normal:
         check_ids(comm, topk_idx, num_experts)
         n_local = num_experts // comm.n_ranks
         per_rank = topk_idx.new_empty(comm.n_ranks, dtype=torch.int32)
-        # Choices of no expert are counted in front of the others, at whole 16 bytes.
-        counts = topk_idx.new_empty(_FIRST + num_experts, dtype=torch.int32)
-        per_expert = counts[_FIRST:]
         shape = (topk_idx.shape[0], comm.n_ranks)
         in_rank = topk_idx.new_empty(shape, dtype=torch.bool)
+        counts = new_counts(topk_idx, num_experts)
 
         def work() -> None:
             ranks = torch.div(topk_idx, n_local, rounding_mode="floor")
             torch.any(ranks.unsqueeze(2) == comm.rank_numbers, 1, out=in_rank)
             torch.sum(in_rank, 0, dtype=torch.int32, out=per_rank)
-            ones = comm.one.expand(topk_idx.numel())
-            counts.zero_().scatter_add_(0, topk_idx.flatten() + _FIRST, ones)
+            count_choices(topk_idx, counts, comm.one)
 
         tensors = (topk_idx, per_rank, counts, in_rank)
         event = comm.streams.run(work, tensors, when)
-        return per_rank, None, per_expert, in_rank, event
+        note_layout(in_rank, topk_idx, num_experts)
+        return per_rank, None, counts[:-1], in_rank, event
 
     def dispatch(
         self,
@@ -98,124 +99,92 @@ class Normal:
         format: str | None = None,
     ) -> tuple[Any, Any, Any, Any, Any, EventOverlap]:
         """Checks a dispatch, agrees with all ranks on sizes, and launches it."""
-        comm, previous_event = self.comm, when.after
+        comm = self.comm
         align = checked_int("max_ep: expert_alignment", align)
         worst = checked_int("max_ep: num_worst_tokens", worst, 0)
-        check_event(previous_event)
+        check_event(when.after)
         topk_idx, topk_weights = layout.topk_idx, layout.topk_weights
         given = self._given(x, format)
-        x, scales = given.rows, given.words
-        row_bytes = bytes_of_row(comm, x, None)
-        n_scales = 0 if scales is None else scales.shape[1]
-        (n_tokens, columns), hidden = x.shape, given.hidden
-        is_new, counts, is_synced = handle is None, [], False
+        row_bytes = bytes_of_row(comm, given.rows, None)
+        n_scales = 0 if given.words is None else given.words.shape[1]
+        n_tokens, columns = given.rows.shape
+        is_new = handle is None
         if is_new:
-            is_synced = not worst
             top_k, n_experts = check_layout(comm, n_tokens, layout)
             what = f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
             what += f"top_k={top_k}, num_experts={n_experts}"
-            most, n_rows = agree(comm, what, n_tokens, worst)
-            cap = self._channels.cap = self._capacity(most, hidden)
-            handle = NormalHandle(
-                comm,
-                n_rows=n_rows,
-                n_made=comm.n_ranks * cap if worst else n_rows,
-                n_sent=n_tokens,
-                cap=cap,
-                n_scales=n_scales,
-                top_k=top_k,
-                mask=layout.mask,
-            )
-        reads: list[Callable[[], list[int]]] = []
-        if is_synced and topk_idx is None:  # no ids come, which could be counted
-            if previous_event is not None:
-                previous_event.current_stream_wait()
-            reads.append(comm.streams.to_host(layout.per_expert))
-        if not is_new:
+            has_ids = topk_idx is not None
+            has_ids = has_ids and is_layout_of(layout.mask, topk_idx, n_experts)
+            most, n_rows, has_ids = agree(comm, what, n_tokens, has_ids, worst)
+            cap = self._channels.cap = self._capacity(most, given.hidden)
+            chosen = (n_experts, top_k) if has_ids else (comm.n_ranks, comm.n_ranks)
+            sizes = plain_sizes(comm, *chosen, n_tokens, n_rows, cap, has_ids)
+            handle = NormalHandle(sizes, layout.mask)
+        else:
             handle = self._checked(handle)
             if topk_idx is not None or topk_weights is not None:
                 refuse("topk_idx", "is not sent again with a handle")
-        if n_tokens != handle.n_sent:
-            refuse("x", f"has {n_tokens} rows, those of the handle are {handle.n_sent}")
+        routing, is_synced = handle.routing, is_new and not worst
+        sizes = routing.sizes
+        if n_tokens != sizes.n_tokens:
+            what = f"has {n_tokens} rows, those of the handle are"
+            refuse("x", f"{what} {sizes.n_tokens}")
+        has_words = is_new and topk_idx is not None and not has_ids
+        n_words = words_of_row(n_scales, top_k) if has_words else n_scales
+        channel = self._opened(routing, given, n_words)
+        if is_synced:
+            self._counts.open(n_experts // comm.n_ranks, self._call(sizes, given, 0))
 
-        recv_x = x.new_empty((handle.n_made, columns))
-        has_extras = scales is not None or topk_idx is not None
-        channels = self._opened(handle, given, n_scales, has_extras)
-        recv_scales, recv_ids, recv_weights = None, None, None
-        if scales is not None:
-            recv_scales = scales.new_empty((handle.n_rows, n_scales))
-        if topk_idx is not None:
-            shape = (handle.n_rows, top_k)
-            recv_ids = topk_idx.new_empty(shape)
-            recv_weights = topk_weights.new_empty(shape)
-            n_local = n_experts // comm.n_ranks
-
-        at = x.data_ptr(), recv_x.data_ptr()
-
-        def move_extras() -> None:
-            channel = channels[1]
-            n_words = channel.settings.hidden
-            k = 0 if topk_idx is None else top_k
-            # One allocation: words that are sent, then those that come.
-            shape = (n_tokens + handle.n_made, n_words)
-            words = x.new_empty(shape, dtype=torch.int32)
-            floats = words.view(torch.float32)
-            sent, n_rows, first = words.data_ptr(), handle.n_rows, n_tokens * n_words
-            if scales is not None:
-                columns_of(words, n_tokens, 0, n_scales).copy_(scales)
-            if topk_idx is not None:
-                in_int32(topk_idx, columns_of(words, n_tokens, n_scales, k))
-                columns_of(floats, n_tokens, n_scales + k, k).copy_(topk_weights)
-                columns_of(words, handle.n_made, first, n_words).fill_(-1)
-            self._dispatch_through(handle, channel, sent, sent + 4 * first)
-            if scales is not None:
-                recv_scales.copy_(columns_of(words, n_rows, first, n_scales))
-            if topk_idx is not None:
-                of_ids = columns_of(words, n_rows, first + n_scales, k)
-                of_weights = columns_of(floats, n_rows, first + n_scales + k, k)
-                # An id of -1, for none, is of rank -1.
-                owners = torch.div(of_ids, n_local, rounding_mode="floor")
-                is_elsewhere = owners != comm.rank
-                torch.sub(of_ids, comm.rank * n_local, out=recv_ids)
-                recv_ids.masked_fill_(is_elsewhere, -1)
-                torch.where(is_elsewhere, comm.zero, of_weights, out=recv_weights)
+        n_rows, new = sizes.n_rows, given.rows.new_empty
+        to = Received(new((n_rows, columns)))
+        recv_ids, recv_weights, recv_scales = None, None, None
+        if n_words:
+            recv_scales = to.scales = new((n_rows, n_words), dtype=torch.int32)
+        if is_new and topk_idx is not None:
+            recv_ids = new((n_rows, top_k), dtype=torch.int64)
+            recv_weights = new((n_rows, top_k), dtype=torch.float32)
+        if has_words and n_scales:
+            recv_scales = new((n_rows, n_scales), dtype=torch.int32)
+        if not has_words:
+            to.local_ids, to.weights = recv_ids, recv_weights
+        numbers = comm.streams.numbers(comm.n_ranks) if is_synced else None
+        counts: Callable[[], list[int]] | None = None
 
         def work() -> None:
-            if has_extras:
-                move_extras()
-            else:
-                self._dispatch_through(handle, channels[0], *at)
+            nonlocal counts
             if is_synced:
-                found = [handle.ranges[-1], channels[-1].regions[0].failed]
-                if topk_idx is not None:
-                    found.append(count_ids(recv_ids, n_local, comm.one))
-                reads.append(comm.streams.to_host(*found))
-            if has_extras:
-                self._dispatch_through(handle, channels[0], *at)
+                counts = self._counts.send(layout.per_expert.view(comm.n_ranks, -1))
+            sent, weights, ids = given, None, None
+            if has_words:
+                to.scales.fill_(-1)  # behind the last row no word is written
+                sent = Given(given.rows, self._words_of(given.words, layout, n_words))
+            elif is_new:
+                weights, ids = topk_weights, topk_idx
+            handle.write_ids()
+            sums.dispatch(channel, routing, sent, weights, to, ids, numbers)
+            if has_words:
+                if n_scales:
+                    recv_scales.copy_(to.scales[:, :n_scales])
+                found = to.scales[:, n_scales:]
+                self._read_words(found, n_experts, recv_ids, recv_weights)
+            if recv_ids is not None:
+                recv_weights.masked_fill_(recv_ids < 0, 0)
 
-        tensors = (x, scales, topk_idx, topk_weights, recv_x, recv_scales)
+        tensors = (given.rows, given.words, *layout, to.rows, to.scales, recv_scales)
         tensors += (recv_ids, recv_weights, *handle.tensors())
         event = comm.streams.run(work, tensors, when)
+        listed: list[int] = []
         if is_synced:
-            if topk_idx is None:  # while rows are on their way
-                n_local = n_experts // comm.n_ranks
-                all_counts = exchange_counts(comm, what, reads[0]())
-                counts = here(all_counts, comm.rank * n_local, n_local)
-            first, n, failed, *found = reads[-1]()
-            if failed:
-                comm.check_regions()
-            if topk_idx is not None:
-                counts = found
-            if align != 1:
-                counts = [round_up(c, align) for c in counts]
-            handle.n_rows = n = first + n
-            recv_ids = first_rows(recv_ids, n)
-            recv_weights = first_rows(recv_weights, n)
-            recv_scales = first_rows(recv_scales, n)
-        result = given.arrived(recv_x[: handle.n_rows], recv_scales)
+            listed = [round_up(n, align) for n in counts()]
+            n_rows = sums.n_rows_in(numbers, comm)
+            routing.sizes = sizes.with_fewer(n_rows)
+            recv_ids = first_rows(recv_ids, n_rows)
+            recv_weights = first_rows(recv_weights, n_rows)
+            recv_scales = first_rows(recv_scales, n_rows)
+        result = given.arrived(first_rows(to.rows, n_rows), recv_scales)
         if not is_new:
             return result, None, None, None, None, event
-        return result, recv_ids, recv_weights, counts, handle, event
+        return result, recv_ids, recv_weights, listed, handle, event
 
     def combine(
         self,
@@ -229,35 +198,35 @@ class Normal:
         comm = self.comm
         check_event(when.after)
         handle = self._checked(handle)
-        bytes_of_row(comm, x, handle.n_rows)
+        routing = handle.routing
+        sizes = routing.sizes
+        bytes_of_row(comm, x, sizes.n_rows)
         if x.dtype not in _COMBINED:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
-        hidden = x.shape[1]
-        y = x.new_empty((handle.n_sent, hidden))
-        biases = bias if isinstance(bias, tuple) else (bias,)
-        biases = tuple(one for one in biases if one is not None)
+        y = x.new_empty((sizes.n_tokens, x.shape[1]))
+        biases = sums.listed(bias)
         for one in biases:
             comm.check_tensor("bias", one, x.dtype, tuple(y.shape))
-        weights, top_k = None, None
+        call, back, weights = self._call(sizes, Given(x), 0), None, None
+        channel = self._opened_back(routing.channel, call)
+        again = functools.partial(sums.channel_again, self._channels, call=call)
         if topk_weights is not None:
-            shape = (handle.n_rows, None)
+            shape = (sizes.n_rows, None)
             # Any strides will do: gradients often are expanded.
             comm.check_tensor("topk_weights", topk_weights, torch.float32, shape, True)
             top_k = topk_weights.shape[1]
-            weights = topk_weights.new_empty((handle.n_sent, top_k))
-        channel, *of_weights = self._opened_back(handle, x, top_k)
+            weights = topk_weights.new_empty((sizes.n_tokens, top_k))
+            back = sums.open_channel(self._channels, call.weights(top_k), call)
 
         def work() -> None:
-            self._combine_through(channel, handle, x, y)
-            if of_weights:
-                n_pad = of_weights[0].settings.combine_hidden - top_k
+            handle.write_ids()
+            sums.combine(channel, routing, x, y, biases, again)
+            if back is not None:
+                n_pad = back.settings.combine_hidden - top_k
                 padded = torch.nn.functional.pad(topk_weights, (0, n_pad))
-                sums = padded.new_empty((handle.n_sent, padded.shape[1]))
-                self._combine_through(of_weights[0], handle, padded, sums)
-                weights.copy_(sums[:, :top_k])
-            if biases:
-                with torch.no_grad():  # no result of a kernel has a gradient
-                    y.copy_(sum(biases, start=y.float()))
+                summed = padded.new_empty((sizes.n_tokens, padded.shape[1]))
+                sums.combine(back, routing, padded, summed)
+                weights.copy_(summed[:, :top_k])
 
         tensors = (x, y, topk_weights, weights, *biases, *handle.tensors())
         event = comm.streams.run(work, tensors, when)
@@ -298,108 +267,68 @@ class Normal:
         start = self._channels.cap or first_tokens(**given)
         return max(start, power_of_two(n_tokens))
 
-    def _opened(
-        self, handle: NormalHandle, given: Given, n_scales: int, has_extras: bool
-    ) -> list[Channel]:
-        """Returns the channels of a dispatch: of rows, and of words if there are some.
-        A handle may be of tokens without scales."""
-        format, hidden = given.format, given.hidden
-        key = format, hidden, n_scales, handle.top_k, handle.cap, has_extras
+    def _opened(self, routing: Routing, given: Given, n_words: int) -> Channel:
+        """Returns the channel of a dispatch."""
+        sizes = routing.sizes
+        key = given.format, given.hidden, n_words
+        key += sizes.n_experts, sizes.top_k, sizes.cap
         found = self._found.get(key)
         if found is None:
-            call = self._call(handle, format, hidden, n_scales)
-            wanted = [call.rows(), call.words()][: 1 + has_extras]
-            found = self._found[key] = self._channels.open(wanted, 1, call)
+            call = self._call(sizes, given, n_words)
+            found = sums.open_channel(self._channels, call.rows(), call)
+            self._found[key] = found
         return found
 
-    def _opened_back(
-        self, handle: NormalHandle, x: torch.Tensor, top_k: int | None
-    ) -> list[Channel]:
-        """Returns those of a combine: of rows, and of ``top_k`` weights if there are
-        some."""
-        hidden = x.shape[1]
-        key = x.dtype, hidden, handle.n_scales, handle.top_k, handle.cap, top_k
-        found = self._found.get(key)
-        if found is None:
-            call = self._call(handle, Given(x).format, hidden, handle.n_scales)
-            wanted = [call.words()]
-            if top_k is not None:
-                wanted.append(replace(call, top_k=top_k).weights())
-            found = self._found[key] = self._channels.open(wanted, 1, call)
-        return found
+    def _opened_back(self, channel: Channel | None, call: NormalCall) -> Channel:
+        """Returns the channel of a combine of such rows as a call sends: what
+        dispatched, if they come back there."""
+        wanted = call.again(call.rows())
+        if channel is not None and channel.is_open and channel.comm is self.comm:
+            if call.again(channel.settings) == wanted:
+                return channel
+        return sums.open_channel(self._channels, wanted, call)
 
-    def _call(
-        self, handle: NormalHandle, format: str, hidden: int, n_scales: int
-    ) -> NormalCall:
-        """Describes a call with a handle."""
+    def _call(self, sizes: Sizes, given: Given, n_words: int) -> NormalCall:
+        """Describes a call with such tokens, and words behind each."""
         return NormalCall(
-            experts=self.comm.n_ranks,  # of any number, the kernels are the same
-            top_k=handle.top_k,
-            hidden=hidden,
-            tokens=handle.cap,
-            format=format,
-            scales=n_scales or None,
+            experts=sizes.n_experts,
+            top_k=sizes.top_k,
+            hidden=given.hidden,
+            tokens=sizes.cap,
+            format=given.format,
+            scales=n_words or None,
             num_nvl_bytes=self._n_bytes,
             **self.comm.for_calls,
         )
 
-    def _dispatch_through(
+    def _words_of(
+        self, scales: torch.Tensor | None, layout: Layout, n_words: int
+    ) -> torch.Tensor:
+        """Returns what goes behind each row: scales, ids, weights."""
+        ids, weights = layout.topk_idx, layout.topk_weights
+        (n_tokens, top_k), n_scales = ids.shape, 0
+        words = ids.new_empty((n_tokens, n_words), dtype=torch.int32)
+        if scales is not None:
+            n_scales = scales.shape[1]
+            words[:, :n_scales] = scales
+        in_int32(ids, words[:, n_scales:][:, :top_k])
+        words.view(torch.float32)[:, n_scales + top_k :][:, :top_k] = weights
+        return words
+
+    def _read_words(
         self,
-        handle: NormalHandle,
-        channel: Channel,
-        sent: int,
-        received: int,
+        words: torch.Tensor,
+        n_experts: int,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
     ) -> None:
-        """Dispatches what is at an address through a channel, to where the handle
-        says."""
-        if not handle.has_ids:
-            torch.where(
-                handle.mask, self.comm.rank_numbers, self.comm.none, out=handle.ids
-            )
-            handle.has_ids = True
-        ids, src_info, ranges, unread, _ = handle.at
-        tables = handle.tables.data_ptr()
-        captures = self.comm.streams.is_capturing()
-        channel.latest = (handle, captures)
-        channel.was_captured |= captures
-        channel.regions[0].dispatch(
-            BOTH,
-            sent,
-            tables + ids,
-            handle.n_sent,
-            received,
-            0,  # no scales
-            tables + unread,
-            tables + ranges,
-            tables + src_info,
-        )
-
-    def _combine_through(
-        self, channel: Channel, handle: NormalHandle, x: torch.Tensor, y: torch.Tensor
-    ) -> None:
-        """Combines through a channel that may have dispatched something else since."""
-        captures = self.comm.streams.is_capturing()
-        # Replays of a graph dispatch, too.
-        is_latest = channel.latest[0] is handle and channel.latest[1] == captures
-        if not is_latest or (channel.was_captured and not captures):
-            new, n = handle.tables.new_empty, channel.settings.hidden
-            sent = new((handle.n_sent, n))
-            received = new((max(1, handle.n_made), n))
-            at = sent.data_ptr(), received.data_ptr()
-            self._dispatch_through(handle, channel, *at)
-        channel.regions[0].combine(
-            BOTH,
-            x.data_ptr(),
-            handle.tables.data_ptr() + handle.at[1],
-            y.data_ptr(),
-            handle.n_sent,
-            channel.ones.data_ptr(),
-        )
-
-
-def columns_of(words: torch.Tensor, n_rows: int, first: int, n: int) -> torch.Tensor:
-    """Views rows of some columns, from the ``first`` element on."""
-    return view(words, (n_rows, n), words.stride(), first)
+        """Reads ids, as local experts or -1, and weights that have come."""
+        top_k, rank = ids.shape[1], self.comm.rank
+        n_local = n_experts // self.comm.n_ranks
+        of_ids, of_weights = words[:, :top_k], words.view(torch.float32)[:, top_k:]
+        torch.sub(of_ids, rank * n_local, out=ids)
+        ids.masked_fill_((ids < 0) | (ids >= n_local), -1)
+        weights.copy_(of_weights[:, :top_k])
 
 
 def _is_opaque(scales: Any) -> bool:

@@ -3,107 +3,97 @@
 
 from __future__ import annotations
 
-import base64
-import itertools
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..limits import MAX_TOP_K
-from .calls import words_of_row
+from .calls import PLAIN
 from .communicator import Communicator, refuse
 from .library import round_up
-from .tables import LazyTuple, view
+from .sums import Routing, Sizes
+from .tables import LazyTuple, Unchanged, version
 
 MOST_TOKENS = 32768
 _INT32 = torch.iinfo(torch.int32)
 
 
-@dataclass(eq=False)
 class NormalHandle(LazyTuple):
     """What combine and a repeated dispatch need; reads as DeepEP's tuple.
 
-    Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, four sizes int64
-    (here alone), None, source token of each row int32 ``[n_rows]``,
-    ``is_token_in_rank``, None. In the matrix only this rank's column is filled.
+    Its items: ``rank_prefix_matrix`` int32 ``[n_ranks, n_ranks]``, the tokens of a rank
+    that memory is for int64 ``[1]`` (here alone), None, source token of each row int32
+    ``[n_rows]``, ``is_token_in_rank``, None. In the matrix only this rank's column is
+    filled.
     """
 
-    comm: Communicator
-    n_rows: int  # of `recv_x`
-    n_made: int  # that kernels may write
-    n_sent: int  # tokens of this rank
-    cap: int  # tokens of a rank that the channels hold
-    n_scales: int  # of a row, as int32 words; then ids and weights
-    top_k: int  # of a row: ids, and weights
-    mask: torch.Tensor  # `is_token_in_rank`
-    has_ids: bool = False
-
-    def __post_init__(self) -> None:
-        """Lays out what launches need, in one allocation: int32 words of each, and the
-        byte at which each begins, at whole 16. ``ids``: ranks of each token, or -1,
-        ``[n_sent, n_ranks]``, written by the first launch. Every launch writes
-        ``src_info`` ``[n_made, 2]``, ``ranges`` ``[n_ranks, 2]`` (first row and rows)
-        and a word that nobody reads."""
-        n_ranks = self.comm.n_ranks
-        self._words = self.n_sent * n_ranks, 2 * max(1, self.n_made), 2 * n_ranks, 1
-        steps = [round_up(4 * n, 16) for n in self._words]
-        self.at = tuple(itertools.accumulate(steps, initial=0))
-        self.tables = self.mask.new_empty(self.at[-1] // 4, dtype=torch.int32)
-
-    def _part(self, i: int, n_columns: int) -> torch.Tensor:
-        n_words, first = self._words[i], self.at[i] // 4
-        shape = n_words // n_columns, n_columns
-        return view(self.tables, shape, (n_columns, 1), first)
-
-    @property
-    def ids(self) -> torch.Tensor:
-        return self._part(0, self.comm.n_ranks)
-
-    @property
-    def src_info(self) -> torch.Tensor:
-        return self._part(1, 2)
-
-    @property
-    def ranges(self) -> torch.Tensor:
-        return self._part(2, 2)
+    def __init__(self, sizes: Sizes, mask: torch.Tensor) -> None:
+        """``mask``: ``is_token_in_rank``. It says where tokens go if no launch copies
+        ids (``sizes.copies_ids``): each rank is an expert then."""
+        self.comm, self.mask = sizes.comm, mask
+        self._has_ids = sizes.copies_ids
+        ids = None if self._has_ids else torch.empty_like(mask, dtype=torch.int64)
+        self.routing = Routing(sizes, ids)
 
     @classmethod
     def of_items(cls, comm: Communicator, items: Sequence[Any]) -> NormalHandle:
         """Makes a handle of the items of another, or of copies of them."""
         if len(items) != 6 or not isinstance(items[1], torch.Tensor):
             refuse("handle", "has not the items of one that dispatch returned")
-        _, sizes, _, sources, mask, _ = items
-        if sizes.dtype != torch.int64 or sizes.shape != (4,):
-            refuse("handle[1]", "has not the sizes that dispatch returned")
+        _, cap, _, sources, mask, _ = items
+        if cap.dtype != torch.int64 or cap.shape != (1,):
+            refuse("handle[1]", "has not the size that dispatch returned")
         comm.check_tensor("handle[3]", sources, torch.int32, (None,), True)
         comm.check_tensor("handle[4]", mask, torch.bool, (None, comm.n_ranks))
-        n_made, cap, n_scales, top_k = sizes.tolist()
-        n_rows, n_sent = len(sources), len(mask)
-        return cls(comm, n_rows, n_made, n_sent, cap, n_scales, top_k, mask)
+        chosen = comm.n_ranks, comm.n_ranks
+        n_rows, n_tokens = len(sources), len(mask)
+        sizes = plain_sizes(comm, *chosen, n_tokens, n_rows, int(cap), False)
+        return cls(sizes, mask)
 
-    @property
-    def n_words(self) -> int:
-        """Returns how many int32 words go with a row."""
-        return words_of_row(self.n_scales, self.top_k)
+    def write_ids(self) -> None:
+        """Writes which ranks each token goes to, before the first launch."""
+        if not self._has_ids:
+            comm, ids = self.comm, self.routing.kept_ids
+            torch.where(self.mask, comm.rank_numbers, comm.none, out=ids)
+            self._has_ids = True
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Returns what launches use."""
-        return self.mask, self.tables
+        return self.mask, *self.routing.tensors()
 
     def items(self) -> tuple[Any, ...]:
         """Returns what DeepEP's handle has."""
-        n_ranks = self.comm.n_ranks
-        ends = self.ranges.sum(1, dtype=torch.int32)
-        matrix = ends.new_zeros((n_ranks, n_ranks))
-        matrix[:, self.comm.rank] = ends
-        sources = self.src_info[: self.n_rows, 0]
-        sizes = self.n_made, self.cap, self.n_scales, self.top_k
-        sizes = torch.tensor(sizes, device="cpu")
-        return matrix, sizes, None, sources, self.mask, None
+        routing, n_ranks = self.routing, self.comm.n_ranks
+        matrix = routing.ends.new_zeros((n_ranks, n_ranks))
+        matrix[:, self.comm.rank] = routing.ends
+        sources = routing.src_info[: routing.sizes.n_rows, 0]
+        cap = torch.tensor([routing.sizes.cap], device="cpu")
+        return matrix, cap, None, sources, self.mask, None
+
+
+def plain_sizes(
+    comm: Communicator,
+    n_experts: int,
+    top_k: int,
+    n_tokens: int,
+    n_rows: int,
+    cap: int,
+    copies_ids: bool,
+) -> Sizes:
+    of_rows = PLAIN, n_experts, top_k, 1
+    return Sizes(comm, *of_rows, n_tokens, n_rows, cap, cap, copies_ids)
+
+
+def note_layout(mask: torch.Tensor, topk_idx: torch.Tensor, n_experts: int) -> None:
+    """Remembers of which ids a mask says where they go."""
+    mask._max_ep_layout = version(mask), Unchanged(topk_idx), n_experts
+
+
+def is_layout_of(mask: torch.Tensor, topk_idx: torch.Tensor, n_experts: int) -> bool:
+    """Returns whether a mask is known to say where these ids go."""
+    of_mask, ids, n = getattr(mask, "_max_ep_layout", (None, None, 0))
+    return n == n_experts and of_mask == version(mask) and ids.is_in(topk_idx)
 
 
 def bytes_of_row(comm: Communicator, x: torch.Tensor, n_rows: int | None) -> int:
@@ -179,43 +169,27 @@ def in_int32(ids: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def agree(
-    comm: Communicator, what: str, n_tokens: int, num_worst_tokens: int
-) -> tuple[int, int]:
-    """Returns the most tokens of a rank, and the most rows that this rank receives;
-    exchanges numbers of tokens if the worst is not given."""
+    comm: Communicator, what: str, n_tokens: int, has_ids: bool, num_worst_tokens: int
+) -> tuple[int, int, bool]:
+    """Returns the most tokens of a rank, the most rows that this rank receives, and
+    whether ids say on all ranks where tokens go; asks the others if the worst is not
+    given."""
     n_ranks = comm.n_ranks
     if not num_worst_tokens:
-        tokens = comm.exchange(what, n_tokens)
-        return max(tokens), sum(tokens)
+        tokens, have_ids = zip(*comm.exchange(what, (n_tokens, has_ids)))
+        return max(tokens), sum(tokens), all(have_ids)
     most = round_up(num_worst_tokens, n_ranks) // n_ranks
     if n_tokens > most:
         what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
         refuse("num_worst_tokens", what)
-    return most, num_worst_tokens
+    return most, num_worst_tokens, has_ids
 
 
-def exchange_counts(comm: Communicator, what: str, counts: list[int]) -> np.ndarray:
-    """Returns the counts of all ranks, int32 ``[n_ranks, n]``. They go as text: of
-    numbers JSON takes many times as long."""
-    text = base64.b64encode(array("i", counts)).decode()
-    words = b"".join(map(base64.b64decode, comm.exchange(what, text)))
-    return np.frombuffer(words, np.int32).reshape(comm.n_ranks, -1)
-
-
-def here(counts: np.ndarray, first: int, n_local: int) -> list[int]:
-    """Adds up, over all ranks, the counts of the local experts, which begin there."""
-    return counts[:, first:][:, :n_local].sum(0).tolist()
-
-
-def count_ids(
-    local_ids: torch.Tensor, n_local: int, one: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Counts each local expert in int64 ``[rows, top_k]``; -1: none. ``one``: int32
-    ``[1]``, if there is one."""
+def count_ids(local_ids: torch.Tensor, n_local: int) -> torch.Tensor:
+    """Counts each local expert in int64 ``[rows, top_k]``; -1: none."""
     # In columns, so that fewer ids add to one word; the first place takes -1.
     shape = (n_local + 1, local_ids.shape[1])
     found = local_ids.new_zeros(shape, dtype=torch.int32)
-    if one is None:
-        one = found.new_ones(1)
+    one = found.new_ones(1)
     found.scatter_add_(0, local_ids + 1, one.expand(local_ids.shape))
     return found[1:].sum(1, dtype=torch.int32)

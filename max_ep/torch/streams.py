@@ -130,20 +130,6 @@ class When(NamedTuple):
     """Whether results are allocated on the stream of asynchronous work."""
 
 
-class Pinned(NamedTuple):
-    """Memory of the host for the numbers of some tensors."""
-
-    whole: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
-    event: torch.cuda.Event
-
-
-@torch.inference_mode(False)  # later calls write to it in any mode
-def new_pinned(dtype: torch.dtype, *lengths: int) -> Pinned:
-    whole = torch.empty(sum(lengths), dtype=dtype, pin_memory=True)
-    return Pinned(whole, whole.split(lengths), torch.cuda.Event())
-
-
 class Numbers:
     """Words of the host that a launch writes, each once, and each at least 0. They are
     read while the launch goes on."""
@@ -193,7 +179,6 @@ class Streams:
         self.side = torch.cuda.Stream(device) if self.is_gpu else None
         self._caller: Any = None  # whose results are allocated on `comm`
         self._last: tuple[int, Any] = (-1, None)
-        self._pinned: dict[Any, list[Pinned]] = {}  # that no read uses
         self._numbers: dict[int, deque[Numbers]] = {}  # the oldest first
 
     def current(self) -> int:
@@ -214,27 +199,6 @@ class Streams:
     def is_capturing(self) -> bool:
         return self.is_gpu and torch.cuda.is_current_stream_capturing()
 
-    def to_host(self, *tensors: torch.Tensor) -> Callable[[], list[int]]:
-        """Begins to copy tensors of one dtype to the host; returns what waits for that,
-        and not for work that comes after, and has all numbers. Call it once."""
-        if not self.is_gpu:
-            return lambda: [n for one in tensors for n in one.tolist()]
-        key = tensors[0].dtype, *map(len, tensors)
-        free = self._pinned.setdefault(key, [])
-        pinned = free.pop() if free else new_pinned(*key)
-        for part, tensor in zip(pinned.parts, tensors):
-            part.copy_(tensor, non_blocking=True)
-        # The current device may be another.
-        pinned.event.record(torch.cuda.current_stream(self.device))
-
-        def read() -> list[int]:
-            pinned.event.synchronize()
-            numbers = pinned.whole.tolist()
-            free.append(pinned)  # not before: another copy may begin
-            return numbers
-
-        return read
-
     def numbers(self, n: int) -> Numbers:
         """Returns words for a launch to write; call ``launched`` behind it."""
         made = self._numbers.setdefault(n, deque())
@@ -246,9 +210,10 @@ class Streams:
         numbers.clear()
         return numbers
 
-    def launched(self, numbers: Numbers, copy: torch.Tensor) -> None:
-        """Copies, behind the launch, the words to its device."""
-        copy.copy_(numbers.words, non_blocking=True)
+    def launched(self, numbers: Numbers, copy: torch.Tensor | None = None) -> None:
+        """Copies, behind the launch, the words to its device, if that is asked."""
+        if copy is not None:
+            copy.copy_(numbers.words, non_blocking=True)
         if numbers.event is not None:
             numbers.event.record(torch.cuda.current_stream(self.device))
 

@@ -11,6 +11,7 @@ repeats it, without rows: routing alone decides where rows are.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from .calls import PLAIN, Call, ElasticCall
 from .channel import BOTH, Channel, Region
 from .channels import Channels
-from .communicator import Communicator
+from .communicator import Communicator, refuse
 from .library import Settings, round_up
 from .quantized import Given
 from .streams import Numbers
@@ -120,7 +121,7 @@ class Routing:
     use: object = None
     """What the region was used for last, if that is this."""
 
-    def __init__(self, sizes: Sizes, topk_idx: torch.Tensor) -> None:
+    def __init__(self, sizes: Sizes, topk_idx: torch.Tensor | None) -> None:
         self.sizes = sizes
         self.tables = sizes.comm.empty((sizes.at[-1] // 8,), (1,), torch.int64)
         self.kept_ids = None if sizes.copies_ids else topk_idx
@@ -201,6 +202,15 @@ def open_channel(channels: Channels, settings: Settings, call: Call) -> Channel:
     return opened
 
 
+def channel_again(channels: Channels, channel: Channel, call: Call) -> Channel:
+    """Returns a channel of short rows, in which it costs little to repeat a dispatch
+    for its combine."""
+    settings = call.again(channel.settings)
+    if settings not in channels.opened and channels.comm.streams.is_capturing():
+        return channel  # nothing can be opened
+    return open_channel(channels, settings, call)
+
+
 def joined(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns rows as kernels take them: each with its scales behind it."""
     n_bytes, n_scales = x.shape[1] * x.element_size(), scales.shape[1]
@@ -267,6 +277,15 @@ def dispatch(
         comm.streams.launched(numbers, routing.ends)
 
 
+def listed(bias: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the biases that a caller gives to combine."""
+    biases = bias if isinstance(bias, (tuple, list)) else (bias,)
+    biases = tuple(one for one in biases if one is not None)
+    if len(biases) > 2:
+        refuse("bias", f"has {len(biases)} tensors; add them up to at most two")
+    return biases
+
+
 def n_rows_in(numbers: Numbers, comm: Communicator) -> int:
     """Waits until it is known how many plain rows come, and returns that; they may be
     on their way. Raises if there are none because the dispatch has failed."""
@@ -283,10 +302,16 @@ def combine(
     x: torch.Tensor,
     y: torch.Tensor,
     biases: tuple[torch.Tensor, ...] = (),
+    again: Callable[[Channel], Channel] | None = None,
 ) -> None:
-    """Adds up the rows of each token into ``y``, after the biases."""
+    """Adds up the rows of each token into ``y``, after the biases. ``again`` returns
+    the channel in which a dispatch is repeated; None: in that which is given."""
     sizes = routing.sizes
-    if not routing.is_latest(channel):
+    is_latest = routing.is_latest(channel)
+    if not is_latest and again is not None:
+        channel = again(channel)
+        is_latest = routing.is_latest(channel)
+    if not is_latest:
         settings, new = channel.settings, routing.src_info.new_empty
         n_words = (settings.hidden + round_up(4 * settings.scales, 16)) // 4
         rows = new((sizes.n_rows, settings.hidden // 4))

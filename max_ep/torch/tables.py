@@ -29,6 +29,29 @@ def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     return getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
 
 
+class Unchanged:
+    """A tensor as it is now; it keeps its memory, which so is no other's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self._version = tensor, version(tensor)
+
+    def is_in(self, other: torch.Tensor) -> bool:
+        """Returns whether another has the same elements, in the same memory, and nobody
+        has written to them since. Of inference tensors nobody knows."""
+        mine = self.tensor
+        if other is not mine and (
+            (other.data_ptr(), other.shape, other.stride(), other.dtype)
+            != (mine.data_ptr(), mine.shape, mine.stride(), mine.dtype)
+        ):
+            return False
+        return version(mine) == self._version
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """Counts the writes to a tensor; None: nobody does."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def row_major(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns size and strides, as an ``allocator`` takes them."""
     return shape, torch.empty(shape, device="meta").stride()

@@ -134,7 +134,7 @@ def test_ranks_of_pytorch_compare_all_that_a_library_is_built_for(field):
         other = not value if isinstance(value, bool) else f"{value}1"
         two = dataclasses.replace(one, **{field: other})
         assert one.facts() != two.facts() and one.name() != two.name()
-        assert one.facts() in one.words() and str(other) in two.facts()
+        assert str(other) in two.facts()
     theirs, own = differing(one.facts(), dataclasses.replace(one, tokens=9).facts())
     assert theirs == "num_max_dispatch_tokens_per_rank=8"
     assert own == "num_max_dispatch_tokens_per_rank=9"

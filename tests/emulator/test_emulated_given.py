@@ -14,6 +14,7 @@ TOP_K = {"plain": 3, "plain_many": 17, "expanded": 4}
 """The router's choices; as many experts are on each rank."""
 TOP_K |= {f"hosts_{name}": n for name, n in TOP_K.items()}
 TOP_K["hosts_relay_plain"] = 3
+TOP_K["plain_one"] = 1  # an expert is a rank: counts that go ahead
 
 
 def aligned(n: int) -> int:

@@ -318,6 +318,7 @@ def main() raises:
     emit_group[late(hosts), splits=True]("hosts_relay_late_split")
     comptime hosts_fp8 = small(hidden_size=384, partial_block=128, n_hosts=3)
     emit_group[relaying(hosts_fp8)]("hosts_relay_fp8_sums")
+    emit_given[True, 1]("plain_one")
     emit_given[True, 3]("plain")
     # So many choices of the router that neither lanes nor shared memory hold all ids.
     emit_given[True, 17]("plain_many")

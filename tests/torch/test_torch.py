@@ -147,8 +147,8 @@ def test_what_is_built_ahead_is_not_compiled(
     group = "--torch cpu --ranks 2 --experts 8 --top-k 3 --hidden 256".split()
     for calls, n, tokens in (
         ("low-latency", 1, 32),
-        ("normal", 3, 32),
-        ("elastic", 2, 16),
+        ("normal", 4, 32),
+        ("elastic", 3, 16),
     ):
         words = "--dispatch", calls, "--tokens", tokens
         paths = run_cli("build", *group, *words).split()

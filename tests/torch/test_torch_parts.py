@@ -242,20 +242,6 @@ CALLS = [
 ]
 
 
-NAMES = {
-    calls.LowLatencyCall: "low_latency_dispatch(",
-    calls.NormalCall: "dispatch or combine(",
-    calls.ElasticCall: "ElasticBuffer.dispatch or combine(",
-}
-
-
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_ranks_that_differ_hear_of_the_call_they_make(call: calls.Call) -> None:
-    """Fails if a call of ElasticBuffer is named as one of Buffer, as it was."""
-    for settings in call.libraries():
-        assert settings.words().startswith(NAMES[type(call)])
-
-
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_an_error_says_which_command_builds_the_library(
     call: calls.Call, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., str]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from max_ep.torch import EventOverlap, sums
-from max_ep.torch.streams import Pinned, Streams, When
+from max_ep.torch.counts import read_numbers
+from max_ep.torch.streams import Streams, When
 from tests.errors import raises
 
 
@@ -98,30 +99,6 @@ def test_asynchronous_work_waits(streams: Streams) -> None:
     assert Stream.log == ["A waits for the event"] and ran[-1] == "A"
 
 
-def test_reads_of_the_host_share_no_memory(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fails if a copy begins where numbers lie that nobody has read, or if each takes
-    memory of its own."""
-    made: list[tuple[Any, ...]] = []
-
-    def new_pinned(dtype: torch.dtype, *lengths: int) -> Pinned:
-        made.append(lengths)
-        whole = torch.empty(sum(lengths), dtype=dtype)
-        event: Any = SimpleNamespace(record=lambda _: None, synchronize=lambda: None)
-        return Pinned(whole, whole.split(lengths), event)
-
-    monkeypatch.setattr("max_ep.torch.streams.new_pinned", new_pinned)
-    one, other = torch.tensor([1, 2]), torch.tensor([3])
-    reads = [streams.to_host(one, other), streams.to_host(other, one)]
-    reads += [streams.to_host(10 * one, other) for _ in range(2)]
-    found = [[1, 2, 3], [3, 1, 2], [10, 20, 3], [10, 20, 3]]
-    assert [read() for read in reads] == found
-    for n in range(3):
-        assert streams.to_host(n * one, other)() == [n, 2 * n, 3]
-    assert made == [(2, 1), (1, 2), (2, 1), (2, 1)]
-
-
 class Event:
     """What a GPU that is not there has reached."""
 
@@ -174,6 +151,9 @@ def test_a_number_of_rows_is_not_used_after_a_failure() -> None:
     numbers.words.zero_()
     with raises(RuntimeError, "rank 1 did not come"):
         sums.n_rows_in(numbers, comm)
+    numbers.words[0] = -1  # a count that has not come
+    with raises(RuntimeError, "rank 1 did not come"):
+        read_numbers(numbers, comm)
 
 
 def test_hook_after_a_wait_runs_once() -> None:

@@ -37,6 +37,7 @@ def layers(buffer: ElasticBuffer) -> None:
             n_rows = sum(-(-n // align) * align for n in counts)
             n_rows = n_rows if expands else len(case.plain())
             assert len(handle.num_recv_tokens_per_expert_list) == n_local
+            assert handle.num_recv_tokens == len(case.plain())
         else:
             n_rows = n_ranks * CAP
             if expands:

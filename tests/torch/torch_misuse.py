@@ -73,6 +73,35 @@ def hooks(buffer: Buffer) -> None:
     check_works(buffer)
 
 
+def other_choices(buffer: Buffer) -> None:
+    """Combine with other ids than those of its dispatch adds what they say, or raises.
+    Fails if the dispatch's are used in silence."""
+    x, ids, weights = given_to(buffer, (4 - buffer.rank) % 4)  # on no rank none
+    ids[1:3, 1] = ids[1:3, 0]  # twice the same
+    sizes = CAP, E
+    rows, _, handle, *_ = buffer.low_latency_dispatch(x, ids, *sizes, use_fp8=False)
+
+    def sums(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return buffer.low_latency_combine(rows, ids, weights, handle)[0]
+
+    y = sums(ids, weights)
+    assert torch.equal(sums(ids.clone(), weights), y)
+    turned = [t[:, [2, 0, 1]].contiguous() for t in (ids, weights)]
+    assert torch.equal(sums(*turned), y)
+    fewer, lighter = ids.clone(), weights.clone()
+    fewer[::2, 2], lighter[::2, 2] = -1, 0
+    assert torch.equal(sums(fewer, weights), sums(ids, lighter))
+    token = int((ids[:, 0] >= 0).nonzero()[0])
+    other = ids.clone()
+    other[token, 0] = next(e for e in range(E) if e not in ids[token])
+    said = f"topk_idx has {other[token, 0]} for token {token}, k 0; {ids[token, 0]}"
+    with raises(ValueError, said):
+        sums(other, weights)
+    ids[0, 0] = -1
+    with raises(ValueError, "topk_idx was written to since the dispatch"):
+        sums(ids, weights)
+
+
 def handles(buffer: Buffer) -> None:
     """Old ones are refused, and low-latency ones of another Buffer."""
     first = dispatch(buffer)
@@ -130,6 +159,41 @@ def other_tokens(buffer: Buffer) -> None:
     n = layout["is_token_in_rank"].sum(1, keepdim=True)
     torch.testing.assert_close(sums, scales * n)
     assert sums.is_contiguous()
+
+
+def other_ranks(buffer: Buffer) -> None:
+    """Tokens go where the mask says, also where no expert of theirs is; ids and weights
+    go along. Fails if ids alone say where they go."""
+    x, ids, weights = given_to(buffer)
+    layout = layout_of(buffer, ids)
+    mask = layout["is_token_in_rank"].clone()
+    mask[:2], mask[2:4] = True, False
+    layout |= dict(is_token_in_rank=mask, topk_idx=ids, topk_weights=weights)
+    scales = torch.rand(len(x), 3, device=x.device)
+    n_ranks, rank = buffer.group_size, buffer.rank
+    first, n_local = rank * E // n_ranks, E // n_ranks
+    all_: list[Any] = [None] * n_ranks
+    sent = tuple(t.cpu() for t in (x, ids, weights, scales, mask))
+    dist.all_gather_object(all_, sent)
+    want = [torch.cat([one[i][one[4][:, rank]] for one in all_]) for i in range(4)]
+    want[1] = want[1] - first
+    want[1][(want[1] < 0) | (want[1] >= n_local)] = -1
+    want[2][want[1] < 0] = 0
+    for given in (x, (x, scales)):
+        for worst in (0, CAP * n_ranks):
+            how = dict(num_worst_tokens=worst)
+            rows, *got, _, handle, _ = buffer.dispatch(given, **layout, **how)
+            if given is not x:
+                rows, found = rows
+                assert torch.equal(found[: len(want[0])].cpu(), want[3])
+            n = len(want[0])
+            for one, wanted in zip((rows, *got), want):
+                assert len(one) == (worst or n)
+                assert torch.equal(one[:n].cpu(), wanted)
+            assert bool((got[0][n:] == -1).all()) and not got[1][n:].any()
+            y = buffer.combine(rows, handle)[0]
+            of_ranks = mask.sum(1, keepdim=True)
+            assert torch.equal(y, (x.float() * of_ranks).bfloat16())
 
 
 def modes(buffer: Buffer) -> None:
@@ -269,7 +333,7 @@ def kept(buffer: Buffer) -> None:
     sent = (x, scales)
     with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
     got, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(sent, **with_ids)
-    inside = [handle.tables]
+    inside = [one for one in handle.tensors() if one is not None]
     check(*sent, ids, weights, layout["is_token_in_rank"], got[0], *inside)
     check(recv_ids, recv_weights)
     made = got[0] * 2
@@ -450,8 +514,10 @@ def member(rank: int, n_ranks: int, store: str) -> None:
     buffer = open_buffer()
     scenarios = (
         hooks,
+        other_choices,
         handles,
         other_tokens,
+        other_ranks,
         modes,
         arguments,
         wrong_calls,
