@@ -23,7 +23,13 @@ from max.nn.kv_cache import PagedCacheValues
 from max.nn.linear import linear
 from max.nn.moe import MoE, forward_moe_sharded_layers
 
-from ..experts import gpu_takes, grouped_matmul, grouped_swiglu
+from ..experts import (
+    GPU_COLUMNS,
+    GPU_K_STEP,
+    gpu_takes,
+    grouped_matmul,
+    grouped_swiglu,
+)
 from ..experts import linear as our_linear
 from ..graph.moe import through_experts
 
@@ -53,10 +59,41 @@ def grouped_matmul_anywhere(
 ) -> TensorValue:
     """Replaces ``grouped_matmul_ragged``: ours, where MAX's does not compile."""
     if _is_bfloat16_on_hopper(weight):
-        return grouped_matmul(hidden_states, weight, expert_start_indices, expert_ids)
+        groups = expert_start_indices, expert_ids
+        return grouped_matmul_of_any_size(hidden_states, weight, *groups)
     return grouped_matmul_ragged(
         hidden_states, weight, expert_start_indices, expert_ids, expert_usage_stats
     )
+
+
+def grouped_matmul_of_any_size(
+    rows: TensorValue, weights: TensorValue, *groups: TensorValue
+) -> TensorValue:
+    """Returns ``grouped_matmul``. Zeros fill up sizes that its GPU kernels do not take,
+    which only tiny models have: they are copied each time."""
+    n, k = weights.shape[-2:]
+    if rows.device.is_cpu() or gpu_takes(n, k):
+        return grouped_matmul(rows, weights, *groups)
+    return product_of_whole_sizes(rows, weights, *groups)
+
+
+def product_of_whole_sizes(
+    rows: TensorValue, weights: TensorValue, *groups: TensorValue
+) -> TensorValue:
+    """Returns ``grouped_matmul`` by one of sizes that the GPU kernels take."""
+    filled = _filled(_filled(weights, 1, GPU_COLUMNS), 2, GPU_K_STEP)
+    product = grouped_matmul(_filled(rows, 1, GPU_K_STEP), filled, *groups)
+    return product[:, : int(weights.shape[1])]
+
+
+def _filled(x: TensorValue, axis: int, multiple: int) -> TensorValue:
+    """Returns ``x`` with zeros behind it, up to a multiple."""
+    shape: list[Any] = list(x.shape)
+    shape[axis] = -int(shape[axis]) % multiple
+    if shape[axis] == 0:
+        return x
+    zeros = ops.broadcast_to(ops.constant(0, x.dtype, x.device), shape)
+    return ops.concat([x, zeros], axis=axis)
 
 
 def experts_anywhere(

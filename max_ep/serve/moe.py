@@ -20,10 +20,10 @@ from max.nn.moe import MoE, MoEGate
 
 from .. import EPBatchManager, EPConfig, softmax_top_k
 from ..checkpoint.decoder import Moe
-from ..experts import grouped_matmul, grouped_swiglu, routed_swiglu
+from ..experts import grouped_swiglu, routed_swiglu
 from ..graph.moe import through_experts
 from .held import HeldExperts
-from .hopper import experts_anywhere, fp8_experts
+from .hopper import experts_anywhere, fp8_experts, grouped_matmul_of_any_size
 
 _ALPHA, _LIMIT = 1.702, 7.0
 """Constants of the activation of gpt-oss, as transformers has them."""
@@ -192,14 +192,16 @@ class DecoderMoe(MoE):
         """Runs experts of gpt-oss, of which this rank has those from ``first`` on."""
         groups = row_offsets, expert_ids
         of_row = expert_of_rows(rows, *groups) + first
-        both = grouped_matmul(rows, self.gate_up_proj[own], *groups).cast(DType.float32)
+        both = grouped_matmul_of_any_size(rows, self.gate_up_proj[own], *groups)
+        both = both.cast(DType.float32)
         biases = ops.gather(TensorValue(self.gate_up_proj_bias), of_row, axis=0)
         biases = biases.cast(DType.float32)
         gate = ops.min(both[:, : self.moe_dim] + biases[:, 0::2], _LIMIT)
         up = both[:, self.moe_dim :] + biases[:, 1::2]
         up = ops.min(ops.max(up, -_LIMIT), _LIMIT)
         activated = ((up + 1) * gate * ops.sigmoid(gate * _ALPHA)).cast(rows.dtype)
-        results = grouped_matmul(activated, self.down_proj[own], *groups)
+        down = self.down_proj[own]
+        results = grouped_matmul_of_any_size(activated, down, *groups)
         return results + ops.gather(TensorValue(self.down_proj_bias), of_row, axis=0)
 
 

@@ -58,8 +58,22 @@ def add_graphs(module: Module) -> list:
         x, weight = (value.tensor for value in graph.inputs)
         product = hopper.product_of_whole_tiles(x, weight.T)
         graph.output(product, ops.shape_to_tensor(given[0].shape))
+    add_whole_sizes(module)
     add_said_lengths(module)
     return list(product.shape)
+
+
+def add_whole_sizes(module: Module) -> None:
+    cpu = DeviceRef.CPU()
+    types = [
+        TensorType(DType.float32, ["n_rows", 44], cpu),
+        TensorType(DType.float32, [2, 17, 44], cpu),
+        TensorType(DType.uint32, [3], cpu),
+        TensorType(DType.int32, [2], cpu),
+    ]
+    with Graph("whole_sizes", input_types=types, module=module) as graph:
+        values = [value.tensor for value in graph.inputs]
+        graph.output(hopper.product_of_whole_sizes(*values))
 
 
 @dataclass
@@ -97,6 +111,21 @@ def test_short_prompts_are_not_decoded(one_module):
     for longest, wanted in said.items():
         (got,) = model.execute(np.array([longest], np.uint32))
         assert got.to_numpy().tolist() == [wanted]
+
+
+def test_zeros_fill_up_sizes(added, one_module):
+    """Those that GPU kernels do not take; the kernel here is that of the CPU."""
+    rng = np.random.default_rng(0)
+    x, weights = (
+        rng.integers(-9, 9, sizes).astype(np.float32)
+        for sizes in ((5, 44), (2, 17, 44))
+    )
+    offsets, ids = np.array([0, 2, 5], np.uint32), np.array([1, 0], np.int32)
+    model = one_module.models["whole_sizes"]
+    result = model.execute(x, weights, offsets, ids)[0].to_numpy()
+    assert result.shape == (5, 17)
+    np.testing.assert_array_equal(result[:2], x[:2] @ weights[1].T)
+    np.testing.assert_array_equal(result[2:], x[2:] @ weights[0].T)
 
 
 def test_rows_behind_a_whole_tile_are_left_out(added, one_module):
@@ -157,15 +186,15 @@ class Experts(max_moe.MoE):
 
     def __init__(self, gate_up, down, **options):
         usual = dict(activation=GatedActivation(), interleaved_gate_up=False)
-        weights = dict(gate_up_proj=gate_up, down_proj=down, moe_dim=64)
+        weights = dict(gate_up_proj=gate_up, down_proj=down)
         vars(self).update(usual | options | weights)
 
 
-def experts_graph(dtype=DType.bfloat16, **options) -> str:
+def experts_graph(dtype=DType.bfloat16, moe_dim=64, **options) -> str:
     gpu, cpu = DeviceRef.GPU(0), DeviceRef.CPU()
     types = [
-        TensorType(dtype, [3, 128, 64], gpu),
-        TensorType(dtype, [3, 64, 64], gpu),
+        TensorType(dtype, [3, 2 * moe_dim, 64], gpu),
+        TensorType(dtype, [3, 64, moe_dim], gpu),
         TensorType(DType.uint32, [], cpu),
         TensorType(dtype, ["n_rows", 64], gpu),
         TensorType(DType.uint32, [4], gpu),
@@ -175,7 +204,7 @@ def experts_graph(dtype=DType.bfloat16, **options) -> str:
     with Graph("experts", input_types=types) as graph:
         with replaced():
             gate_up, down, n_rows, *dispatched = (v.tensor for v in graph.inputs)
-            layer = Experts(gate_up, down, **options)
+            layer = Experts(gate_up, down, moe_dim=moe_dim, **options)
             rows = hopper.experts_anywhere(layer, dispatched, dispatched[0], n_rows)
             graph.output(rows)
     return str(graph)
@@ -186,6 +215,7 @@ def experts_graph(dtype=DType.bfloat16, **options) -> str:
     [
         ("sm_90a", {}, ["max_ep.grouped_gate_up", "max_ep.grouped_matmul"]),
         ("sm_90a", dict(interleaved_gate_up=True), 2 * ["max_ep.grouped_matmul"]),
+        ("sm_90a", dict(moe_dim=44), 2 * ["max_ep.grouped_matmul"]),
         (
             "sm_90a",
             dict(activation=GatedActivation("gelu_tanh")),
