@@ -114,7 +114,7 @@ def test_short_prompts_are_not_decoded(one_module):
 
 
 def test_zeros_fill_up_sizes(added, one_module):
-    """Those that GPU kernels do not take; the kernel here is that of the CPU."""
+    """GPU kernels do not take these; the kernel here is that of the CPU."""
     rng = np.random.default_rng(0)
     x, weights = (
         rng.integers(-9, 9, sizes).astype(np.float32)
