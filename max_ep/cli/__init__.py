@@ -195,6 +195,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     also.add_argument("--expert-alignment", **number, help="elastic, with --do-expand")
     yes_or_no = dict(action=argparse.BooleanOptionalAction, help="elastic")
     also.add_argument("--allow-multiple-reduction", **yes_or_no)
+    also.add_argument("--allow-hybrid-mode", **yes_or_no)
     also.add_argument("--num-nvl-bytes", **number, help="normal")
     about = "elastic, normal: scales of a token, of 4 bytes each, if they are not as "
     about += "many as the format has"

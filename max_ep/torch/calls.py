@@ -254,6 +254,7 @@ class ElasticCall(Call):
     """Words of the scales of a row; None: as many as the format has."""
     do_expand: bool = False
     expert_alignment: int = 1
+    allow_hybrid_mode: bool = True
     allow_multiple_reduction: bool = True
 
     def rows(self) -> Settings:
@@ -271,6 +272,7 @@ class ElasticCall(Call):
             scales=n_scales,
             partial="bfloat16" if is_rounded else "float32",
             alignment=self.expert_alignment if self.do_expand else 1,
+            relays=self.allow_hybrid_mode and 1 < self.hosts < self.ranks,
         )
 
     def weights(self) -> Settings:

@@ -63,12 +63,16 @@ class Plan(NamedTuple):
 class Elastic:
     """The calls of a rank; :class:`max_ep.torch.ElasticBuffer` describes them."""
 
-    def __init__(self, channels: Channels, most: int, rounds: bool) -> None:
-        """``most``: tokens of a rank, 0: not known; ``rounds``: sums on their way."""
+    def __init__(
+        self, channels: Channels, most: int, rounds: bool, is_hybrid: bool
+    ) -> None:
+        """``most``: tokens of a rank, 0: not known; ``rounds``: sums on their way;
+        ``is_hybrid``: ranks relay to others of their host."""
         self._comm = channels.comm
         self._channels = channels
         self._counts = Counts(channels)
         self._most, self._rounds = most, rounds
+        self._modes = dict(allow_multiple_reduction=rounds, allow_hybrid_mode=is_hybrid)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         # Shapes of the last combine, and its channel.
         self._last: tuple[Any, Channel | None] = (None, None)
@@ -188,7 +192,7 @@ class Elastic:
             # Any strides will do: gradients often are expanded.
             comm.check_tensor("topk_weights", topk_weights, torch.float32, shape, True)
             weights = x.new_empty((sizes.n_tokens, sizes.top_k), dtype=torch.float32)
-            call = sizes.call(columns, self._rounds, "bfloat16")
+            call = sizes.call(columns, "bfloat16", None, **self._modes)
             back = sums.open_channel(self._channels, call.weights(), call)
 
         again = functools.partial(self._again, sizes, columns)
@@ -263,7 +267,7 @@ class Elastic:
     def _call(self, sizes: Sizes, given: Given) -> ElasticCall:
         """Describes a dispatch, and the combine after it."""
         n_scales = None if given.words is None else given.words.shape[1]
-        return sizes.call(given.hidden, self._rounds, given.format, n_scales)
+        return sizes.call(given.hidden, given.format, n_scales, **self._modes)
 
     def _channel_back(self, routing: Routing, x: torch.Tensor) -> Channel:
         """Checks the rows of a combine; returns its channel: what dispatched, if the
@@ -286,12 +290,12 @@ class Elastic:
                 return channel
         if settings is None:
             bytes_of_row(comm, x, None)
-        call = sizes.call(columns, self._rounds, "bfloat16")
+        call = sizes.call(columns, "bfloat16", None, **self._modes)
         settings = call.again(settings or call.rows())
         return sums.open_channel(self._channels, settings, call)
 
     def _again(self, sizes: Sizes, columns: int, channel: Channel) -> Channel:
-        call = sizes.call(columns, self._rounds, "bfloat16")
+        call = sizes.call(columns, "bfloat16", None, **self._modes)
         return sums.channel_again(self._channels, channel, call)
 
     def _planned(

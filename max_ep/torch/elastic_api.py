@@ -71,6 +71,9 @@ class ElasticBuffer(Member):
             num_bytes: Reported as ``num_bytes``; None: what the sizes need.
             num_max_tokens_per_rank: The most tokens of any rank; 0: of the first call.
             hidden: Only for ``num_bytes``, as ``num_topk`` and ``use_fp8_dispatch``.
+            allow_hybrid_mode: Whether, over several hosts of several ranks, a token
+                crosses once to each host, and one sum comes back; otherwise once to
+                each rank (docs/several_hosts.md#one-message-for-each-host).
             allow_multiple_reduction: Whether the sum of a rank's expanded rows is
                 rounded to bfloat16 on its way; otherwise it goes in float32.
             prefer_overlap_with_compute: Only reported.
@@ -84,15 +87,16 @@ class ElasticBuffer(Member):
             TimeoutError: If a rank does not come; names it.
         """
         most = checked_int(f"max_ep: {MOST}", num_max_tokens_per_rank, 0, MAX_OF_ENTRY)
-        rounds = bool(allow_multiple_reduction)
+        rounds, is_hybrid = bool(allow_multiple_reduction), bool(allow_hybrid_mode)
         same = {MOST: most, "allow_multiple_reduction": rounds}
+        same["allow_hybrid_mode"] = is_hybrid
         check_group(group, None)
         super().__init__(group, None, device, timeout_s, explicitly_destroy, **same)
-        self._elastic = Elastic(self._channels, most, rounds)
+        self._elastic = Elastic(self._channels, most, rounds, is_hybrid)
         self.num_max_tokens_per_rank = most
         self.hidden, self.num_topk = hidden, num_topk
         self.use_fp8_dispatch, self.deterministic = use_fp8_dispatch, True
-        self.allow_hybrid_mode = allow_hybrid_mode
+        self.allow_hybrid_mode = is_hybrid
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.allow_multiple_reduction = rounds
         self.num_ranks, self.rank_idx = self._comm.n_ranks, self._comm.rank

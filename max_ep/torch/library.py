@@ -80,6 +80,9 @@ class Settings:
     """Padded rows: whether their rank adds up those of a token."""
     mapped: int = 0
     """Ranks of a host, if there are several; a link or SHMEM reaches the others."""
+    relays: bool = False
+    """Whether tokens and sums cross once to each other host, where a rank relays them.
+    """
 
     @property
     def uses_shmem(self) -> bool:

@@ -87,9 +87,9 @@ class Sizes:
         return fewer
 
     def call(
-        self, hidden: int, rounds: bool, format: str, scales: int | None = None
+        self, hidden: int, format: str, scales: int | None, **modes: bool
     ) -> ElasticCall:
-        """Describes a call that sends such tokens there."""
+        """Describes a call that sends such tokens there; ``modes`` of its buffer."""
         return ElasticCall(
             experts=self.n_experts,
             top_k=self.top_k,
@@ -99,7 +99,7 @@ class Sizes:
             scales=scales,
             do_expand=not self.is_plain,
             expert_alignment=self.alignment,
-            allow_multiple_reduction=rounds,
+            **modes,
             **self.comm.for_calls,
         )
 

@@ -20,6 +20,7 @@ Tokens are addressed by rank.
     EXPERTS, RANKS, TOP_K, TOKENS      of the group; TOKENS: the most of a rank
     PACKED_SCALES       whether scales are exponents, four in an int32
     MAPPED              ranks of a host, whose memory is mapped; 0: all ranks
+    RELAYS              whether tokens and sums cross once to each other host
     WIDE_IDS            whether ids are int64
     MASKS               whether a rank that is late is masked, and the others go on
 """
@@ -84,6 +85,7 @@ def _group(hidden_size: Int, dispatch_msg_bytes: Int, combine_msg_bytes: Int) ->
         has_sums=HAS_SUMS,
         is_padded=not IS_GIVEN,
         n_mapped=get_defined_int["MAPPED"](),
+        relays=is_defined["RELAYS"](),
         wide_ids=WIDE_IDS,
         masks=is_defined["MASKS"](),
         router_top_k=TOP_K if IS_PLAIN else 0,

@@ -239,6 +239,8 @@ CALLS = [
     calls.NormalCall(**SIZES | dict(top_k=9)),
     calls.ElasticCall(**SIZES, format="mxfp8", do_expand=True, expert_alignment=16),
     calls.ElasticCall(**SIZES, allow_multiple_reduction=False, scales=7, format="fp8"),
+    calls.ElasticCall(**SIZES, hosts=2),
+    calls.ElasticCall(**SIZES, hosts=2, allow_hybrid_mode=False),
 ]
 
 

@@ -212,10 +212,11 @@ struct TokenReceiver[group: Group, Format: TokenFormat, reads_in_place: Bool](
         )
         var is_here = is_shared or any_lane(to.is_here)
         var mates = Relay.of[Self.group](to.mate)
-        if not is_here and chunk.idx == 0:
-            self._record_choice[has_weight=False](token, to)
-        if not is_here and not mates.are_any():
-            return True
+        if not is_here:
+            if chunk.idx == 0:
+                self._record_choice[has_weight=False](token, to)
+            if not mates.are_any():
+                return True
         if not are_all_inline and not token.is_loaded_early:
             var chunk_idx = chunk.idx
             comptime if Self.group.spans_hosts():

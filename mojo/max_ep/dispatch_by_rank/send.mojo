@@ -378,12 +378,13 @@ struct TokenSender[
         for token_idx in range(first, self.n_tokens, self.n_senders * Int(grid_dim.x)):
             var targets = self._targets_of(token_idx, block)
             var is_far = targets.is_target and block.is_far(Int(targets.dst_rank))
-            targets.lanes &= ~warp.vote[DType.uint32](is_far)
+            var far = warp.vote[DType.uint32](is_far)
+            targets.lanes &= ~far
+            targets.is_own = targets.is_own or far != 0
             targets.is_target = targets.is_target and not is_far
             comptime if Self.group.relays:
                 is_far = targets.go_through_one_of_each_host[Self.group](is_far, block)
-            var far = warp.vote[DType.uint32](is_far)
-            targets.is_own = targets.is_own or far != 0
+                far = warp.vote[DType.uint32](is_far)
             comptime if Self.Format.router_top_k > 0:
                 var is_here = any_lane(targets.dst_rank == Int32(block.my_rank))
                 self._send_metadata(token_idx, targets, is_here or far != 0, block)
