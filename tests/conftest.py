@@ -38,17 +38,19 @@ collect_ignore = [] if "MAX_EP_ENGINES" in os.environ else ["torch/test_engines.
 """`make test-engines` installs the engines that these need."""
 
 LONGEST = (
-    "test_round_trip test_torch test_emulated test_mutations test_processes "
-    "test_codegen test_faults test_serve test_served_parts "
-    "test_model"
+    "test_round_trip test_processes test_torch test_emulated test_emulated_given "
+    "test_codegen test_mojo test_link test_emulated_experts test_served_parts "
+    "test_doc_blocks test_house_rules test_model test_bench test_serve_command "
+    "test_bench_serving test_command_line test_serve"
 ).split()
-"""Files that take minutes: first, so that no process waits for another at the end."""
+"""Files that take many seconds: first, so that no process waits for another at the
+end."""
 
 TOGETHER = [
     ["test_codegen", "test_codegen_resources"],
     ["test_emulated", "test_emulated_failures", "test_mutations"],
     ["test_emulated_experts", "test_experts"],
-    ["test_processes", "test_errors"],
+    ["test_processes", "test_errors", "test_faults", "test_hosts"],
 ]
 """Files that one process runs, for they read the same kernels, or run the same
 graphs."""
@@ -215,12 +217,25 @@ def gpu_session():
 
 
 @pytest.fixture(scope="session")
-def graphs(tmp_path_factory: pytest.TempPathFactory, session) -> str:
-    """The compiled graphs of ranks in processes of their own."""
-    from tests.processes.process_graphs import compile_graphs
+def graphs(request, tmp_path_factory: pytest.TempPathFactory, session) -> str:
+    """The graphs of ranks in processes of their own, in one file: those of the files of
+    this run that have `add_process_graphs`, compiled together."""
+    from max.graph import Module
 
+    from max_ep import extension_path
+    from max_ep.memory.setup_graph import SETUP_GRAPH, setup_graph, setup_model
+    from tests.oracle.cases import CASES
+
+    module, any_config = Module(), CASES["two_ranks"].config()
+    setup_graph(any_config, module)
+    files = [item.module for item in request.session.items if not is_skipped(item)]
+    for add in {getattr(x, "add_process_graphs", None): None for x in files}:
+        if add is not None:
+            add(module)
     path = tmp_path_factory.mktemp("graphs") / "processes.mef"
-    compile_graphs(path, session)
+    compiled = session.compile(module, custom_extensions=[extension_path()])
+    compiled.export_mef(path)
+    setup_model(session, any_config, session.init_all(compiled)[SETUP_GRAPH])
     return str(path)
 
 

@@ -20,8 +20,12 @@ from tests.harness import to_buffer, to_numpy
 from tests.oracle.cases import F32
 from tests.oracle.drawn import Inputs, make_inputs
 from tests.oracle.oracle import expected_dispatch
+from tests.processes import process_graphs
 from tests.processes.generations import PHASED, check_dispatched
 from tests.processes.in_turn import Group
+
+pytestmark = pytest.mark.usefixtures("graphs")  # they have the set-up, too
+add_process_graphs = process_graphs.add_process_graphs
 
 # -------------------------------------------------------------------- initializer
 

@@ -22,11 +22,13 @@ from pathlib import Path
 
 from max.driver import CPU
 from max.engine import InferenceSession
+from max.graph import Module
 
-from max_ep import EPCommInitializer, EPConfig, LaunchError, launch
+from max_ep import EPCommInitializer, EPConfig, LaunchError, extension_path, launch
 from max_ep.limits import LINK_VARIABLE
 from max_ep.memory import masked_ranks
 from max_ep.memory.link import Link
+from max_ep.memory.setup_graph import SETUP_GRAPH, setup_graph, setup_model
 from tests.harness import Groups, assert_round_trip, fused_round_trip, round_trip
 from tests.hosts.part import Part
 from tests.oracle.cases import Case
@@ -76,30 +78,58 @@ def given_to(cases: Mapping[str, Case], generation: int, seed: int) -> dict:
     return drawn
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What the processes run, one stage after another."""
+
+    per_host: int
+    seeds: range
+    fault: str = ""
+    """`no fences`, or `killed`: the processes end one of their generations so."""
+    killed: tuple[int, ...] = ()
+    """Ranks whose processes die at one time, drawn from the seed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What processes do one after another, with which cases."""
+
+    n_ranks: int
+    stages: Sequence[Stage]
+    is_fused: bool = False
+    cases: Sequence[str] = tuple(CASES)
+
+    def graph(self, module: Module, node_id: int = 0, timeout_s: float = 60) -> Groups:
+        """Adds the graph of a process, where the variable of the link is set."""
+        of_group = of_ranks(self.n_ranks, self.cases)
+
+        def config(local: Case) -> EPConfig:
+            where = dict(n_nodes=self.n_ranks, n_gpus_per_node=1, node_id=node_id)
+            return of_group[local.name].config(**where, timeout_s=timeout_s)
+
+        local = {name: Part.of(case, 1) for name, case in of_group.items()}
+        build = fused_round_trip if self.is_fused else round_trip
+        name = f"hosts_{self.stages[0].per_host}_of_{self.n_ranks}"
+        return Groups(None, name, local, config=config, build=build, module=module)
+
+
 class Member:
     """A process with one rank of each case's group."""
 
-    def __init__(
-        self,
-        node_id: int,
-        n_ranks: int,
-        is_fused: bool,
-        cases: Sequence[str],
-        timeout_s: float,
-    ) -> None:
-        self.node_id, self.cases = node_id, of_ranks(n_ranks, cases)
-        self.timeout_s = timeout_s
-        self.session = InferenceSession(devices=[CPU()])
-        local = {name: Part.of(case, 1) for name, case in self.cases.items()}
-        build = fused_round_trip if is_fused else round_trip
-        how = dict(config=self._config, build=build)
-        name = f"hosts_{build.__name__}_{n_ranks}_{len(cases)}"
-        self.groups = Groups(self.session, name, local, **how)
-
-    def _config(self, local: Case) -> EPConfig:
-        n = self.cases[local.name].n_ranks
-        where = dict(n_nodes=n, n_gpus_per_node=1, node_id=self.node_id)
-        return self.cases[local.name].config(**where, timeout_s=self.timeout_s)
+    def __init__(self, node_id: int, run: Run, timeout_s: float, graphs: str) -> None:
+        """`graphs`: the file that has its graph, or none."""
+        self.node_id, self.cases = node_id, of_ranks(run.n_ranks, run.cases)
+        self.session, module = InferenceSession(devices=[CPU()]), Module()
+        self.groups = run.graph(module, node_id, timeout_s)
+        if graphs:
+            models = self.session.load_all(graphs)
+        else:
+            setup_graph(next(iter(self.groups.comms.values())).config, module)
+            how = dict(custom_extensions=[extension_path()])
+            models = self.session.load_all(module, **how)
+        for comm in self.groups.comms.values():
+            setup_model(self.session, comm.config, models[SETUP_GRAPH])
+        self.groups.start(self.session, models[self.groups.name])
 
     def begin(self, timeout_s: float) -> None:
         """Begins again, with the link that the environment describes."""
@@ -134,30 +164,11 @@ class Member:
             assert_round_trip(where, got[name], here)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What the processes run, one stage after another."""
-
-    per_host: int
-    seeds: range
-    fault: str = ""
-    """`no fences`, or `killed`: the processes end one of their generations so."""
-    killed: tuple[int, ...] = ()
-    """Ranks whose processes die at one time, drawn from the seed."""
-
-
-def run_stages(
-    node_id: int,
-    n_ranks: int,
-    stages: Sequence[Stage],
-    is_fused: bool,
-    cases: Sequence[str],
-    folder: str,
-) -> None:
+def run_stages(node_id: int, run: Run, graphs: str, folder: str) -> None:
     """Writes how many results of each stage were right, or what was raised, into a file
     of the folder. Stops where a stage fails that has no fault."""
     member = None
-    for i, stage in enumerate(stages):
+    for i, stage in enumerate(run.stages):
         _plant(stage.fault)
         n_right = 0
         try:
@@ -165,7 +176,7 @@ def run_stages(
                 os.environ[LINK_VARIABLE] = f"{stage.per_host}:{seed}"
                 timeout_s = 2 if stage.fault else 60
                 if member is None:
-                    member = Member(node_id, n_ranks, is_fused, cases, timeout_s)
+                    member = Member(node_id, run, timeout_s, graphs)
                 else:
                     member.begin(timeout_s)
                 if node_id in stage.killed:
@@ -174,7 +185,7 @@ def run_stages(
                     threading.Timer(delay_s, os.kill, kill).start()
                 for generation in range(1000 if stage.fault else N_GENERATIONS):
                     member.run(generation, seed)
-                    n_right += len(cases)
+                    n_right += len(run.cases)
             said = f"{n_right} right"
         except Exception:
             said = traceback.format_exc()
@@ -184,21 +195,15 @@ def run_stages(
     member.groups.close()
 
 
-def said_of(
-    n_ranks: int,
-    stages: Sequence[Stage],
-    is_fused: bool = False,
-    cases: Sequence[str] = tuple(CASES),
-) -> dict[int, list[str]]:
+def said_of(run: Run, graphs: str = "") -> dict[int, list[str]]:
     """Launches the processes; returns what each says of its stages, and how it died."""
     died = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            given = n_ranks, stages, is_fused, cases, folder
-            launch(run_stages, n_ranks, given, timeout_s=3600)
+            launch(run_stages, run.n_ranks, (run, graphs, folder), timeout_s=3600)
         except LaunchError as error:
             died = error.failures
-        said = {rank: [] for rank in range(n_ranks)}
+        said = {rank: [] for rank in range(run.n_ranks)}
         for path in sorted(Path(folder).iterdir()):
             said[int(path.stem)].append(path.read_text())
     for rank, how in died.items():
@@ -215,5 +220,6 @@ def _plant(fault: str) -> None:
 if __name__ == "__main__":
     per_host, first, end, *more = map(int, sys.argv[1:])
     n_ranks = more[0] if more else 4
-    for rank, (said,) in said_of(n_ranks, [Stage(per_host, range(first, end))]).items():
+    run = Run(n_ranks, [Stage(per_host, range(first, end))])
+    for rank, (said,) in said_of(run).items():
         print(rank, said)

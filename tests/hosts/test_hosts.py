@@ -5,15 +5,17 @@ what a network does. `python -m tests.hosts.members 2 1 301` has 300 seeds.
 
 import functools
 import re
+from collections.abc import Callable
 
 import pytest
+from max.graph import Module
 
 from max_ep import EPConfig, launch
 from max_ep.limits import LINK_VARIABLE, STORE_VARIABLE
 from max_ep.processes.store import StoreServer
 from tests.children import ALL_CASES, slow
 from tests.errors import raises, refused
-from tests.hosts.members import CASES, N_GENERATIONS, OF_CI, Stage, said_of
+from tests.hosts.members import CASES, N_GENERATIONS, OF_CI, Run, Stage, said_of
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 SEEDS = range(3 if ALL_CASES else 1)
@@ -23,44 +25,55 @@ NO_FENCES = Stage(2, range(1), "no fences")
 ONE, HOST = (Stage(2, range(1), "killed", ranks) for ranks in [(2,), (2, 3)])
 RELAY = "hosts_relay", "hosts_relay_fp8"
 RUNS = {
-    "2x2": (4, [Stage(2, SEEDS), NO_FENCES, HOST], False, USED["2x2"]),
-    "4x1": (4, [Stage(1, SEEDS), ONE], False, USED["4x1"]),
-    "2x4-fused": (8, [Stage(4, SEEDS)], True, ("hosts_sums", "hosts_relay")),
-    "3x2": (6, [Stage(2, SEEDS), Stage(2, range(1), "killed", (3,))], False, RELAY),
+    "2x2": Run(4, [Stage(2, SEEDS), NO_FENCES, HOST], cases=USED["2x2"]),
+    "4x1": Run(4, [Stage(1, SEEDS), ONE], cases=USED["4x1"]),
+    "2x4-fused": Run(8, [Stage(4, SEEDS)], True, ("hosts_sums", "hosts_relay")),
+    "3x2": Run(6, [Stage(2, SEEDS), Stage(2, range(1), "killed", (3,))], cases=RELAY),
 }
-"""Processes, what they run one after another, whether fused, and with which cases."""
+
+
+def add_process_graphs(module: Module) -> None:
+    for run in RUNS.values() if ALL_CASES else (RUNS["2x2"], RUNS["4x1"]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(LINK_VARIABLE, f"{run.stages[0].per_host}:1")
+            run.graph(module)
+
+
+@pytest.fixture
+def said(graphs: str) -> Callable[[str], dict[int, list[str]]]:
+    """Says what each process says of its stages, and how it died."""
+    return functools.partial(_said, graphs)
 
 
 @functools.cache
-def said(run: str) -> dict[int, list[str]]:
-    """Returns what each process says of its stages, and how it died."""
+def _said(graphs: str, run: str) -> dict[int, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(launch.__globals__, "_GRACE_S", 600.0)
         if run == "4x1":
             server = StoreServer("127.0.0.1")
             patch.setenv(STORE_VARIABLE, f"127.0.0.1:{server.port}")
-        return said_of(*RUNS[run])
+        return said_of(RUNS[run], graphs)
 
 
 @pytest.mark.parametrize(
     "run",
     ["2x2", "4x1", *(pytest.param(run, marks=slow) for run in ("2x4-fused", "3x2"))],
 )
-def test_what_crosses_is_that_of_one_host(run):
+def test_what_crosses_is_that_of_one_host(said, run):
     """Rows, tables and results are the oracle's, bit for bit, whatever the order. Four
     hosts share a store alone."""
-    n_right = len(SEEDS) * N_GENERATIONS * len(RUNS[run][3])
-    assert len(said(run)) == RUNS[run][0]
+    n_right = len(SEEDS) * N_GENERATIONS * len(RUNS[run].cases)
+    assert len(said(run)) == RUNS[run].n_ranks
     assert all(stages[0] == f"{n_right} right" for stages in said(run).values())
 
 
-def test_a_link_without_fences_is_noticed():
+def test_a_link_without_fences_is_noticed(said):
     """Counts come before what they announce: what a process gets is wrong."""
     assert any("hosts_" in stages[1] for stages in said("2x2").values())
 
 
 @pytest.mark.parametrize("run, killed", [("4x1", ONE), ("2x2", HOST)])
-def test_who_is_killed_is_named(run, killed):
+def test_who_is_killed_is_named(said, run, killed):
     """A process by the one of its host, and by those that only the link reaches; a host
     by the other, in a group that has begun again after it failed."""
     named = set()

@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from max.graph import Module
 
+from max_ep import extension_path
 from max_ep.limits import LINK_VARIABLE, STORE_VARIABLE
+from max_ep.memory.setup_graph import setup_graph
 from max_ep.processes.store import StoreServer
 from tests.children import names_of, slow
 from tests.processes.faults import (
@@ -25,8 +28,8 @@ from tests.processes.faults import (
     RECONCILE,
     Fault,
     Group,
+    add_masking,
     check,
-    compile_graphs,
     draw,
 )
 
@@ -54,7 +57,11 @@ def group(session, tmp_path_factory, store) -> Iterator[Group]:
         seed = os.environ.get("MAX_EP_FUZZ_SEED", "7")
         patch.setenv(LINK_VARIABLE, f"2:{seed}")
         patch.setenv(STORE_VARIABLE, f"127.0.0.1:{store.port}")
-        compile_graphs(path, session, NAMES)
+        module = Module()
+        setup_graph(MASKING[SUMS].config(), module)
+        add_masking(module, NAMES)
+        packages = [extension_path()]
+        session.compile(module, custom_extensions=packages).export_mef(path)
         members = Group(str(path), name, 2 * ("MAX_EP_FAULTS" in os.environ), NAMES)
         try:
             for protocol in NAMES:

@@ -16,17 +16,13 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from max.engine import InferenceSession, Model
 from max.graph import Module
 
-from graphs import late_rank
-from max_ep import EPCommInitializer, extension_path
+from max_ep import EPCommInitializer
 from max_ep.limits import GROUP_VARIABLE
-from max_ep.memory.setup_graph import setup_graph
 from max_ep.processes.meeting import process_state
 from max_ep.reference import degraded
 from tests.children import ALL_CASES
@@ -61,18 +57,9 @@ if not ALL_CASES and "MAX_EP_FAULTS" not in os.environ:
     del MASKING["masking"], MASKING["masking_by_rank"]
 
 
-def compile_graphs(
-    path: Path, session: InferenceSession, names: Iterable[str] = MASKING
-) -> dict[str, Model]:
-    module = Module()
+def add_masking(module: Module, names: Iterable[str] = MASKING) -> None:
     for name in names:
         add_phases(module, MASKING[name], on_timeout="mask")
-    setup_graph(config_of(MASKING[name], 0), module)
-    if ALL_CASES and names is MASKING:
-        late_rank.build(module)
-    compiled = session.compile(module, custom_extensions=[extension_path()])
-    compiled.export_mef(path)
-    return session.init_all(compiled)
 
 
 @dataclass
@@ -156,7 +143,7 @@ class RankStep:
         self._rank, self._generation = rank, generation
         given = Oracle(case, inputs_of(case, generation))
         self._inputs = given.inputs(rank)
-        self._bounds = given.dispatched()[rank]
+        self._bounds = given.dispatched[rank]
         self.results: list[np.ndarray] = []
 
     def run(self, phase: str) -> None:

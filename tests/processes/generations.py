@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What groups of processes are given in each generation, and must get."""
 
+import functools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,7 @@ class Oracle:
         tokens = to_buffer(self.given.tokens[rank])
         return [tokens, self.given.ids[rank], self.given.weights[rank]]
 
+    @functools.cached_property
     def dispatched(self) -> list[DispatchResult]:
         return expected_dispatch(self.case, self.given)
 
@@ -105,7 +107,7 @@ class Oracle:
             narrow(
                 apply_experts(self.case, expert_generation, r, x, widen(x.rows)), BF16
             )
-            for r, x in enumerate(self.dispatched())
+            for r, x in enumerate(self.dispatched)
         ]
         given = replace(self.given, expert_rows=rows)
         return expected(self.case, given).combine[rank]

@@ -39,7 +39,7 @@ class InTurn(Member):
         elif what == "w":
             self.received = self.dispatch_wait(generation)
         elif what == "c":
-            bounds = self.oracle(generation).dispatched()[self.rank]
+            bounds = self.oracle(generation).dispatched[self.rank]
             self.send_rows(experts, bounds, *self.received)
         else:
             self.combine_wait(generation, experts)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs that groups of processes run: compiled once, into one file."""
+"""The graphs that groups of processes run. The fixture `graphs` compiles them."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from max.dtype import DType
-from max.engine import InferenceSession
 from max.graph import DeviceRef, Module, TensorType, TensorValue
 
 from max_ep import (
@@ -17,9 +15,7 @@ from max_ep import (
     call_ep_combine_wait,
     call_ep_dispatch_async,
     call_ep_dispatch_wait,
-    extension_path,
 )
-from max_ep.memory.setup_graph import setup_graph
 from tests.cpu import gathering
 from tests.harness import (
     RankInputs,
@@ -141,11 +137,8 @@ def dispatcher_of(node_id: int) -> AllGatherTokenDispatcher:
     return AllGatherTokenDispatcher(*sizes, **where, timeout_s=60.0)
 
 
-def compile_graphs(path: Path, session: InferenceSession) -> None:
-    """Compiles all graphs into one file. One module: they compile in about the time of
-    one."""
-    module = Module()
-    setup_graph(config_of(SMALL, 0), module)
+def add_process_graphs(module: Module) -> None:
+    """Adds the graphs of `test_processes.py` and of what runs its ranks in turn."""
     for form, build in (("async_wait", round_trip), ("fused", fused_round_trip)):
         _add_round_trip(module, form, config_of(SMALL, 0), build)
     two_by_two = config_of(SMALL, 0, n_nodes=2, n_gpus_per_node=2)
@@ -158,5 +151,3 @@ def compile_graphs(path: Path, session: InferenceSession) -> None:
         else:
             _add_round_trip(module, name, config_of(case, 0), round_trip)
     gathering.add_layer(ALL_GATHER, dispatcher_of(0), module)
-    compiled = session.compile(module, custom_extensions=[extension_path()])
-    compiled.export_mef(path)

@@ -4,6 +4,7 @@
 `max_ep.launch` spawns its processes, so what they run is imported: `scenarios.py`.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,12 @@ class Prepared:
     sums: np.ndarray
 
 
+@functools.lru_cache(maxsize=4)
+def _oracle(case: Case, generation: int, silent_rank: int | None) -> Oracle:
+    """Asked at each phase of a generation, of one or of two groups."""
+    return Oracle(case, inputs_of(case, generation, silent_rank))
+
+
 class Member:
     """A process that has joined a group, with all it needs to run."""
 
@@ -70,7 +77,7 @@ class Member:
         return self.engine.models[graph].execute(*inputs, *self.comm.model_inputs())
 
     def oracle(self, generation: int) -> Oracle:
-        return Oracle(self.case, inputs_of(self.case, generation, self.silent_rank))
+        return _oracle(self.case, generation, self.silent_rank)
 
     # ---------------------------------------------------------- whole generations
 
@@ -83,7 +90,7 @@ class Member:
     def prepare(self, generation: int) -> list[Prepared]:
         want, prepared = self.oracle(generation), []
         for rank in self.ranks:
-            dispatched = want.dispatched()[rank]
+            dispatched = want.dispatched[rank]
             inputs = [*want.inputs(rank), self.factors(rank, generation, dispatched)]
             prepared.append(Prepared(inputs, dispatched, want.sums(rank, generation)))
         return prepared
@@ -123,7 +130,7 @@ class Member:
     def dispatch_wait(self, generation: int) -> tuple[np.ndarray, Buffer]:
         """Returns the rows (bits) and `src_info`, after comparing them."""
         got = self.run_phase("dispatch_wait")
-        want = self.oracle(generation).dispatched()[self.rank]
+        want = self.oracle(generation).dispatched[self.rank]
         where = f"rank {self.rank}, generation {generation} (dispatch_wait)"
         check_dispatched(where, got, want)
         return to_numpy(got[0]), got[3]
@@ -132,7 +139,7 @@ class Member:
         self, generation: int, rows: np.ndarray, src_info: Buffer
     ) -> None:
         """Sends back what the experts make of the rows that were received."""
-        bounds = self.oracle(generation).dispatched()[self.rank]
+        bounds = self.oracle(generation).dispatched[self.rank]
         rows[len(bounds.rows) :] = 0xFFFF  # NaN: nobody may read these
         self.send_rows(generation, bounds, rows, src_info)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from max.engine import InferenceSession
+from max.graph import Module
 
 from graphs import late_rank
 from max_ep import EPCommInitializer, launch
@@ -32,7 +33,7 @@ from max_ep.processes.membership import (
 from max_ep.processes.messages import said
 from max_ep.processes.notes import _LOG_BYTES, Notes
 from max_ep.processes.sockets import Answering, group_name, listen
-from tests.children import handles, names_of, new_handles, slow
+from tests.children import ALL_CASES, handles, names_of, new_handles, slow
 from tests.errors import raises
 from tests.processes.faults import (
     ALL,
@@ -45,8 +46,8 @@ from tests.processes.faults import (
     Group,
     RankStep,
     Step,
+    add_masking,
     check,
-    compile_graphs,
     draw,
     lost_ranks,
 )
@@ -59,14 +60,18 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 BY_RANK, *_, SUMS = [*MASKING][-2:] * 2
 
 
+def add_process_graphs(module: Module) -> None:
+    add_masking(module)
+    if ALL_CASES:
+        late_rank.build(module)
+
+
 @pytest.fixture(scope="module")
-def group(session, tmp_path_factory) -> Iterator[Group]:
+def group(session, graphs) -> Iterator[Group]:
     """Four processes that all tests of this file share."""
-    path = tmp_path_factory.mktemp("faults") / "faults.mef"
-    models = compile_graphs(path, session)
     name = f"faults-{os.getpid()}"
-    members = Group(str(path), name, 2 * ("MAX_EP_FAULTS" in os.environ))
-    members.models, members.graphs = models, str(path)
+    members = Group(graphs, name, 2 * ("MAX_EP_FAULTS" in os.environ))
+    members.models, members.graphs = session.load_all(graphs), graphs
     try:
         for protocol in MASKING:
             assert members.step(protocol, ALL) == []

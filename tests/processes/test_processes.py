@@ -18,12 +18,13 @@ import pytest
 from max_ep import LaunchError, launch
 from tests.children import names_of, ran
 from tests.errors import raises, refused
-from tests.processes import scenarios
+from tests.processes import process_graphs, scenarios
 from tests.processes.generations import N_RANKS, PHASED
 from tests.processes.in_turn import Group
 from tests.processes.scenarios import KILLED_AT, KILLED_RANK, SCENARIOS, Outcome
 
 pytestmark = pytest.mark.usefixtures("all_cores")
+add_process_graphs = process_graphs.add_process_graphs
 
 TIMEOUT_S = 2.0
 SLACK_S = 30.0
