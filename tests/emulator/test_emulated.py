@@ -145,9 +145,8 @@ def test_tokens_in_chunks():
     """Choices that blocks share, then so many that blocks index them; launches that
     only send or receive. Of one source all tokens are inline, of the other none."""
     world = World("many")
-    steps = [([65, 5], 2), ([257, 1], 0), ([257, 2], 1)]
-    run_steps(world, steps, n_wrong=0.985)
-    check_header(world, range(2), 3)
+    run_steps(world, [([65, 5], 1), ([257, 1], 1)], n_wrong=0.985)
+    check_header(world, range(2), 2)
 
 
 def test_all_blocks_share_work():
@@ -236,7 +235,9 @@ def test_a_rank_that_waits_is_not_masked():
     check_header(world, outputs, 1)
 
 
-@pytest.mark.parametrize("name, more", [("drops", []), ("hosts_drops", [3])])
+@pytest.mark.parametrize(
+    "name, more", [("drops", []), pytest.param("hosts_drops", [3], marks=slow)]
+)
 def test_rows_that_do_not_fit_are_dropped(name, more):
     world = World(name)
     sizes = world.sizes

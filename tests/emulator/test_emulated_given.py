@@ -2,6 +2,8 @@
 """GPU kernels of PyTorch's rows as they are given, in the emulator: plain, and expanded
 and aligned, with biases."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,12 @@ TOP_K = {"plain": 3, "plain_many": 17, "expanded": 4}
 TOP_K |= {f"hosts_{name}": n for name, n in TOP_K.items()}
 TOP_K["hosts_relay_plain"] = 3
 TOP_K["plain_one"] = 1  # an expert is a rank: counts that go ahead
+
+
+GRIDS = [("plain_many", 1), ("expanded", 5)]
+"""Groups, and how many blocks they have."""
+if ALL_CASES:
+    GRIDS = [*itertools.product(["plain_many", "expanded", "hosts_plain"], [1, 5])]
 
 
 def aligned(n: int) -> int:
@@ -199,14 +207,16 @@ class Given:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", TOP_K)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[slow] * (x == "hosts_plain")) for x in TOP_K]
+)
 def test_given_rows(name: str) -> None:
     """Few choices, whose ids lanes hold, more, whose ids blocks share, and so many that
     blocks index them in turn."""
     world = World(name)
     steps = [[5, 2, 0], [70, 1, 9], [0, 3, 1], [2, 66, 40]]
-    if name.startswith("hosts") and not ALL_CASES:
-        steps = [[5, 2, 0], [0, 3, 26]]
+    if not ALL_CASES:
+        steps = [[5, 2, 0], [0, 3, 26]] if name.startswith("hosts") else steps[:3]
     for i, counts in enumerate(steps):
         given = Given(world, counts, i)
         with world.without_waiting():
@@ -217,10 +227,7 @@ def test_given_rows(name: str) -> None:
         given.check_results()
 
 
-@pytest.mark.parametrize("n_blocks", [1, 5])
-@pytest.mark.parametrize(
-    "name", ["plain_many", "expanded", pytest.param("hosts_plain", marks=slow)]
-)
+@pytest.mark.parametrize("name, n_blocks", GRIDS)
 def test_any_grid_will_do(name: str, n_blocks: int) -> None:
     """A caller bounds the multiprocessors (``num_sms``): one block does all, or several
     have little."""
