@@ -167,7 +167,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[int, str]]:
     """Runs a command, which compiles nothing; returns its status and its error."""
-    monkeypatch.setattr(library, "build_all", lambda wanted: [])
+    monkeypatch.setattr("max_ep.cli.build.build_all", lambda wanted: [])
     monkeypatch.setattr(library, "run_mojo", _mojo)
     monkeypatch.setattr(extension, "run_mojo", _mojo)
 

@@ -33,6 +33,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"tcp://127.0.0.1:{kept.port}"
 
 
+@slow
 def test_calls_over_two_hosts(store: str) -> None:
     """Rows and results are those of one host, bit for bit, also after a reset. Fails if
     that leaves what was staged."""

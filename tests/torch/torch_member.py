@@ -381,7 +381,9 @@ def ahead(rank: int, store: str) -> str:
     x, ids, weights = given
     elastic = ElasticBuffer(buffer.group, None, 0, 16, timeout_s=COMPILE_S)
     rows, _, of_rows, handle, _ = elastic.dispatch(x, ids, weights, num_experts=E)
-    _, back, _ = elastic.combine(rows, handle, of_rows)
+    y, back, _ = elastic.combine(rows, handle, of_rows)
+    n_ranks = sum((ids // (E // 2) == r).any(1) for r in range(2))
+    assert torch.equal(y, (x.float() * n_ranks[:, None]).bfloat16())
     assert torch.equal(back, weights.masked_fill(ids < 0, 0))
     try:
         buffer.low_latency_dispatch(x, ids, CAP - 1, E, format="mxfp8")
