@@ -278,7 +278,7 @@ HARMLESS = [
     Harmless(
         OFF_BY_ONE,
         "combine_sums/send.mojo",
-        "if number >= most * n_others * split.n_chunks():",
+        "if number >= n_sums * split.n_chunks():",
         "No source has such a token, which the next guard asks.",
     ),
     Harmless(

@@ -97,6 +97,8 @@ def test_ranks_of_several_hosts(name):
     n_ranks, most = world.sizes.n_ranks, world.sizes.max_tokens
     counts = [[most, 2, 4, 0, 1, 2], [0, most, 1, 3, 2, 0], [2, 1, most, most, 0, 3]]
     steps = [(n[:n_ranks], i) for i, n in enumerate(counts)]
+    # So few that several warps of a block stage a sum.
+    steps += [([2, 1, 0, 2, 0, 1][:n_ranks], 1)]
     run_steps(world, steps)
     assert world.polled == world.awaited(), "Mojo lists what no kernel awaits"
     check_header(world, range(n_ranks), len(steps))

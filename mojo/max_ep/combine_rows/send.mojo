@@ -6,6 +6,7 @@ from std.sys import size_of
 
 from ..device.block import Block
 from ..device.done_words import await_readers
+from ..device.puts import send_message_warp
 from ..device.schedule import Chunk, Split
 from ..device.shared import shared, SharedInts
 from ..device.warp import ACCESSES_IN_FLIGHT, bytes_at, load16_now, store16
@@ -16,7 +17,7 @@ from ..protocol.flags import arrive_with_block, message_flag, publish
 from ..protocol.layout import Group, MESSAGE_ALIGN
 from ..protocol.message_sizes import plain_token_bytes
 from ..protocol.token_format import BytePointer, LaneBytes
-from ..protocol.transport import combine_put_offset, put_message_warp
+from ..protocol.transport import combine_put_offset
 from ..row_limit.kept_counts import publish_kept_counts
 from .roles import N_SPLIT_ROUNDS, NEXT_ROW, SENT_PARTS
 
@@ -75,6 +76,7 @@ def send_rows[
     """Sends some of this block's rows, with each of its sending warps."""
     comptime row_bytes = plain_token_bytes(group.hidden_size, size_of[Scalar[dtype]]())
     comptime n_steps = ceildiv(row_bytes // MESSAGE_ALIGN, WARP_SIZE)
+    comptime assert row_bytes % MESSAGE_ALIGN == 0, "whole vectors are sent"
     comptime RowSplit = Split[n_steps, 1 if group.spans_hosts() else _N_PARTS, 1]
     var sent = block.sending()
     if not await_readers(block):
@@ -142,7 +144,7 @@ def send_rows[
         comptime if group.spans_hosts():
             if put_to != 0:
                 # I3: as in dispatch, a done word ends the use of the put buffer.
-                put_message_warp(
+                send_message_warp(
                     put_to,
                     message,
                     row_bytes,

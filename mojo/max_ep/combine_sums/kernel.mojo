@@ -42,6 +42,7 @@ from .receive import SumReceiver
 from .roles import (
     ELECTING_WARP,
     N_CONTROL,
+    N_SPLIT_ROUNDS,
     N_WARPS_MIN,
     POLLING_WARP,
     PUBLISHING_WARP,
@@ -83,6 +84,8 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
                 # The others begin to add up tokens.
                 var n = in_32_bits(self.combined.n_tokens)
                 var are_some = FEW_TOKENS < n and n <= SOME_TOKENS
+                comptime if group.is_linked():
+                    are_some = n <= SOME_TOKENS  # parts of a few sums
                 n_senders = min(16 if are_some else 8, n_warps)
         # Chosen before the previous launch has ended, and before the peers' numbers of
         # tokens are known: if these are not few, what is loaded below is not used.
@@ -103,7 +106,8 @@ struct CombineSums[group_: Group, dtype: DType, partial_dtype: DType](Kernel):
         comptime if sends_weights:
             weight_sender.load()
         var buffers = SharedBuffers.of(self.buffers, word)
-        var block = Block[group].begin[N_CONTROL](word, mask, counters, buffers, phase)
+        comptime n_control = N_CONTROL + N_SPLIT_ROUNDS * Int(group.is_linked())
+        var block = Block[group].begin[n_control](word, mask, counters, buffers, phase)
         var is_refused = not block.can_go
         comptime if sends:
             is_refused = is_refused or block.refuses_to_combine()
@@ -196,8 +200,12 @@ def _first_token[
     var split = SumSplit[n_steps, True](True)
     var warp_idx = Int(warp_id())
     if warp_idx < n_senders:
-        var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
         var sent = SendSplit[group, n_steps, True](True)
+        comptime if group.is_linked():
+            var round = sent.chunk(warp_idx).whole
+            var number = round * Int(grid_dim.x) + Int(block_idx.x)
+            return sum_to_send[group, keeps_own](number)
+        var number = Int(block_idx.x) + warp_idx * Int(grid_dim.x)
         return sum_to_send[group, keeps_own](sent.chunk(number).whole)
     var round = sum_receive_schedule(warp_idx, group.num_threads // WARP_SIZE).first
     var item = Schedule.item(round, Int(block_idx.x), Int(grid_dim.x))

@@ -364,16 +364,19 @@ comptime SumSplit[n_steps: Int, are_few: Bool] = Split[
 
 comptime SendSplit[group: Group, n_steps: Int, are_few: Bool] = Split[
     n_steps,
-    1 if group.is_linked() else n_steps,
+    14 if group.is_linked() else n_steps,
     1 if group.is_linked() else (n_steps if are_few else 7),
 ]
-"""How sums are split that are sent: over several hosts, a put takes all of one."""
+"""How sums are split that are sent. Over several hosts a put takes all of one, whose
+parts warps of a block make if sums are few."""
 
 
 @always_inline
 def send_split[
     group: Group, n_steps: Int, are_few: Bool
-](n_tokens: Int) -> SendSplit[group, n_steps, are_few]:
+](n_tokens: Int, are_in_parts: Bool) -> SendSplit[group, n_steps, are_few]:
+    comptime if group.is_linked():
+        return SendSplit[group, n_steps, are_few](are_in_parts)
     return SendSplit[group, n_steps, are_few](n_tokens <= _FINE_TOKENS)
 
 

@@ -44,7 +44,7 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
         comptime n_vectors = Slice.n_partial_vectors
         comptime n_prefetched = Self.group.n_ranks * n_vectors
         comptime is_linked = Self.group.is_linked()
-        comptime prefetches = n_prefetched <= MAX_PREFETCHED and not is_linked
+        comptime prefetches = n_prefetched <= MAX_PREFETCHED
         comptime max_prefetched = n_prefetched if prefetches else n_vectors
         var block = self.block
         var lane = block.lane
@@ -107,7 +107,13 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
                 var loaded = Array[LaneBytes, max_prefetched](fill=LaneBytes(SENTINEL))
                 comptime if prefetches:
                     comptime for rank in range(Self.group.n_ranks):
-                        if has_bit(owners, rank):
+                        var is_loaded = has_bit(owners, rank)
+                        comptime if is_linked:
+                            # A put is awaited once, and read only then.
+                            is_loaded = is_loaded and not (
+                                step == chunk.begin and block.is_far(rank)
+                            )
+                        if is_loaded:
                             slice.load_partial[rank * n_vectors](
                                 loaded, slice.partial_of(recv_buf, rank, token_idx)
                             )
@@ -136,10 +142,25 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
                             var partial_sum = slice.partial_of(
                                 recv_buf, rank, token_idx
                             )
-                            var came = slice.add_partial[
-                                rank * n_vectors, was_awaited=Self.group.masks
-                            ](sum, loaded, partial_sum, rank, block)
-                            are_all_there = are_all_there and came
+                            var is_far = False
+                            comptime if is_linked:
+                                is_far = block.is_far(rank)
+                                if is_far and step == chunk.begin:
+                                    if _await_put(partial_sum, rank, block):
+                                        slice.load_partial[rank * n_vectors](
+                                            loaded, partial_sum
+                                        )
+                                    else:
+                                        are_all_there = False
+                                if is_far and are_all_there:
+                                    _ = slice.add_partial[
+                                        rank * n_vectors, was_awaited=True
+                                    ](sum, loaded, partial_sum, rank, block)
+                            if not is_far:
+                                var came = slice.add_partial[
+                                    rank * n_vectors, was_awaited=Self.group.masks
+                                ](sum, loaded, partial_sum, rank, block)
+                                are_all_there = are_all_there and came
                 else:
                     # The lowest owner that is left, each time.
                     var last_owner = -1
@@ -156,7 +177,7 @@ struct SumReceiver[group: Group, dtype: DType, partial_dtype: DType, was_kept: B
                         )
                         comptime if is_linked:
                             if block.is_far(last_owner):
-                                var has_come = _await_put(
+                                var has_come = step != chunk.begin or _await_put(
                                     partial_sum, last_owner, block
                                 )
                                 are_all_there = are_all_there and has_come

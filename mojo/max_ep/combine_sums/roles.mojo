@@ -20,6 +20,11 @@ comptime NEXT_SUM = 0
 comptime NEXT_SEND = 1
 """Control word: chunks that sending warps have taken after their first."""
 comptime N_CONTROL = 2
+comptime SENT_PARTS = N_CONTROL
+"""Over several hosts: first control word of those that count the parts of a sum that are
+staged."""
+comptime N_SPLIT_ROUNDS = 4
+"""Sums of a block that are split into parts at most."""
 
 
 @always_inline

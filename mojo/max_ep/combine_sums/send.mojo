@@ -4,15 +4,17 @@ from max.gpu import block_idx, grid_dim, syncwarp, WARP_SIZE
 
 from ..device.block import Block
 from ..device.done_words import await_readers
+from ..device.puts import send_message_warp
+from ..device.schedule import Chunk
 from ..device.warp import any_lane, bytes_at, in_32_bits
 from ..protocol.arguments import CombinedTokens
 from ..protocol.counters import NO_ROW, Taken, Word
-from ..protocol.layout import Group, SOURCE_INFO_BYTES
+from ..protocol.flags import arrive_with_block
+from ..protocol.layout import Group, MESSAGE_ALIGN, SOURCE_INFO_BYTES
 from ..protocol.token_format import BytePointer
-from ..protocol.transport import put_message_warp
 from ..row_limit.kept_counts import publish_kept_counts
 from .partials import from_all_blocks, LaneSlice, n_rows_at_once, send_split
-from .roles import NEXT_SEND, TokenRecord
+from .roles import N_SPLIT_ROUNDS, NEXT_SEND, SENT_PARTS, TokenRecord
 from .weights import LaneWeight, own_weight
 
 
@@ -59,26 +61,41 @@ def send_partials[
         var my_rank = block.my_rank
         var n_blocks = Int(grid_dim.x)
         var most = block.before.number[Word.MOST_RECEIVED]()
-        var split = send_split[group, Slice.n_steps, are_few](most)
+        var n_sums = most * n_others
+        var are_in_parts = group.is_linked() and n_sums <= N_SPLIT_ROUNDS * n_blocks
+        var split = send_split[group, Slice.n_steps, are_few](most, are_in_parts)
         var is_waiting = True
-        var is_prefetched = True
+        # Over several hosts, as if it were in parts.
+        var is_prefetched = are_in_parts or not group.is_linked()
         var from_all = from_all_blocks[group](most)
         var next = Int(block_idx.x) + block.warp_idx * n_blocks
         var taken = Int32(next)
+        var part = block.warp_idx
         while True:
-            var number = next
-            comptime if not are_few:
-                number = block.of_lane_0(taken)
-            if number >= most * n_others * split.n_chunks():
-                return
-            comptime if not are_few:
-                # Taken now, so that the warp need not wait for it.
-                taken = block.take[Taken.SUM_SENDS](NEXT_SEND, from_all)
-                taken += Int32(n_senders * n_blocks)
+            var chunk: Chunk
+            var round = 0
+            if are_in_parts:
+                # All parts of a sum are of one block.
+                chunk = split.chunk(part)
+                part += n_senders
+                round = chunk.whole
+                chunk.whole = round * n_blocks + Int(block_idx.x)
+                if chunk.whole >= n_sums:
+                    return
             else:
-                # A counter would cost one more trip to shared memory.
-                next += n_senders * n_blocks
-            var chunk = split.chunk(number)
+                var number = next
+                comptime if not are_few:
+                    number = block.of_lane_0(taken)
+                if number >= n_sums * split.n_chunks():
+                    return
+                comptime if not are_few:
+                    # Taken now, so that the warp need not wait for it.
+                    taken = block.take[Taken.SUM_SENDS](NEXT_SEND, from_all)
+                    taken += Int32(n_senders * n_blocks)
+                else:
+                    # A counter would cost one more trip to shared memory.
+                    next += n_senders * n_blocks
+                chunk = split.chunk(number)
             var source, token_idx = sum_to_send[group, keeps_own](chunk.whole)
             var saved = prefetched
             if not are_few or not is_prefetched:
@@ -149,6 +166,8 @@ def send_partials[
                 slice.send(to, sum)
             comptime if group.spans_hosts() and not group.relays:
                 if block.is_far(src_rank):
+                    if are_in_parts and not _is_last(round, split.n_chunks(), block):
+                        continue
                     var offset = UInt64(group.partial_offset(my_rank, token_idx))
                     put_partial(to, offset, src_rank, block)
 
@@ -166,15 +185,26 @@ def _place_at_relay[
 
 
 @always_inline
+def _is_last(round: Int, n_parts: Int, block: Block[...]) -> Bool:
+    """Returns to a warp that has staged a part of a sum whether all parts are there."""
+    syncwarp()
+    var is_last = False
+    if block.lane == 0:
+        is_last = arrive_with_block(block.word(SENT_PARTS + round)) == n_parts - 1
+    return any_lane(is_last)
+
+
+@always_inline
 def put_partial[
     group: Group, //
 ](staged: BytePointer, offset: UInt64, src_rank: Int, block: Block[group]):
     """Puts a staged partial sum, and its flag, to a rank of another host."""
     comptime n_bytes = group.combine_msg_bytes - SOURCE_INFO_BYTES
+    comptime assert n_bytes % MESSAGE_ALIGN == 0, "whole vectors are sent"
     var to = block.recv_bufs[unsafe_offset=block.my_rank] + offset
     syncwarp()
     # I2: the flag comes after all of the sum. I3: a done word ends the use of its place.
-    put_message_warp(
+    send_message_warp(
         to,
         UInt64(Int(staged)),
         n_bytes,

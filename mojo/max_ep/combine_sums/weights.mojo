@@ -20,7 +20,7 @@ from ..protocol.flags import (
 )
 from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import Group
-from ..protocol.transport import put_flag
+from ..protocol.transport import put_word
 
 
 @fieldwise_init
@@ -156,6 +156,6 @@ struct WeightSender[group: Group](TrivialRegisterPassable):
                 # A signal, since its owner awaits it: none is under way when the next
                 # one goes. Of a put of several words some would be nobody's.
                 recv_buf = block.recv_bufs[unsafe_offset=block.my_rank]
-                put_flag(recv_buf + UInt64(offset), block.sending(), value, owner)
+                put_word(recv_buf + UInt64(offset), block.sending(), value, owner)
                 return
         store_relaxed_sys(flag_at(bytes_at(recv_buf), offset), block.sending(), value)

@@ -209,7 +209,8 @@ struct DispatchByRank[group_: Group, Format: TokenFormat, input_type: DType](Ker
                 index_by_blocks(choices, block, indexer, can_write)
         comptime if Self.group.is_linked():
             if can_write:
-                put_index(in_32_bits(self.given.n_tokens), block)
+                var is_by_blocks = not (choices.are_in_lanes() or choices.are_shared())
+                put_index(in_32_bits(self.given.n_tokens), is_by_blocks, block)
 
     @always_inline
     def _keep_ids(self, block: Block[Self.group], indexer: Int):

@@ -12,6 +12,7 @@ from std.bit import count_trailing_zeros, pop_count
 from ..device.block import Block
 from ..device.done_words import await_readers
 from ..device.encode import EncodedSteps, steps_in_flight
+from ..device.puts import send_message_warp
 from ..device.schedule import (
     Chunk,
     chunk_of,
@@ -35,7 +36,6 @@ from ..protocol.kernel_argument import ImmPointer
 from ..protocol.layout import Group, MESSAGE_ALIGN, METADATA_BYTES, N_CHUNKS
 from ..protocol.router_ids import load_router_id
 from ..protocol.token_format import LaneBytes, TokenFormat
-from ..protocol.transport import put_message_warp
 from .choices import Choices
 from .publish import two_words
 from .roles import chunks_at_once_shift, FIRST_SENDER, NEXT_SEND
@@ -365,6 +365,7 @@ struct TokenSender[
         comptime n_put_bytes = (
             Self.Format.token_bytes + Self.Format.router_top_k * METADATA_BYTES
         )
+        comptime assert n_put_bytes % MESSAGE_ALIGN == 0, "whole vectors are sent"
         var lane = TokenLane[
             Self.Format, Self.input_type, steps_in_flight[Self.Format]()
         ](self.inline.tokens)
@@ -412,7 +413,7 @@ struct TokenSender[
                 var flag = recv + UInt64(
                     Self.group.chunk_flag_offset(block.my_rank, token_idx, 0)
                 )
-                put_message_warp(
+                send_message_warp(
                     at, at, n_put_bytes, flag, block.sending(), 0, dst_rank
                 )
 

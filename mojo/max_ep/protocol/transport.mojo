@@ -82,6 +82,18 @@ def put_flag(to: UInt64, generation: UInt32, count: Int, rank: Int):
     )
 
 
+@always_inline
+def put_word(to: UInt64, generation: UInt32, value: Int, rank: Int):
+    """Puts a word that is all there is to read."""
+    # ORDER: none. It comes whole, and announces nothing else.
+    external_call["nvshmemx_signal_op", NoneType](
+        BytePointer(unsafe_from_address=Int(to)),
+        flag_word(generation, value),
+        _SIGNAL_SET,
+        Int32(rank),
+    )
+
+
 @fieldwise_init
 struct PeerBuffers(TrivialRegisterPassable):
     """The same buffer on every rank, as addresses in this process."""
