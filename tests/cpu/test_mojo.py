@@ -10,7 +10,7 @@ import pytest
 
 from max_ep import extension
 from max_ep.extension import extension_path, run_mojo
-from tests.children import MOJO_PROGRAMS, compiled_mojo
+from tests.children import MOJO_PROGRAMS, compiled_mojo, slow
 from tests.errors import raises
 
 PROGRAMS = MOJO_PROGRAMS
@@ -24,6 +24,7 @@ def test_programs_without_a_gpu():
     assert run("checks.mojo").split() == 5 * ["OK"]
 
 
+@slow
 def test_launches_compile_for_a_gpu(tmp_path: Path) -> None:
     """By MAX's names, and with factors that a closure captures; a GPU runs it below."""
     source, target = str(PROGRAMS / "seeds_gpu.mojo"), str(tmp_path / "seeds_gpu.o")

@@ -11,7 +11,7 @@ from max.graph import DeviceRef, Module
 
 from max_ep import EPCommInitializer
 from max_ep.waits import at_address, n_words, place
-from tests.children import ALL_CASES
+from tests.children import ALL_CASES, slow
 from tests.harness import (
     Groups,
     RankInputs,
@@ -53,22 +53,20 @@ FORM_CASES = {
     "by_rank": BY_RANK_CASES["top_32_by_rank"],
     "sums": SUMS_CASES["uneven_7_on_3_sums"],
     "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
-    "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
-    "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
 FUSED_CASES = {
     "one_fp8": ONE_FP8,
     "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
+    "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
+    "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
-"""A rank alone; `one` and `sums_padded` are, too."""
+"""A rank alone, as `one` and `sums_padded`; the last of three without experts."""
 if ALL_CASES:
     FORM_CASES |= FUSED_CASES
 # Compiling a case for CPU ranks takes seconds, half of that if one op serves all ranks.
 BUILD = round_trip if ALL_CASES else all_round_trip
 SWEPT = {n: SMALL_CASES[n] for n in (SMALL_CASES if ALL_CASES else SMALL_CASES_OF_CI)}
-# `test_processes` has as large ones in bfloat16 and with sums.
-LARGE = {n: c for n, c in LARGE_CASES.items() if ALL_CASES or n == "large_fp8"}
 
 # ------------------------------------------------------- cases times routings
 
@@ -89,7 +87,7 @@ def add_graphs(module: Module) -> dict[str, Groups]:
         cases = {n: c for n, c in SWEPT.items() if n in selected}
         groups["small"] = Groups(None, "small_cases", cases, build=BUILD, module=module)
     if "test_large_launches" in selected:
-        groups["large"] = Groups(None, "large_cases", LARGE, module=module)
+        groups["large"] = Groups(None, "large_cases", LARGE_CASES, module=module)
     if "forms" in selected:
         groups["forms"] = Groups(
             None, "forms", FORM_CASES | LAYERS, build_all=build_forms, module=module
@@ -105,6 +103,9 @@ def run_small(added):
     def run(routing: str, data: str) -> SimpleNamespace:
         groups = added["small"]
         given = {n: make_inputs(c, routing, data) for n, c in groups.cases.items()}
+        if "padded_fp8" in given:
+            of = given["padded_fp8"]
+            of.expert_rows = list(map(moved, of.expert_rows))
         got = groups.run(given)
         # Computed after the run: what the run damaged cannot look right.
         return SimpleNamespace(given=given, got=got)
@@ -187,18 +188,20 @@ def moved(rows: np.ndarray) -> np.ndarray:
     return there
 
 
+@slow
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked"])
 def test_large_launches(added, routing):
-    """Launches spread over worker threads and writing past the caches."""
+    """Launches spread over worker threads and writing past the caches. `make test` has
+    them in `test_processes`."""
     given = {}
-    for name, case in LARGE.items():
+    for name, case in LARGE_CASES.items():
         counts = [case.max_tokens_per_rank, case.max_tokens_per_rank - 3]
         counts = None if routing == "full" else counts
         given[name] = make_inputs(case, routing, counts=counts)
     rows = given["large_fp8"].expert_rows
     given["large_fp8"].expert_rows = list(map(moved, rows))
     got = added["large"].run(given)
-    for name, case in LARGE.items():
+    for name, case in LARGE_CASES.items():
         want = expected(case, given[name])
         assert_round_trip(f"{name}, {routing}", got[name], want)
 

@@ -147,7 +147,7 @@ def test_only_the_import_changes(n_ranks, kind, forms):
 
 # On CPU ranks the round trips have the split forms, too, and it compiles as long.
 HAS_SPLIT = accelerator_count() > 0 or ALL_CASES
-EVERYTHING = "balanced bfloat16_weights shared fused_send"
+EVERYTHING = "bfloat16_weights shared fused_send"
 ALONE = [(EVERYTHING, "all")]
 ALONE += [("bfloat16", "split"), ("balanced allreduce", "fused")] * HAS_SPLIT
 

@@ -255,9 +255,9 @@ SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | CAPPED_CASES
 
 
 SMALL_CASES_OF_CI = """
-mxfp4 tight last_rank_empty_sums fp8_sums_back capped_sums
+mxfp4 tight fp8_sums_back capped_sums
 padded_fp8 padded_mxfp8 shared_fp8_sums
-tiles_nvfp4_by_rank packed_scales row_scales forwarded_fp8 allreduce
+row_scales_by_rank packed_scales forwarded_fp8 allreduce
 """.split()
 """Each combine, layout of rows and scales, cap, and format once, of what the forms of
 `test_round_trip.py` have not; `make test-all` runs all."""

@@ -159,7 +159,9 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
         ("two_gpus", "tiny", PLACED),
         # The router is an op of ours.
         pytest.param("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2), marks=slow),
-        ("one_gpu", "tiny_wide", IN_PLACE | dict(softmax_top_k=2)),
+        pytest.param(
+            "one_gpu", "tiny_wide", IN_PLACE | dict(softmax_top_k=2), marks=slow
+        ),
         pytest.param(
             "one_gpu", "tiny_wide_fp8", TWO_LAYERS | dict(softmax_top_k=2), marks=slow
         ),
