@@ -6,14 +6,17 @@ rank's memory, since NVLink reaches it, the warp copies itself, with several.
 """
 from max.gpu import lane_id, syncwarp, WARP_SIZE
 
-from ..protocol.flags import flag_at, publish
+from ..protocol.flags import flag_at, publish, store_word_relaxed_sys
 from ..protocol.transport import mapped_address, put_message_warp, put_words_warp
 from .warp import ACCESSES_IN_FLIGHT, bytes_at
 
 
 @always_inline
-def _copy_words_warp[n_words: Int](to: UInt64, from_: UInt64, n_bytes: Int):
-    """Copies whole vectors of some words of 8 bytes."""
+def _copy_words_warp[
+    n_words: Int, are_awaited: Bool
+](to: UInt64, from_: UInt64, n_bytes: Int):
+    """Copies whole vectors of some words of 8 bytes; `are_awaited`: the words themselves.
+    """
     comptime n_vector_bytes = 8 * n_words
     comptime in_flight = ACCESSES_IN_FLIGHT * (2 // n_words)
     comptime step = WARP_SIZE * n_vector_bytes
@@ -30,6 +33,10 @@ def _copy_words_warp[n_words: Int](to: UInt64, from_: UInt64, n_bytes: Int):
                             .unsafe_load[
                                 width=n_words, alignment=n_vector_bytes, invariant=False
                             ]()
+                        )
+                    elif are_awaited:
+                        store_word_relaxed_sys(
+                            flag_at(bytes_at(to + at), 0), parts[i][0]
                         )
                     else:
                         bytes_at(to + at).unsafe_bitcast[UInt64]().unsafe_store[
@@ -55,7 +62,7 @@ def send_message_warp[
     if there == 0:
         put_message_warp(to, from_, n_bytes, flag, generation, choice, rank)
         return
-    _copy_words_warp[n_words](there, from_, n_bytes)
+    _copy_words_warp[n_words, False](there, from_, n_bytes)
     syncwarp()
     if Int(lane_id()) == 0:
         # I2: the flag is published after all of the message.
@@ -69,4 +76,4 @@ def send_words_warp(to: UInt64, from_: UInt64, n_bytes: Int, rank: Int):
     if there == 0:
         put_words_warp(to, from_, n_bytes, rank)
         return
-    _copy_words_warp[1](there, from_, n_bytes)
+    _copy_words_warp[1, True](there, from_, n_bytes)

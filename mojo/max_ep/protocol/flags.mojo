@@ -159,7 +159,13 @@ def store_relaxed_sys(flag: FlagPointer, generation: UInt32, count: Int):
     # message that is counted announces itself, so nothing this rank wrote
     # needs to be before. Its caller has seen, with ACQUIRE, that the count of
     # the generation before was read: this store cannot overtake that.
-    Atomic[UInt64].store[ordering=Ordering.RELAXED](flag, flag_word(generation, count))
+    store_word_relaxed_sys(flag, flag_word(generation, count))
+
+
+@always_inline
+def store_word_relaxed_sys(flag: FlagPointer, word: UInt64):
+    # ORDER: RELAXED, system scope: as in `store_relaxed_sys`, which calls it.
+    Atomic[UInt64].store[ordering=Ordering.RELAXED](flag, word)
 
 
 @always_inline
