@@ -133,6 +133,29 @@ def test_a_token_crosses_once(name, n_parts, monkeypatch):
     assert sent == {"tokens": n, "sums": n} and n > 4
 
 
+def test_a_weight_may_come_after_its_entry(monkeypatch):
+    """If choices are many, each block puts the entries of its own. Fails if a receiver
+    looks at the first half of 16 bytes only."""
+    world = World("hosts_many")
+
+    def put(end, memory, to, from_, n, *more):
+        PUT(end, memory, to, from_, n, *more)
+        if len(more) > 1:  # what has a signal may come in any order
+            return
+        under_way = end._link._pending[-1]
+        words = [
+            (to + i, from_ + i, part[i : i + 8])
+            for to, from_, part in under_way.pieces
+            for i in range(0, len(part), 8)
+        ]
+        # The last is carried first.
+        under_way.pieces = sorted(words, key=lambda word: word[0] % 16 == 0)
+
+    monkeypatch.setattr(End, "put", put)
+    given = draw(world.sizes, [130, 3], 0, n_wrong=0.95)
+    check_step(world, world.dispatch(*given), *given)
+
+
 CHANGED = "not waited for", "wanted"
 """How `mutations.py` calls what has a wait pass too early."""
 ORDERED = "relaxed", "scope", "not stored", "one place too far"
