@@ -106,8 +106,9 @@ def test_elastic_buffers_over_gpus_of_two_hosts(gpu_store: str) -> None:
 @slow
 @pytest.mark.parametrize("calls", ["low-latency", "normal", "plain", "expanded"])
 def test_libraries_link_with_nvshmem(calls: str, run_cli: Callable[..., str]) -> None:
-    """Libraries for GPUs of several hosts have its functions, and no others."""
-    sizes = "--ranks 2 --experts 8 --top-k 3 --hidden 256 --tokens 32".split()
+    """Libraries for GPUs of several hosts have its functions, and no others. Plain and
+    expanded rows are relayed."""
+    sizes = "--ranks 4 --experts 8 --top-k 3 --hidden 256 --tokens 32".split()
     command = "build", "--torch", "sm_90a", "--dispatch", calls, *sizes
     for hosts in ("1", "2"):
         paths = run_cli(*command, "--hosts", hosts).split()

@@ -14,7 +14,7 @@ from std.sys import size_of
 
 from ..formats.quantized_sums import QuantizedSums
 from ..protocol.arguments import CombinedTokens, GivenRows
-from ..protocol.counters import rank_elsewhere, Word
+from ..protocol.counters import Word
 from ..protocol.entries import value_word
 from ..protocol.failures import Failure
 from ..protocol.flags import (
@@ -34,6 +34,7 @@ from ..protocol.transport import combine_put_offset
 from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, n_rows_of_pairs, RowCursor
 from .rank import CpuRank
+from .relay import add_for_hosts
 from .terms import columns_at_once, columns_of, own_terms, row_at, Terms
 
 
@@ -50,7 +51,7 @@ def cpu_combine_async[
     comptime if group.has_sums:
         _send_sums[dtype, partial_dtype](given.rows, combined, rank)
         comptime if group.relays:
-            _add_for_hosts[dtype, partial_dtype](given.rows, combined, rank)
+            add_for_hosts[dtype, partial_dtype](given.rows, combined, rank)
     else:
         _send_rows[dtype](given.rows, given.src_info, rank)
     comptime if group.spans_hosts():
@@ -216,95 +217,6 @@ def _send_sums[
                 flag[] = flag_word(rank.generation, terms.n)
 
     for_each_chunk(n_tokens, 2 * msg_bytes, send_sums)
-
-
-def _add_for_hosts[
-    group: Group, //, dtype: DType, partial_dtype: DType
-](expert_rows: LocalRows, combined: CombinedTokens[dtype], rank: CpuRank[group]) raises:
-    """Adds this host's sums of tokens of other hosts that this rank answers: its rows, then
-    the others' sums in order of rank. All others of this rank are sent: nobody waits for
-    one that waits."""
-    comptime msg_bytes = group.combine_msg_bytes
-    comptime Sums = QuantizedSums[max(group.partial_block, 32), group.hidden_size]
-    comptime is_quantized = group.partial_block > 0
-    comptime sum_dtype = DType.float32 if is_quantized else partial_dtype
-    comptime width = columns_at_once[group.hidden_size]
-    for i in range(group.expert_capacity()):
-        var src_rank, token_idx = divmod(i, group.max_tokens_per_rank)
-        for owner in range(group.n_ranks):
-            if _adds_from(src_rank, owner, token_idx, rank):
-                var flag = message_flag(
-                    _gathered(src_rank, owner, token_idx, rank), msg_bytes
-                )
-                rank.await_flag(flag, owner)
-
-    def add_some(begin: Int, end: Int) {imm}:
-        var before_quantized = List[Float32](
-            length=group.hidden_size if is_quantized else 0, fill=0
-        )
-        for i in range(begin, end):
-            var src_rank, token_idx = divmod(i, group.max_tokens_per_rank)
-            if not rank.relays_for(src_rank):
-                continue
-            var source = group.relative_rank(rank.my_rank, src_rank)
-            var own = own_terms[dtype](
-                expert_rows, combined.router_weights, source, token_idx, rank
-            )
-            var received = Terms[partial_dtype, group.n_ranks]()
-            var n_found = own.n
-            for owner in range(group.n_ranks):
-                if _adds_from(src_rank, owner, token_idx, rank):
-                    var partial_sum = _gathered(src_rank, owner, token_idx, rank)
-                    received.append(partial_sum, 1)
-                    n_found += count_of(message_flag(partial_sum, msg_bytes)[])
-            if n_found == 0:
-                continue
-            var message = _staged(src_rank, rank).unsafe_offset(token_idx * msg_bytes)
-            var sums = message.unsafe_bitcast[Scalar[sum_dtype]]()
-            comptime if is_quantized:
-                sums = type_of(sums)(
-                    unsafe_from_address=Int(before_quantized.unsafe_ptr())
-                )
-            for column in range(0, group.hidden_size, width):
-                var acc = own.add_to[width](0, column)
-                comptime if is_quantized:
-                    for j in range(received.n):
-                        var row = BytePointer(unsafe_from_address=received.rows[j])
-                        acc = Sums.add(acc, row, column)
-                else:
-                    acc = received.add_to[width](acc, column)
-                sums.unsafe_store(column, acc.cast[sum_dtype]())
-            comptime if is_quantized:
-                Sums.encode(message, before_quantized)
-            message_flag(message, msg_bytes)[] = flag_word(rank.generation, n_found)
-
-    for_each_chunk(group.expert_capacity(), 2 * msg_bytes, add_some)
-
-
-def _adds_from[
-    group: Group, //
-](src_rank: Int, owner: Int, token_idx: Int, rank: CpuRank[group]) -> Bool:
-    """Returns whether this rank adds another one's sum of a token of another host."""
-    if not rank.relays_for(src_rank) or not rank.is_mate(owner):
-        return False
-    var source = group.relative_rank(rank.my_rank, src_rank)
-    if token_idx >= Int(rank.counters.received_tokens()[unsafe_offset=source]):
-        return False
-    var rows = rank.counters.received_rows(source)
-    for k in range(group.top_k):
-        var row = rows[unsafe_offset=group.choice(token_idx, k)]
-        if row < 0 and rank_elsewhere(row) == owner:
-            return True
-    return False
-
-
-def _gathered[
-    group: Group, //
-](src_rank: Int, owner: Int, token_idx: Int, rank: CpuRank[group]) -> BytePointer:
-    """Locates another rank's sum, where this one adds it."""
-    return rank.recv_buf().unsafe_offset(
-        group.gathered_partial_offset(src_rank, owner, token_idx, rank.ranks_per_host())
-    )
 
 
 def _store_own_sums[

@@ -34,15 +34,8 @@ from ..protocol.entries import (
     value_of_word,
     value_word,
 )
-from ..protocol.flags import (
-    count_of,
-    flag_at,
-    flag_word,
-    generation_of,
-    message_flag,
-    publish,
-)
-from ..protocol.layout import count_offset, Group, SOURCE_INFO_BYTES
+from ..protocol.flags import count_of, flag_at, flag_word, generation_of, message_flag
+from ..protocol.layout import count_offset, Group
 from ..protocol.peer_words import FLAG_BYTES
 from ..protocol.router_ids import load_router_id
 from ..protocol.token_format import BytePointer, TokenFormat
@@ -50,6 +43,7 @@ from ..protocol.transport import dispatch_put_offset
 from ..work.cpu_copy import copy_bytes, for_each_chunk, should_stream
 from .plan import hash_src_info, lay_out_rows, RowCursor, SendPlan
 from .rank import CpuRank
+from .relay import await_relayed, owner_of, relay_tokens
 
 
 def cpu_dispatch_async[
@@ -301,8 +295,8 @@ def cpu_dispatch_wait[
     # the shared expert's, if any, before the first.
     var outputs = _Outputs(given, should_stream(n_rows, msg_bytes))
     comptime if group.relays:
-        _relay_tokens(rank)
-        _await_relayed(rank)
+        relay_tokens(rank)
+        await_relayed(rank)
     comptime if group.is_by_rank():
         _place_tokens(outputs, rank)
     else:
@@ -320,69 +314,6 @@ def cpu_dispatch_wait[
     )
     rank.publish_done(group.dispatch_done_offset(0))
     # AFTER: rows are complete, and every source may overwrite its tokens here.
-
-
-@always_inline
-def _owner_of[
-    group: Group, //
-](src_rank: Int, token_idx: Int, k: Int, rank: CpuRank[group]) -> Int:
-    """Finds whose a choice of another host is, in its entry here; -1: nobody's."""
-    var choice = group.choice(token_idx, k)
-    var entry = flag_at(rank.recv_buf(), group.entry_offset(src_rank, choice))[]
-    if generation_of(entry) != rank.generation:
-        return -1
-    return expert_of_entry(entry) // group.n_local_experts()
-
-
-def _relay_tokens[group: Group, //](rank: CpuRank[group]):
-    """Copies tokens that this rank got for its host to the ranks whose they are, each with
-    a flag."""
-    comptime msg_bytes = group.dispatch_msg_bytes
-
-    def relay_some(begin: Int, end: Int) {imm}:
-        for i in range(begin, end):
-            var src_rank, token_idx = divmod(i, group.max_tokens_per_rank)
-            var n = rank.count_from(src_rank, group.dispatch_n_tokens_offset(src_rank))
-            if not rank.relays_for(src_rank) or token_idx >= n:
-                continue
-            var offset = group.token_offset(src_rank, token_idx)
-            for owner in range(group.n_ranks):
-                if not rank.is_mate(owner):
-                    continue
-                var is_owner = False
-                for k in range(group.top_k):
-                    is_owner |= _owner_of(src_rank, token_idx, k, rank) == owner
-                if is_owner:
-                    # I1: only this rank writes what that source sends to its host.
-                    var to = rank.recv_bufs[owner].unsafe_offset(offset)
-                    copy_bytes(
-                        dest=to,
-                        src=rank.recv_buf().unsafe_offset(offset),
-                        count=msg_bytes - SOURCE_INFO_BYTES,
-                        is_streaming=False,
-                    )
-                    # I2: after the token.
-                    publish(message_flag(to, msg_bytes), rank.generation, 0)
-
-    for_each_chunk(group.expert_capacity(), msg_bytes, relay_some)
-
-
-def _await_relayed[group: Group, //](rank: CpuRank[group]) raises:
-    """Waits for the tokens that other ranks of this host relay."""
-    for src_rank in range(group.n_ranks):
-        if not rank.is_far(src_rank) or rank.relays_for(src_rank):
-            continue
-        var through = rank.relay_to(src_rank, rank.my_rank)
-        var n = rank.count_from(src_rank, group.dispatch_n_tokens_offset(src_rank))
-        for token_idx in range(n):
-            var is_here = False
-            for k in range(group.top_k):
-                is_here |= _owner_of(src_rank, token_idx, k, rank) == rank.my_rank
-            if is_here:
-                var token = rank.recv_buf().unsafe_offset(
-                    group.token_offset(src_rank, token_idx)
-                )
-                rank.await_flag(message_flag(token, group.dispatch_msg_bytes), through)
 
 
 def _place_messages[
@@ -463,7 +394,7 @@ def _place_choice[
     if is_here:
         row = rank.counters.pair_row(pair) + position_of_entry(entry[])
     comptime if group.relays:
-        var owner = _owner_of(src_rank, token_idx, k, rank)
+        var owner = owner_of(src_rank, token_idx, k, rank)
         if rank.relays_for(src_rank) and owner >= 0 and rank.is_mate(owner):
             row = Int(row_elsewhere(owner))  # combine adds that rank's sum
     comptime if group.has_sums:
