@@ -6,6 +6,7 @@ The calls of a kernel are changed on their way, or a line of its assembly
 """
 
 import functools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -159,13 +160,15 @@ def test_a_weight_may_come_after_its_entry(monkeypatch):
 CHANGED = "not waited for", "wanted"
 """How `mutations.py` calls what has a wait pass too early."""
 ORDERED = "relaxed", "scope", "not stored", "one place too far"
+NO_WAITS = re.compile("avoid_sentinel|is_mate")
+"""Lines that compare what nobody awaits: sums that look empty, and hosts of ranks."""
 
 
 @pytest.mark.parametrize(
     "name, base, kinds, least",
     [
         ("hosts_sums", "sums", CHANGED, 6),
-        pytest.param("hosts_relay", "hosts_sums", (*CHANGED, *ORDERED), 20, marks=slow),
+        pytest.param("hosts_relay", "hosts_sums", (*CHANGED, *ORDERED), 17, marks=slow),
     ],
 )
 def test_waits_of_several_hosts_matter(name, base, kinds, least):
@@ -174,7 +177,7 @@ def test_waits_of_several_hosts_matter(name, base, kinds, least):
     tried = sorted(
         x
         for x in mutations_of(name) - mutations_of(base)
-        if x.kind.startswith(kinds) and "avoid_sentinel" not in str(x)
+        if x.kind.startswith(kinds) and not NO_WAITS.search(str(x))
     )
     trials = Trials(tried)
     with pytest.MonkeyPatch.context() as patch:
