@@ -198,12 +198,17 @@ def test_layers_point_one_way(path):
 
 
 def test_what_mojo_imports_is_used():
-    """A name that stands once in a file stands in its import only."""
+    """A name that stands once in a file stands in its import only, and a module's name
+    without what is in it."""
     unused, n = [], 0
     for path in [*MOJO_FILES, *MOJO_TESTS]:
         code = re.sub(r'"""[\s\S]*?"""', "", path.read_text())
         if path.name == "__init__.mojo":  # which hands on
             continue
+        for name in re.findall(r"^import (?:\S+ as )?(\S+)$", code, re.M):
+            n += 1
+            if not re.search(rf"\b{name}\.\w", code):
+                unused.append(f"{path.relative_to(ROOT)}: {name}")
         for names in re.findall(r"^from \S+ import (\([^)]*\)|.*)", code, re.M):
             for name in re.findall(r"(\w+)\s*(?:,|\)|$)", names):
                 n += 1

@@ -135,9 +135,9 @@ class ConfigFields:
 
     hierarchical: bool = False
     """Over several hosts a token crosses once to each host, and one sum comes back: the
-    rank that has the sender's place there relays to the others of its host
-    (docs/several_hosts.md#what-a-layer-costs). With ``combine_mode="sums"``. Changes
-    nothing on one host."""
+    rank that has the sender's place there relays to the others of its host. With
+    ``combine_mode="sums"``. Changes nothing on one host
+    (docs/several_hosts.md#one-message-for-each-host)."""
 
     router_top_k: int = 0
     """In an all-gather, router choices that travel with a token to all ranks; 0: this

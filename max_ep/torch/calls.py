@@ -86,7 +86,7 @@ class Call:
         raise NotImplementedError
 
     def counts(self, n: int) -> Settings:
-        """Describes the channel in which each rank tells each other ``n`` counts."""
+        """Describes the channel in which each rank sends each other ``n`` counts."""
         return self._given(
             hidden=4 * round_up(n, 4),
             combine_hidden=_ROW_BYTES // 2,

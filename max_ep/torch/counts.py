@@ -21,7 +21,7 @@ from .streams import Numbers
 
 
 class Counts:
-    """Counts that the ranks of a group tell each other, through channels by their
+    """Counts that the ranks of a group send each other, through channels by their
     number."""
 
     def __init__(self, channels: Channels) -> None:

@@ -15,7 +15,9 @@ from max_ep.limits import LINK_VARIABLE, STORE_VARIABLE
 from max_ep.processes.store import StoreServer
 from tests.children import ALL_CASES, slow
 from tests.errors import raises, refused
+from tests.harness import building
 from tests.hosts.members import CASES, N_GENERATIONS, OF_CI, Run, Stage, said_of
+from tests.hosts.part import Part
 
 pytestmark = pytest.mark.usefixtures("all_cores")
 SEEDS = range(3 if ALL_CASES else 1)
@@ -111,3 +113,14 @@ def test_what_several_hosts_cannot_have(arguments, words, monkeypatch):
     monkeypatch.setenv(LINK_VARIABLE, link)
     with raises(ValueError, words):
         config(**eval(changes))
+
+
+def test_what_relays_bring_is_not_watched(monkeypatch):
+    """A rank gets most through others of its host; times would be theirs."""
+    monkeypatch.setenv(LINK_VARIABLE, "2:1")
+    case = CASES["hosts_relay"]
+    relayed = case.config(n_nodes=4, n_gpus_per_node=1, node_id=0)
+    with building("refused", Part.of(case, 1), relayed) as (manager, (given,), _):
+        manager.ep_dispatch_async(given.tokens, given.ids, 0, None, given.weights)
+        with raises(ValueError, "hierarchical=True; leave one of them out"):
+            manager.ep_watch("dispatch", 0)

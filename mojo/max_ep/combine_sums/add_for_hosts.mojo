@@ -5,7 +5,6 @@ Each rank of a host adds for the ranks that have its place on other hosts (0037)
 does so only after it has sent all other partial sums: others wait for these, so no warp
 may wait before.
 """
-import max.gpu.primitives.warp as warp
 from max.gpu import block_idx, grid_dim, WARP_SIZE
 
 from ..device.block import Block

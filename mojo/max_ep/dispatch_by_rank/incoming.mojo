@@ -4,7 +4,6 @@
 An entry and a chunk's flag hold their generation. Inline data is its own flag:
 `SENTINEL` in the last word of 16 bytes means that they have not arrived.
 """
-import max.gpu.primitives.warp as warp
 from max.gpu import WARP_SIZE
 from std.memory import bitcast
 
