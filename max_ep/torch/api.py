@@ -289,7 +289,9 @@ class Buffer(Member):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+    ) -> tuple[
+        torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap
+    ]:
         """Counts where tokens go, for :meth:`dispatch`.
 
         In all three normal calls the work waits for ``previous_event``; with
@@ -303,9 +305,9 @@ class Buffer(Member):
             num_experts: Experts of the group, a multiple of its ranks.
 
         Returns:
-            Tokens for each rank int32 ``[n_ranks]``, None, tokens for each expert int32
-            ``[num_experts]``, whether a token goes to a rank bool ``[n_tokens,
-            n_ranks]``, the event.
+            Tokens for each rank int32 ``[n_ranks]``; for each host int32 ``[n_hosts]``,
+            or None if there is one; for each expert int32 ``[num_experts]``; whether a
+            token goes to a rank bool ``[n_tokens, n_ranks]``; the event.
         """
         when = When(previous_event, async_finish, allocate_on_comm_stream)
         with self._comm.streams.allocating(when):

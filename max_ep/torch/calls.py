@@ -143,6 +143,10 @@ class Call:
         n_words = round_up(n_bytes, 4) // 4
         return self.hidden // wire.per_byte, n_words if scales is None else scales
 
+    def _has_relays(self) -> bool:
+        """Returns whether a rank of another host has others to relay to."""
+        return 1 < self.hosts < self.ranks
+
     def _given(self, **more: Any) -> Settings:
         """Describes a channel of rows as they are given, by default plain."""
         how = dict(format="given", combine="bfloat16", partial="bfloat16")
@@ -222,6 +226,7 @@ class NormalCall(Call):
             tokens=self.tokens,
             scales=n_scales,
             partial=back,
+            relays=self._has_relays(),
         )
 
     def weights(self, top_k: int | None = None) -> Settings:
@@ -272,7 +277,7 @@ class ElasticCall(Call):
             scales=n_scales,
             partial="bfloat16" if is_rounded else "float32",
             alignment=self.expert_alignment if self.do_expand else 1,
-            relays=self.allow_hybrid_mode and 1 < self.hosts < self.ranks,
+            relays=self.allow_hybrid_mode and self._has_relays(),
         )
 
     def weights(self) -> Settings:

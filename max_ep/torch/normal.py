@@ -63,7 +63,9 @@ class Normal:
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, when: When
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+    ) -> tuple[
+        torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap
+    ]:
         """Counts where tokens go."""
         comm = self.comm
         comm.raise_failure()
@@ -75,18 +77,23 @@ class Normal:
         per_rank = topk_idx.new_empty(comm.n_ranks, dtype=torch.int32)
         shape = (topk_idx.shape[0], comm.n_ranks)
         in_rank = topk_idx.new_empty(shape, dtype=torch.bool)
-        counts = new_counts(topk_idx, num_experts)
+        counts, per_host = new_counts(topk_idx, num_experts), None
+        if comm.n_hosts > 1:
+            per_host = per_rank.new_empty(comm.n_hosts)
 
         def work() -> None:
             ranks = torch.div(topk_idx, n_local, rounding_mode="floor")
             torch.any(ranks.unsqueeze(2) == comm.rank_numbers, 1, out=in_rank)
             torch.sum(in_rank, 0, dtype=torch.int32, out=per_rank)
+            if per_host is not None:
+                in_host = in_rank.unflatten(1, (comm.n_hosts, -1)).any(2)
+                torch.sum(in_host, 0, dtype=torch.int32, out=per_host)
             count_choices(topk_idx, counts, comm.one)
 
-        tensors = (topk_idx, per_rank, counts, in_rank)
+        tensors = (topk_idx, per_rank, per_host, counts, in_rank)
         event = comm.streams.run(work, tensors, when)
         note_layout(in_rank, topk_idx, num_experts)
-        return per_rank, None, counts[:-1], in_rank, event
+        return per_rank, per_host, counts[:-1], in_rank, event
 
     def dispatch(
         self,

@@ -258,6 +258,18 @@ def test_an_error_says_which_command_builds_the_library(
     assert built == call.libraries() and len({*built}) == len(built)
 
 
+def test_rows_and_their_weights_are_relayed() -> None:
+    """Where a host has several ranks: those of normal and elastic calls, unless
+    `allow_hybrid_mode` is False."""
+    made = calls.NormalCall, calls.ElasticCall
+    for hosts, relays in ((1, False), (2, True), (4, False)):
+        for call in (kind(**SIZES, hosts=hosts) for kind in made):
+            channels = call.rows(), call.again(call.rows()), call.weights()
+            assert [channel.relays for channel in channels] == 3 * [relays]
+    for call in (CALLS[1], CALLS[-1]):
+        assert not any(channel.relays for channel in call.libraries())
+
+
 @refused("""
 --dispatch fast | --dispatch fast must be one of low-latency, normal, elastic
 --dispatch normal --pair | --pair is not for --dispatch normal

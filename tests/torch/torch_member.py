@@ -167,6 +167,14 @@ def rows(_: Buffer) -> None:
     buffer.destroy()
 
 
+def check_tokens_per_host(buffer: Buffer, ids: torch.Tensor) -> None:
+    """Over one host there is no such count."""
+    found, n_hosts = buffer.get_dispatch_layout(ids, E)[1], buffer._comm.n_hosts
+    hosts = [{i * n_hosts // E for i in row if i >= 0} for row in ids.tolist()]
+    want = [sum(host in x for x in hosts) for host in range(n_hosts)]
+    assert (found is None) if n_hosts == 1 else (found.tolist() == want)
+
+
 def normal(buffer: Buffer, is_fp8: bool = False) -> None:
     """Rows, ids and weights by source, and sums, also of an older handle."""
     rank, n_ranks = buffer.rank, buffer.group_size
@@ -180,6 +188,7 @@ def normal(buffer: Buffer, is_fp8: bool = False) -> None:
         goes = [((i // n_local == rank) & (i >= 0)).any(1) for _, i, _ in all_]
         assert mask[:, rank].tolist() == goes[rank].tolist()
         assert per_rank.tolist() == mask.sum(0).tolist()
+        check_tokens_per_host(buffer, ids)
         assert per_expert.tolist() == [int((ids == e).sum()) for e in range(E)]
         given: Any = x
         if is_fp8:
