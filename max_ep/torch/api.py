@@ -21,6 +21,10 @@ from .normal_layout import Layout, NormalHandle
 from .streams import Config, EventHandle, EventOverlap, When
 
 
+class _Unset(int):
+    """A number that nobody has chosen."""
+
+
 class Buffer(Member):
     """Dispatch and combine of one rank, with the names of DeepEP's ``Buffer``.
 
@@ -40,8 +44,7 @@ class Buffer(Member):
         >>> y, *_ = buffer.low_latency_combine(experts(rows), ids, weights, handle)
     """
 
-    num_sms: int = 20
-    _is_num_sms_set = False
+    num_sms: int = _Unset(20)
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class Buffer(Member):
             topk_idx: Those of the dispatch.
             topk_weights: float32 ``[n_tokens, top_k]``.
             handle: Of the dispatch.
-            use_logfmt: Not supported.
+            use_logfmt: Ignored: combine sends bfloat16, which is more exact.
             zero_copy: Whether rows are in ``get_next_low_latency_combine_buffer``.
             async_finish: As in dispatch.
             return_recv_hook: As in dispatch.
@@ -209,10 +212,6 @@ class Buffer(Member):
         """
         if of_forks:
             refuse_arguments("low_latency_combine", of_forks)
-        if use_logfmt:
-            raise NotImplementedError(
-                "max_ep: use_logfmt: combine sends bfloat16; pass use_logfmt=False"
-            )
         given = x, topk_idx, topk_weights
         if torch.compiler.is_compiling():
             if zero_copy:
@@ -399,6 +398,9 @@ class Buffer(Member):
         """Bounds the multiprocessors of a normal call, as asked."""
         if config is None:
             config = Buffer.get_dispatch_config(self.group_size)
+        elif not isinstance(config, Config):
+            kind = type(config).__name__
+            raise TypeError(f"max_ep: config is a {kind}; pass a Config, or None")
         n = 0 if config.asks_for_all else config.num_sms
         return self._comm.using_sms(checked_int("max_ep: config.num_sms", n, 0))
 
@@ -433,7 +435,7 @@ class Buffer(Member):
         n = checked_int("max_ep: new_num_sms", new_num_sms, 0)
         if n % 2 != 0:
             refuse("new_num_sms", f"={n} is odd; pass an even number")
-        Buffer.num_sms, Buffer._is_num_sms_set = n, True
+        Buffer.num_sms = n
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -443,7 +445,8 @@ class Buffer(Member):
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """Returns a configuration with what :meth:`set_num_sms` was given."""
-        return Config(Buffer.num_sms, asks_for_all=not Buffer._is_num_sms_set)
+        n = Buffer.num_sms
+        return Config(int(n), asks_for_all=isinstance(n, _Unset))
 
     get_combine_config = get_dispatch_config
 

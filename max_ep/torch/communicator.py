@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from ..limits import MAX_EXPERTS, checked_int
+from ..limits import MAX_EXPERTS, TOKEN_ALIGN_BYTES, checked_int
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
 from ..processes.meeting import differing
@@ -35,6 +35,13 @@ RESET = "Call Buffer.reset() in every process, or restart the group."
 def refuse(name: str, what: str) -> NoReturn:
     """Raises the error of a wrong argument."""
     raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
+
+
+def check_start(name: str, address: int) -> None:
+    """Raises unless kernels can move the rows of a tensor that begins there."""
+    if address % TOKEN_ALIGN_BYTES != 0:
+        what = f"begins {address % TOKEN_ALIGN_BYTES} bytes behind whole 16"
+        refuse(name, f"{what}, and kernels move 16 at once; pass .clone()")
 
 
 _SBO = (

@@ -18,7 +18,7 @@ from . import sums
 from .calls import EXPANDED, PLAIN, ElasticCall, memory_for
 from .channel import Channel
 from .channels import Channels
-from .communicator import refuse
+from .communicator import check_start, refuse
 from .counts import Counts, count_choices, new_counts
 from .elastic_handle import EPHandle, checked_handle
 from .elastic_layout import (
@@ -32,7 +32,15 @@ from .elastic_layout import (
 from .library import round_up
 from .normal_layout import bytes_of_row, check_ids
 from .quantized import Given, given_as
-from .streams import EventHandle, EventOverlap, When, check_event, wait_for
+from .streams import (
+    EventHandle,
+    EventOverlap,
+    When,
+    check_event,
+    check_flag,
+    check_when,
+    wait_for,
+)
 from .sums import Routing, Sizes
 
 
@@ -49,6 +57,14 @@ class Options(NamedTuple):
     in_columns: bool
     copies_ids: bool
     format: str | None
+
+    def check_flags(self) -> None:
+        """Refuses what says neither yes nor no."""
+        check_flag("do_expand", self.expands)
+        check_flag("do_cpu_sync", self.is_synced is None or self.is_synced)
+        check_flag("do_zero_padding", self.zeros)
+        check_flag("use_tma_aligned_col_major_sf", self.in_columns)
+        check_flag("do_handle_copy", self.copies_ids)
 
 
 class Plan(NamedTuple):
@@ -97,12 +113,14 @@ class Elastic:
         if comm.failure:
             comm.raise_failure()
         comm.check_current_gpu()
+        if when != _AT_ONCE:
+            _check_when(when)
         if handle is not None:
             if topk_idx is not None:
                 refuse("topk_idx", "is that of the handle; leave it out")
             routing = checked_handle(comm, handle)
-            if options[0] is not None or options[1] is not None or options[4]:
-                check_same(handle, options[0], options[1], options[4])
+            if options[:3] != _OF_HANDLE or options[4]:
+                check_same(handle, *options[:3], options[4])
         plan, given = self._planned(x, topk_idx, topk_weights, routing, options)
         form, channel, sizes = plan
         if topk_idx is not None:
@@ -117,6 +135,8 @@ class Elastic:
             check_ids(comm, topk_idx, sizes.n_experts)
             is_synced, counts = form.is_synced is None or form.is_synced, None
             if is_synced:
+                if given.words is None:
+                    check_start("x", given.rows.data_ptr())
                 in_columns = form.in_columns and sizes.is_plain
                 reads = sizes.is_plain and not in_columns
                 if not reads:
@@ -174,6 +194,8 @@ class Elastic:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Checks a combine, and launches it."""
         comm = self._comm
+        if when != _AT_ONCE:
+            _check_when(when)
         if num_sms != 0:
             num_sms = checked_int("max_ep: num_sms", num_sms, 0)
         comm.check_current_gpu()
@@ -213,7 +235,10 @@ class Elastic:
         biases = sums.listed(bias)
         for one in biases:
             self._comm.check_tensor("bias", one, torch.bfloat16, tuple(y.shape), True)
-        return tuple(one.contiguous() for one in biases)
+        biases = tuple(one.contiguous() for one in biases)
+        for one in biases:
+            check_start("bias", one.data_ptr())
+        return biases
 
     def _run(
         self,
@@ -224,9 +249,8 @@ class Elastic:
     ) -> EventOverlap:
         """Does work as asked; the event of asynchronous work is there on CPU, too."""
         *when, later = when
-        when = When(*when)
-        check_event(when.after)
         wait_for(later)
+        when = When(*when)
         with self._comm.using_sms(num_sms):
             event = self._comm.streams.run(work, tensors, when)
         if when.is_async and event.event is None:
@@ -329,6 +353,7 @@ class Elastic:
         given = given_as(self._comm, x, form.format)
         if plan is not None:
             return plan, given
+        form.check_flags()
         n_tokens = given.rows.shape[0]
         if routing is None:
             sizes = self._new_sizes(n_tokens, topk_idx, form)
@@ -390,5 +415,14 @@ class Elastic:
         return Sizes(comm, *of_kernels, n_tokens, n_rows, cap, most, copies_ids)
 
 
+_OF_HANDLE = None, None, None
+"""Sizes that are the handle's."""
 _AT_ONCE = None, False, False, None
 """When a dispatch or combine is done, if nothing is asked."""
+
+
+def _check_when(when: tuple[Any, ...]) -> None:
+    """Refuses what is no event, or no flag, before anything is sent."""
+    *when, later = when
+    check_when(When(*when), "async_with_compute_stream")
+    check_event(later)

@@ -16,6 +16,7 @@ from .elastic_layout import (
     MOST,
     get_logical_domain_size,
     n_bytes,
+    n_ranks_of,
 )
 from .joining import check_group
 from .member import Member, not_compiled
@@ -91,6 +92,10 @@ class ElasticBuffer(Member):
         same = {MOST: most, "allow_multiple_reduction": rounds}
         same["allow_hybrid_mode"] = is_hybrid
         check_group(group, None)
+        if num_bytes is not None:
+            num_bytes = checked_int("max_ep: num_bytes", num_bytes, 0, None)
+        hidden = checked_int("max_ep: hidden", hidden, 0)
+        num_topk = checked_int("max_ep: num_topk", num_topk, 0)
         super().__init__(group, None, device, timeout_s, explicitly_destroy, **same)
         self._elastic = Elastic(self._channels, most, rounds, is_hybrid)
         self.num_max_tokens_per_rank = most
@@ -287,7 +292,7 @@ class ElasticBuffer(Member):
         """Returns about what a rank takes, in bytes: a multiple of 2 MiB."""
         most = checked_int(f"max_ep: {MOST}", num_max_tokens_per_rank, 0)
         hidden = checked_int("max_ep: hidden", hidden, 0)
-        return n_bytes(dist.get_world_size(group), most, hidden)
+        return n_bytes(n_ranks_of(group), most, hidden)
 
 
 def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:

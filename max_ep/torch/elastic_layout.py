@@ -9,6 +9,7 @@ import torch.distributed as dist
 from .calls import PLAIN
 from .communicator import refuse
 from .elastic_handle import EPHandle
+from .joining import check_group
 from .library import round_up
 from .normal_layout import bytes_of_row
 from .quantized import Given
@@ -43,12 +44,17 @@ def n_bytes(n_ranks: int, most: int, hidden: int) -> int:
 
 
 def check_same(
-    handle: EPHandle, n_experts: int | None, most: int | None, do_expand: bool
+    handle: EPHandle,
+    n_experts: int | None,
+    most: int | None,
+    alignment: int | None,
+    do_expand: bool,
 ) -> None:
     """Refuses sizes that are not those of the handle."""
     for name, given in (
         ("num_experts", n_experts),
         (MOST, most),
+        ("expert_alignment", alignment),
         ("do_expand", do_expand or None),
     ):
         if given is not None and given != getattr(handle, name):
@@ -90,11 +96,18 @@ def zeroed(to: Received) -> Received:
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
     """Returns hosts and ranks of each, as if all were on one; a buffer knows better."""
-    return 1, dist.get_world_size(group)
+    return 1, n_ranks_of(group)
 
 
 def get_logical_domain_size(
     group: dist.ProcessGroup, allow_hybrid_mode: bool = True
 ) -> tuple[int, int]:
     """Returns groups that reach each other through a network, and their ranks."""
-    return 1, dist.get_world_size(group)
+    return 1, n_ranks_of(group)
+
+
+def n_ranks_of(group: dist.ProcessGroup | None) -> int:
+    """Counts the ranks of a group; None: of the default one."""
+    if group is not None:
+        check_group(group, None)
+    return dist.get_world_size(group)

@@ -19,14 +19,15 @@ from ..limits import (
     MAX_OF_ENTRY,
     MAX_RANKS,
     MAX_TOP_K,
+    TOKEN_ALIGN_BYTES,
     checked_int,
 )
 from .calls import LowLatencyCall
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .channels import Channels
-from .communicator import Communicator, refuse
+from .communicator import Communicator, check_start, refuse
 from .quantized import checked_format, joined_pair
-from .streams import EventOverlap, When
+from .streams import EventOverlap, When, check_flag
 from .tables import LazyTuple, scales_of_rows, split_tables, version, view
 
 _N_REGIONS = 2
@@ -127,6 +128,9 @@ class LowLatency:
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
             self.comm.check_tensor(name, stats, torch.int32, (n_local,))
+        start = x.data_ptr()
+        if start % TOKEN_ALIGN_BYTES != 0:
+            check_start("x", start)
         region = channel.next_region()
         if self.comm.masks:
             of_x = x.shape[1], x.dtype
@@ -145,7 +149,7 @@ class LowLatency:
             scales = empty(*channel.scales_layout, channel.scales_dtype)
             result = (rows, scales_of_rows(scales) if channel.has_columns else scales)
         arguments = (
-            x.data_ptr(),
+            start,
             topk_idx.data_ptr(),
             x.shape[0],
             rows.data_ptr(),
@@ -207,10 +211,14 @@ class LowLatency:
             out = comm.empty(shape, (shape[1], 1), torch.bfloat16)
         else:
             comm.check_tensor("out", out, torch.bfloat16, shape)
+        start, to = x.data_ptr(), out.data_ptr()
+        if (start | to) % TOKEN_ALIGN_BYTES != 0:
+            check_start("x", start)
+            check_start("out", to)
         arguments = (
-            x.data_ptr(),
+            start,
             handle.tables.data_ptr(),
-            out.data_ptr(),
+            to,
             n_tokens,
             topk_weights.data_ptr(),
         )
@@ -246,6 +254,8 @@ class LowLatency:
 
     def _check_how(self, how: How) -> None:
         waits_ns, async_finish, return_recv_hook = how
+        check_flag("async_finish", async_finish)
+        check_flag("return_recv_hook", return_recv_hook)
         if async_finish and return_recv_hook:
             refuse("async_finish", "and return_recv_hook exclude each other")
         if waits_ns is not None:
@@ -402,8 +412,7 @@ def _options_of(wire: Wire) -> dict[str, Any]:
         return dict(format=format, pair=format != wire.format)
     flags = dict(zip(("use_fp8", "round_scale", "use_ue8m0"), wire))
     for flag, value in flags.items():
-        if not isinstance(value, int):  # text would be true
-            refuse(flag, f"={value!r} must be True or False")
+        check_flag(flag, value)
     use_fp8, round_scale, use_ue8m0 = map(bool, flags.values())
     if use_ue8m0 and not (use_fp8 and round_scale):
         refuse("use_ue8m0", "needs use_fp8, round_scale, and hidden % 512 == 0")

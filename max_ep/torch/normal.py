@@ -23,7 +23,7 @@ from . import sums
 from .calls import NormalCall, first_tokens, power_of_two, words_of_row
 from .channel import Channel
 from .channels import Channels
-from .communicator import refuse
+from .communicator import check_start, refuse
 from .counts import Counts, count_choices, new_counts
 from .library import round_up
 from .normal_layout import (
@@ -39,7 +39,7 @@ from .normal_layout import (
     plain_sizes,
 )
 from .quantized import Given, given_as
-from .streams import EventOverlap, When, check_event
+from .streams import EventOverlap, When, check_when
 from .sums import Received, Routing, Sizes
 from .tables import first_rows
 
@@ -69,7 +69,7 @@ class Normal:
         """Counts where tokens go."""
         comm = self.comm
         comm.raise_failure()
-        check_event(when.after)
+        check_when(when, "async_finish")
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (None, None))
         num_experts = comm.check_experts(num_experts)
         check_ids(comm, topk_idx, num_experts)
@@ -109,11 +109,13 @@ class Normal:
         comm = self.comm
         align = checked_int("max_ep: expert_alignment", align)
         worst = checked_int("max_ep: num_worst_tokens", worst, 0)
-        check_event(when.after)
+        check_when(when, "async_finish")
         topk_idx, topk_weights = layout.topk_idx, layout.topk_weights
         given = self._given(x, format)
         row_bytes = bytes_of_row(comm, given.rows, None)
         n_scales = 0 if given.words is None else given.words.shape[1]
+        if n_scales == 0:  # otherwise rows are copied, with their scales
+            check_start("x", given.rows.data_ptr())
         n_tokens, columns = given.rows.shape
         is_new = handle is None
         if is_new:
@@ -203,7 +205,7 @@ class Normal:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Checks a combine, and launches it."""
         comm = self.comm
-        check_event(when.after)
+        check_when(when, "async_finish")
         handle = self._checked(handle)
         routing = handle.routing
         sizes = routing.sizes
@@ -212,8 +214,10 @@ class Normal:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
         y = x.new_empty((sizes.n_tokens, x.shape[1]))
         biases = sums.listed(bias)
+        check_start("x", x.data_ptr())
         for one in biases:
             comm.check_tensor("bias", one, x.dtype, tuple(y.shape))
+            check_start("bias", one.data_ptr())
         call, back, weights = self._call(sizes, Given(x), 0), None, None
         channel = self._opened_back(routing.channel, call)
         again = functools.partial(sums.channel_again, self._channels, call=call)

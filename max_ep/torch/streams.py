@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from ..limits import checked_int
+from ..limits import checked_int, shown
 
 
 class EventHandle:
@@ -87,6 +88,12 @@ def check_event(event: Any) -> None:
         )
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raises unless a value says yes or no: text, and most other things, are true."""
+    if not isinstance(value, (int, np.bool_)):
+        raise ValueError(f"max_ep: {name}={shown(value)} must be True or False")
+
+
 def wait_for(event: Any) -> None:
     """Makes the current stream wait for an event, if one is given."""
     check_event(event)
@@ -130,13 +137,21 @@ class When(NamedTuple):
     """Whether results are allocated on the stream of asynchronous work."""
 
 
+def check_when(when: When, asynchronous: str) -> None:
+    """Refuses what is no event, or no flag; ``asynchronous``: what callers name it."""
+    check_event(when.after)
+    check_flag(asynchronous, when.is_async or False)  # None asks for nothing
+    check_flag("allocate_on_comm_stream", when.allocates_there or False)
+
+
 class Numbers:
     """Words of the host that a launch writes, each once, and each at least 0. They are
     read while the launch goes on."""
 
     @torch.inference_mode(False)  # later calls use it in any mode
     def __init__(self, n: int, is_gpu: bool) -> None:
-        self.words = torch.empty(n, dtype=torch.int32, pin_memory=is_gpu)
+        where = dict(device="cpu", pin_memory=is_gpu)  # whatever the default device is
+        self.words = torch.empty(n, dtype=torch.int32, **where)
         self.address = self.words.data_ptr()
         self._at = (ctypes.c_int32 * n).from_address(self.address)
         self.event = torch.cuda.Event() if is_gpu else None

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from ..limits import TOKEN_ALIGN_BYTES
 from .calls import PLAIN, Call, ElasticCall
 from .channel import BOTH, Channel, Region
 from .channels import Channels
-from .communicator import Communicator, refuse
+from .communicator import Communicator, check_start, refuse
 from .library import Settings, round_up
 from .quantized import Given
 from .streams import Numbers
@@ -234,6 +235,9 @@ def dispatch(
     """Dispatches tokens; no weights: 0. ``ids`` are copied to those of the routing;
     None: they are there. ``numbers``: plain rows, where the host reads the ends."""
     sent = joined(given.rows, given.words) if given.words is not None else given.rows
+    start = sent.data_ptr()
+    if start % TOKEN_ALIGN_BYTES != 0:
+        check_start("x", start)
     comm, sizes = channel.comm, routing.sizes
     captures = comm.streams.is_capturing()
     channel.n_taken += 1
@@ -257,7 +261,7 @@ def dispatch(
         kept_ids = routing.kept_ids.data_ptr() - tables
     region.dispatch(
         BOTH,
-        sent.data_ptr(),
+        start,
         tables + kept_ids if ids is None else ids.data_ptr(),
         sizes.n_tokens,
         to.rows.data_ptr(),
@@ -306,7 +310,9 @@ def combine(
 ) -> None:
     """Adds up the rows of each token into ``y``, after the biases. ``again`` returns
     the channel in which a dispatch is repeated; None: in that which is given."""
-    sizes = routing.sizes
+    sizes, start = routing.sizes, x.data_ptr()
+    if start % TOKEN_ALIGN_BYTES != 0:
+        check_start("x", start)
     is_latest = routing.is_latest(channel)
     if not is_latest and again is not None:
         channel = again(channel)
@@ -321,7 +327,7 @@ def combine(
     region: Any = routing.region
     region.combine(
         BOTH,
-        x.data_ptr(),
+        start,
         routing.tables.data_ptr() + sizes.at[3],
         y.data_ptr(),
         sizes.n_tokens,

@@ -15,7 +15,7 @@ import torch
 
 from max_ep.cli import build
 from max_ep.extension import mojo_dir
-from max_ep.torch import calls, dequantize, library
+from max_ep.torch import Buffer, Config, calls, dequantize, library
 from max_ep.torch.joining import checked_device
 from max_ep.torch.normal_layout import in_int32
 from tests.children import ROOT
@@ -152,6 +152,14 @@ def test_build_refuses_what_no_call_takes(
     run_cli("build", *given.split(), "--torch", "sm_103a")
     said = run_cli("build", *given.split(), *arguments.split(), status=1)
     assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1
+
+
+def test_num_sms_may_be_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``set_num_sms`` does; until then calls use all multiprocessors."""
+    assert Buffer.get_dispatch_config(8).asks_for_all
+    for n in (24, 20):
+        monkeypatch.setattr(Buffer, "num_sms", n)
+        assert Buffer.get_combine_config(8) == Config(n)
 
 
 def test_ids_beyond_32_bits_are_no_experts():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from max.dtype import DType
 
 from max_ep import EPConfig
-from max_ep.torch import Buffer
+from max_ep.torch import Buffer, ElasticBuffer
 from max_ep.torch.low_latency import CAP as MOST
 from tests.children import ALL_CASES
 from tests.errors import raises
@@ -25,6 +25,7 @@ from tests.torch.torch_member import (
     K,
     check_low_latency,
     doubled,
+    doubled_normal,
     given_to,
     layout_of,
     open_buffer,
@@ -214,6 +215,51 @@ def modes(buffer: Buffer) -> None:
     other.destroy()
 
 
+def defaults(buffer: Buffer) -> None:
+    """Calls take neither the default device nor the default dtype for what they need
+    themselves: DeepEP's programs set "cuda" and bfloat16."""
+    x, ids, weights = given = given_to(buffer)
+    few = x[:16], ids[:16]
+    n_ranks = layout_of(buffer, few[1])["is_token_in_rank"].sum(1, keepdim=True)
+    want, most = want_doubled(*given), dict(num_max_tokens_per_rank=16)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            other = open_buffer()
+            elastic = ElasticBuffer(buffer.group, **most, timeout_s=COMPILE_S)
+            results = [doubled(other, *given), doubled_normal(other, *given)]
+            rows, *_, handle, _ = other.dispatch(few[0], **layout_of(other, few[1]))
+            sums = [other.combine(rows, handle)[0]]
+            rows, *_, handle, _ = elastic.dispatch(*few, num_experts=E)
+            sums.append(elastic.combine(rows, handle)[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for y in results:
+        torch.testing.assert_close(y.float(), want, rtol=0.03, atol=0.03)
+    for y in sums:
+        assert torch.equal(y, (few[0].float() * n_ranks).bfloat16())
+    other.destroy()
+    elastic.destroy()
+
+
+def no_tokens(buffer: Buffer) -> None:
+    """A rank without tokens takes the kernels of the others, whether ids are those of
+    the layout or copies. Fails if empty tensors are taken for each other."""
+    x, ids, weights = (
+        t[: 5 * (buffer.rank > 0)].clone()
+        for t in given_to(buffer, (4 - buffer.rank) % 4)
+    )
+    layout = dict(layout_of(buffer, ids), num_worst_tokens=5 * buffer.group_size)
+    for same in (ids, ids.clone()):
+        rows, _, row_weights, _, handle, _ = buffer.dispatch(
+            x, **layout, topk_idx=same, topk_weights=weights
+        )
+        y = rows.float() * 2 * row_weights.sum(1, keepdim=True)
+        got = buffer.combine(y.bfloat16(), handle)[0].float()
+        want = want_doubled(x, ids, weights)
+        torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
+
+
 # Normal calls `d` and low-latency calls `l`, refused before others are waited for.
 REFUSED = """
 d(x, **layout, expert_alignment=0) | expert_alignment=0 must be
@@ -249,7 +295,6 @@ buffer.get_low_latency_rdma_size_hint(CAP, H, 2**61, E) | num_ranks; from 1 to 1
 Buffer(buffer.group, num_nvl_bytes=1e9) | num_nvl_bytes=1000000000.0 must be
 Buffer(buffer.group, timeout_s=float("inf")) | timeout_s=inf must be seconds
 c(x, ids, ids.float(), (1, 2)) | handle
-c(x, ids, x, None, True) | logfmt
 buffer.low_latency_query_mask_buffer(x) | masks
 buffer.get_local_buffer_tensor(x.dtype, x.shape) | get_local_buffer_tensor(size
 Buffer(buffer.group, timeout_s=0) | timeout_s=0 must be seconds
@@ -520,6 +565,8 @@ def member(rank: int, n_ranks: int, store: str) -> None:
         other_tokens,
         other_ranks,
         modes,
+        defaults,
+        no_tokens,
         arguments,
         wrong_calls,
         kept,

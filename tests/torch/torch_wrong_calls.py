@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong calls of `Buffer`, drawn: one argument of a right call is of another kind. Each
-is refused in our words, before other ranks are waited for or anything is launched."""
+"""Wrong calls of `Buffer` and `ElasticBuffer`, drawn: one argument of a right call is
+of another kind. Each is refused in our words, before other ranks are waited for or
+anything is launched."""
 
 from typing import Any
 
 import numpy as np
 import torch
 
-from max_ep.torch import Buffer, Config, dequantize
-from tests.torch.torch_member import CAP, E, given_to, layout_of
+from max_ep.torch import Buffer, Config, ElasticBuffer, dequantize
+from max_ep.torch import get_logical_domain_size as domain_size
+from tests.torch import elastic_case
+from tests.torch.torch_member import CAP, COMPILE_S, E, given_to, layout_of
 
 Calls = dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]]
 """A function for each name, its right arguments, and wrong ones."""
@@ -16,6 +19,8 @@ Calls = dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]]
 NO_TENSORS = [3, 2.5, "a", b"x", [1], {}, object(), np.zeros((2, 3))]
 NO_SIZES = [None, "a", 2.5, float("nan"), True, [8], -1, 0, 2**40, torch.tensor(8)]
 NO_FLAGS = ["no", None, 0.5, [], torch.ones(1)]
+NO_ASKING = ["no", 0.5, torch.ones(1)]  # where None and [] ask for nothing
+NO_EVENTS = [1, "a", torch.ones(1)]
 
 
 def tensors_like(good: torch.Tensor) -> list[Any]:
@@ -33,6 +38,12 @@ def tensors_like(good: torch.Tensor) -> list[Any]:
     return wrong if len(good) else [*NO_TENSORS, good.double(), good.to("meta")]
 
 
+def shifted(good: torch.Tensor) -> torch.Tensor:
+    """The same elements, where no 16 bytes begin."""
+    moved = good.new_empty(good.numel() + 1)[1:].view(good.shape)
+    return moved.copy_(good)
+
+
 def calls_of(buffer: Buffer) -> Calls:
     x, ids, weights = given_to(buffer, (4 - buffer.rank) % 4)  # on no rank none
     n_ranks, n_local = buffer.group_size, E // buffer.group_size
@@ -46,11 +57,14 @@ def calls_of(buffer: Buffer) -> Calls:
     names = "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"
     combined = dict(x=rows, topk_idx=ids, topk_weights=weights, handle=handle)
     no_handles = [*NO_TENSORS, None, (), (1, 2), [None] * 6, x, Buffer]
-    no_events = [1, "a", torch.ones(1)]
     far = ids.clone()
     far[0, 0] = 2**40
     mask = layout["is_token_in_rank"]
     flags = dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0"), NO_FLAGS)
+    later = dict.fromkeys(("async_finish", "return_recv_hook"), NO_FLAGS[:1])
+    when = dict(previous_event=NO_EVENTS, async_finish=NO_ASKING)
+    when["allocate_on_comm_stream"] = NO_ASKING
+    how = dict(when, config=[24, "a", {}, Config])
     no_dtypes = ["bfloat16", 3, np.float32]
     no_groups = ["a", 3, object(), [buffer.group]]
     no_devices = ["0", "gpu", 3.5, -1, [], "meta", "cuda:99"]
@@ -59,12 +73,13 @@ def calls_of(buffer: Buffer) -> Calls:
             buffer.low_latency_dispatch,
             good | dict(use_fp8=False),
             dict(
-                x=[None, *tensors_like(x)],
+                x=[None, shifted(x), *tensors_like(x)],
                 topk_idx=[None, *tensors_like(ids)],
                 num_max_dispatch_tokens_per_rank=NO_SIZES,
                 num_experts=NO_SIZES,
                 **dict(zip(names, (tensors_like(stats), tensors_like(waits)))),
                 **flags,
+                **later,
                 use_nvfp4=[True],
                 x_global_scale=[x],
                 x_ori=[x],
@@ -75,12 +90,12 @@ def calls_of(buffer: Buffer) -> Calls:
             buffer.low_latency_combine,
             combined,
             dict(
-                x=[None, *tensors_like(rows)],
+                x=[None, shifted(rows), *tensors_like(rows)],
                 topk_idx=[None, *tensors_like(ids)],
                 topk_weights=[None, *tensors_like(weights)],
                 handle=no_handles,
-                out=tensors_like(x),
-                use_logfmt=[True],
+                out=[shifted(x), *tensors_like(x)],
+                **later,
                 zero_copy=[True],
                 combine_wait_recv_cost_stats=tensors_like(waits),
                 overlap=[True],
@@ -95,14 +110,21 @@ def calls_of(buffer: Buffer) -> Calls:
             dict(
                 topk_idx=[None, *tensors_like(ids)[: len(NO_TENSORS) + 3]],
                 num_experts=NO_SIZES,
-                previous_event=no_events,
+                **when,
             ),
         ),
         "dispatch": (
             buffer.dispatch,
             sent,
             dict(
-                x=[None, (x,), (x, x, x), (x, None, 3), *tensors_like(x)[:8]],
+                x=[
+                    shifted(x),
+                    None,
+                    (x,),
+                    (x, x, x),
+                    (x, None, 3),
+                    *tensors_like(x)[:8],
+                ],
                 # The host does not look at ids on a GPU.
                 topk_idx=[*([] if x.is_cuda else [far]), *tensors_like(ids)],
                 topk_weights=[None, *tensors_like(weights)],
@@ -112,18 +134,18 @@ def calls_of(buffer: Buffer) -> Calls:
                 handle=[h for h in no_handles if h is not None],
                 expert_alignment=NO_SIZES[:-2],
                 num_worst_tokens=["a", 2.5, -1, None, torch.tensor(8)],
-                previous_event=no_events,
+                **how,
             ),
         ),
         "combine": (
             buffer.combine,
             dict(x=received, handle=normal),
             dict(
-                x=[None, *tensors_like(received)],
+                x=[None, shifted(received), *tensors_like(received)],
                 handle=no_handles,
                 topk_weights=NO_TENSORS,
-                bias=[*NO_TENSORS, (x, "a")],
-                previous_event=no_events,
+                bias=[*NO_TENSORS, (x, "a"), shifted(x)],
+                **how,
             ),
         ),
         "Buffer": (
@@ -171,9 +193,118 @@ def calls_of(buffer: Buffer) -> Calls:
     }
 
 
+def elastic_calls_of(buffer: ElasticBuffer) -> Calls:
+    case = elastic_case.Case(buffer, (4 - buffer.rank_idx) % 4)
+    x, ids, weights = case.x, case.ids, case.weights
+    no_handles = [*NO_TENSORS, (), (1, 2), x, ElasticBuffer]
+    flags = dict.fromkeys(
+        ("do_expand", "do_zero_padding", "do_handle_copy"), NO_FLAGS
+    ) | dict(do_cpu_sync=[*NO_FLAGS[:1], *NO_FLAGS[2:]])
+    flags["use_tma_aligned_col_major_sf"] = NO_FLAGS
+    names = "previous_event", "previous_event_before_epilogue"
+    when = dict.fromkeys(names, NO_EVENTS) | dict(allocate_on_comm_stream=NO_ASKING)
+    when["async_with_compute_stream"] = NO_ASKING
+    no_sms = ["a", 2.5, -1, True, [8], torch.tensor(8)]
+    stats = torch.zeros(case.n_local, dtype=torch.int32, device=x.device)
+    far = [ids + 2**40, ids.clamp(max=0) - 2] if not x.is_cuda else []
+    pair = x.to(torch.float8_e4m3fn), torch.ones(len(x), 2, device=x.device)
+    no_pairs = [(x,), (x, x, x), (x, None), (x, pair[1]), pair[:1], [*pair, x]]
+    no_pairs += [(pair[0], s) for s in (pair[1].double(), pair[1][1:], pair[1][:, :0])]
+    good = dict(x=x, topk_idx=ids, topk_weights=weights, num_experts=E)
+    sizes = dict(num_max_tokens_per_rank=[1, *NO_SIZES[1:]], num_sms=no_sms)
+    sizes["expert_alignment"] = NO_SIZES[1:7]
+    rows, recv_ids, recv_weights, handle, _ = case.dispatch()
+    no_sizes = ["a", 2.5, -1, True]
+    no_groups = ["a", 3, object(), [buffer.group]]
+    group = dict(group=buffer.group, num_max_tokens_per_rank=8)
+    return {
+        "ElasticBuffer.dispatch": (
+            buffer.dispatch,
+            good,
+            dict(
+                x=[None, shifted(x), *no_pairs, *unlike(x), x.half(), x[:, :4], x[1:]],
+                topk_idx=[ids.int(), *far, *unlike(ids)],
+                topk_weights=[weights.bfloat16(), weights[1:], *unlike(weights)],
+                cumulative_local_expert_recv_stats=tensors_like(stats),
+                num_experts=[7, *NO_SIZES][buffer.num_ranks == 1 :],
+                handle=no_handles,
+                format=["a", 3, [1]],
+                **sizes,
+                **flags,
+                **when,
+            ),
+        ),
+        "ElasticBuffer.dispatch of a handle": (
+            buffer.dispatch,
+            dict(x=x, handle=handle),
+            dict(
+                x=[x[1:], x.float(), x[:, :4], shifted(x)],
+                topk_idx=[ids],
+                topk_weights=[weights[1:], weights.double(), weights[:, :2]],
+                num_experts=["a", 2 * E],
+                num_max_tokens_per_rank=["a", 3],
+                expert_alignment=["a", 3],
+                do_cpu_sync=[True],
+                do_expand=[True],
+            ),
+        ),
+        "ElasticBuffer.combine": (
+            buffer.combine,
+            dict(x=rows, handle=handle),
+            dict(
+                x=[None, shifted(rows), rows.float(), rows[:, :4], *unlike(rows)],
+                handle=[None, *no_handles],
+                topk_weights=[recv_weights.double(), recv_weights[:, :2], *NO_TENSORS],
+                bias=[x.float(), x[1:], (x, x, x), (x, "a"), shifted(x), *NO_TENSORS],
+                num_sms=no_sms,
+                **when,
+            ),
+        ),
+        "ElasticBuffer": (
+            ElasticBuffer,
+            group,
+            dict(
+                group=[None, *no_groups],
+                num_max_tokens_per_rank=[None, 70000, *no_sizes],
+                hidden=[None, *no_sizes],
+                num_topk=[None, *no_sizes],
+                num_bytes=no_sizes,
+                timeout_s=["a", 0, True],
+                device=["0", "gpu", 3.5],
+            ),
+        ),
+        "get_buffer_size_hint": (
+            ElasticBuffer.get_buffer_size_hint,
+            dict(group, hidden=256),
+            dict(group=no_groups, hidden=no_sizes, num_max_tokens_per_rank=no_sizes),
+        ),
+        "get_logical_domain_size": (domain_size, {}, dict(group=no_groups)),
+    }
+
+
+def unlike(good: torch.Tensor) -> list[Any]:
+    """What is wrong also where strides do not matter."""
+    kind = good.shape, good.dtype, good.device
+    return [
+        one
+        for one in tensors_like(good)
+        if not isinstance(one, torch.Tensor)
+        or (one.shape, one.dtype, one.device) != kind
+    ]
+
+
 def wrong_calls(buffer: Buffer) -> None:
+    """Draws them for both classes."""
+    refused_alone(buffer, calls_of(buffer))
+    most = dict(num_max_tokens_per_rank=elastic_case.CAP, timeout_s=COMPILE_S)
+    elastic = ElasticBuffer(buffer.group, **most)
+    refused_alone(elastic, elastic_calls_of(elastic))
+    elastic.destroy()
+
+
+def refused_alone(buffer: Buffer | ElasticBuffer, calls: Calls) -> None:
     """Texts begin with our name and say more than a type."""
-    wrong, n_calls, calls = [], 0, calls_of(buffer)
+    wrong, n_calls = [], 0
     n_exchanges = buffer._comm.board.n_exchanges
     for name, (call, good, bad) in calls.items():
         for argument, values in bad.items():
@@ -190,5 +321,5 @@ def wrong_calls(buffer: Buffer) -> None:
                     kind = getattr(value, "shape", value)
                     wrong.append(f"{name}({argument}={type(value)} {kind}): {said}")
     assert not wrong, "\n".join(wrong)
-    assert n_calls > 300
+    assert n_calls > 250
     assert buffer._comm.board.n_exchanges == n_exchanges, "ranks have waited"
