@@ -117,8 +117,8 @@ DEEPSEEK_SIZES = {
         intermediate_size=512,
         moe_intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        num_attention_heads=16,
+        num_key_value_heads=16,
         n_routed_experts=16,
     ),
     "deepseek": dict(

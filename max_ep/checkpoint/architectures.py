@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 from . import describe
 from .common import COMMON, IDS, MXFP4, QUANTIZATION
 from .decoder import Decoder, LatentAttention
-from .rule import Rule, each, flag, free, number, only, optional, real, whole
+from .rule import (
+    NEEDED,
+    Rule,
+    each,
+    flag,
+    free,
+    is_whole,
+    only,
+    optional,
+    real,
+    whole,
+)
 
 Config = Mapping[str, Any]
 
@@ -64,6 +75,12 @@ def _window(*default: int) -> Rule:
     """Takes what MAX's attention takes, which on the CPU masks 16 tokens at once."""
     return whole(*default, least=16)
 
+
+_LATENT_HEADS = Rule(
+    lambda v: is_whole(v) and (v == 16 or v % 32 == 0),
+    "16 or a multiple of 32: MAX's latent attention is wrong with others",
+    NEEDED,
+)
 
 _QWEN3_FIELDS = {
     "attention_bias": only(False),
@@ -144,7 +161,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ep_size": free(),
             "first_k_dense_replace": whole(3, least=0),
             "head_dim": free(),  # must be qk_rope_head_dim
-            "kv_lora_rank": whole(512),
+            "kv_lora_rank": only(512),
             "moe_intermediate_size": whole(),
             "moe_layer_freq": only(1),
             "n_group": whole(8),
@@ -153,11 +170,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "norm_topk_prob": only(True),
             "num_local_experts": free(),  # must be n_routed_experts
             "num_nextn_predict_layers": whole(0, least=0),  # whose layers are skipped
+            "num_attention_heads": _LATENT_HEADS,
             "pretraining_tp": free(1, int),
             "q_lora_rank": whole(1536),
             "qk_head_dim": free(),  # must be the sum of both
-            "qk_nope_head_dim": whole(128),
-            "qk_rope_head_dim": whole(64),
+            "qk_nope_head_dim": only(128),
+            "qk_rope_head_dim": only(64),
             "rope_interleave": only(True),
             "routed_scaling_factor": real(2.5),
             "scoring_func": only("sigmoid"),
@@ -165,7 +183,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "tie_word_embeddings": only(False),
             "topk_group": whole(4),
             "topk_method": only("noaux_tc"),
-            "v_head_dim": whole(128),
+            "v_head_dim": only(128),
         },
     ),
     "MixtralForCausalLM": Architecture(
@@ -217,7 +235,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             "model_type": only("olmoe"),
             "attention_bias": flag(False),
-            "clip_qkv": optional(number()),
+            "clip_qkv": real(None),
             "eos_token_id": IDS._replace(default=50279),
             "norm_topk_prob": flag(False),
             "num_experts": whole(),
@@ -280,6 +298,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             "model_type": only("hy_v3"),
             "attention_bias": only(False),
+            "attention_dropout": free(0.0, float),
             **dict.fromkeys(_FLOAT32, free()),  # as far as results are rounded
             "enable_moe_fp32_combine": flag(True),  # the same
             "eod_token_id": free(),  # ends documents in training

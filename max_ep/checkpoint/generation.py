@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of ``generation_config.json`` that change what transformers generates.
 
-MAX reads those of :data:`_FREE` that do. Others are served with values that change
+MAX reads those of :data:`_READ_BY_MAX`. Others are served with values that change
 nothing; names that are not here are read by nobody.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from .common import IDS
 from .fields import json_in
-from .rule import Rule, free, only, shown
+from .rule import Rule, free, number, only, optional, shown, whole
 
 GENERATION_FILE = "generation_config.json"
 
-_READ_BY_MAX = (
-    "do_sample max_new_tokens min_new_tokens repetition_penalty temperature top_k top_p"
-).split()
+
+def _within(least: float, most: float) -> Rule:
+    return Rule(
+        lambda v: type(v) in (int, float) and least <= v <= most,
+        f"a number from {least} to {most}",
+    )
+
+
+_READ_BY_MAX: dict[str, Rule] = {
+    "do_sample": optional(only(True, False)),
+    "max_new_tokens": optional(whole()),
+    "min_new_tokens": optional(whole(least=0)),
+    "repetition_penalty": optional(number()),
+    "temperature": optional(_within(0, 2)),
+    "top_k": optional(whole(least=-1)),
+    "top_p": optional(_within(0, 1)),
+}
+"""With what MAX's sampler takes; it answers all requests with an error otherwise."""
 
 _FREE = (
     "_commit_hash _from_model_config assistant_confidence_threshold "
@@ -33,7 +50,8 @@ _FREE = (
 """What changes no answer to a request, which says how long it may be."""
 
 RULES: dict[str, Rule] = {
-    **{name: free() for name in (*_READ_BY_MAX, *_FREE)},
+    **_READ_BY_MAX,
+    **{name: free() for name in _FREE},
     "eos_token_id": IDS,
     **dict.fromkeys(("bad_words_ids", "stop_strings"), only(None, [])),
     **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), only(None, [])),
@@ -58,12 +76,16 @@ RULES: dict[str, Rule] = {
 """By name, for all fields of transformers."""
 
 
-def check_generation(folder: Path) -> None:
-    """Refuses a ``generation_config.json`` in a model's folder by which transformers
-    would answer otherwise; there may be none."""
+def check_generation(folder: Path) -> dict[str, Any]:
+    """Returns the fields of ``generation_config.json`` in a model's folder; there may
+    be none.
+
+    Raises:
+        ValueError: Transformers would answer otherwise by it than MAX.
+    """
     path = folder / GENERATION_FILE
     if not path.is_file():
-        return
+        return {}
     fields = json_in(path)
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no names; remove it, or download it again")
@@ -74,3 +96,9 @@ def check_generation(folder: Path) -> None:
                 f"{GENERATION_FILE}: {name}={shown(value)} is not served; served is "
                 f"{rule.served}; remove the field, and let requests say what they can"
             )
+    return fields
+
+
+def has_penalties(generation: Mapping[str, Any]) -> bool:
+    """Returns whether answers depend on how often a token came before."""
+    return generation.get("repetition_penalty") not in (None, 1)

@@ -27,6 +27,7 @@ from ..checkpoint import (
     check_tensors,
     config_in,
     described,
+    has_penalties,
     kept_in_fp8,
     loaded_bytes,
     read_tensors,
@@ -42,6 +43,13 @@ CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 
 CAPTURED_DECODE = "--device-graph-capture"
 """The flag that makes MAX decode through captured graphs."""
+
+PENALTIES = "--enable-penalties"
+"""The flag that makes MAX's sampler one that counts tokens."""
+
+IN_TURN = "--disable-overlap"
+"""The flag that makes MAX wait for a token before the next step: its penalties do not
+count the last one otherwise."""
 
 _CPU_RANKS = 4
 
@@ -65,7 +73,9 @@ def run_serve(options: Any) -> None:
         raise ValueError(f"--gpus {n_gpus}: {has}; give no more, or 0 for its CPU")
     if n_gpus > len(gpus):  # Their memory is not known.
         gpus = []
-    config, tensors, n_bytes = checkpoint_of(options.model, n_gpus, options.dry_run)
+    config, generation, tensors, n_bytes = checkpoint_of(
+        options.model, n_gpus, options.dry_run
+    )
     _check_supported(config, gpus[:n_gpus])
     _check_token(config["hidden_size"], n_gpus)
     n_experts = described(config).moe.n_experts
@@ -96,6 +106,9 @@ def run_serve(options: Any) -> None:
     chosen = [*CUSTOM_ARCHITECTURES, *device_flags(n_gpus, n_ranks)]
     if n_gpus and CAPTURED_DECODE not in options.flags:
         chosen.append(CAPTURED_DECODE)
+    are_counted = has_penalties(generation) or PENALTIES in options.flags
+    if n_gpus and are_counted and IN_TURN not in options.flags:
+        chosen.append(IN_TURN)
     chosen += _weight_paths(options.flags, tensors)
     command = ["max", "serve", "--model-path", options.model, *chosen, *options.flags]
     environment = _environment(options.balance, config, n_ranks)
@@ -164,8 +177,9 @@ def gpus_of_machine() -> list[Gpu]:
 
 def checkpoint_of(
     model: str, n_gpus: int, is_dry_run: bool = False
-) -> tuple[dict[str, Any], dict[str, Tensor], int]:
-    """Returns ``config.json``, the tensors, and the bytes of the weights.
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], int]:
+    """Returns ``config.json``, ``generation_config.json``, the tensors, and the bytes
+    of the weights.
 
     All are checked, of a folder; for a dry run its files may be missing, but for
     ``config.json`` and the index. Of a repository of the Hugging Face hub tensors are
@@ -175,15 +189,16 @@ def checkpoint_of(
     folder = Path(model)
     if folder.is_dir():
         config = check_config(config_in(folder))
-        check_generation(folder)
+        generation = check_generation(folder)
         check_place(config["architectures"][0], n_gpus)
         if is_dry_run and (folder / INDEX).is_file():
             if not any(folder.glob("*.safetensors")):
                 print(f"files      none yet: {folder} has config.json and the index")
-                return config, {}, _bytes_of_index(folder / INDEX)
+                return config, generation, {}, _bytes_of_index(folder / INDEX)
         tensors = read_tensors(folder)
         check_tensors(config, tensors, kept_in_fp8(described(config), n_gpus))
-        return config, tensors, sum(tensor.n_bytes for tensor in tensors.values())
+        n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
+        return config, generation, tensors, n_bytes
     if folder.exists():
         raise ValueError(f"{model} is a file; name the folder it is in")
     try:
@@ -198,9 +213,8 @@ def checkpoint_of(
     except Exception as error:
         raise ValueError(_why_not_there(model, error)) from error
     config = check_config(config_in(files))
-    check_generation(files)
     check_place(config["architectures"][0], n_gpus)
-    return config, {}, n_bytes
+    return config, check_generation(files), {}, n_bytes
 
 
 def _why_not_there(model: str, error: Exception) -> str:

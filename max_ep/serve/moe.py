@@ -24,6 +24,7 @@ from ..experts import grouped_swiglu, routed_swiglu
 from ..graph.moe import through_experts
 from .held import HeldExperts
 from .hopper import experts_anywhere, fp8_experts, grouped_matmul_of_any_size
+from .routing import chosen_by
 
 _ALPHA, _LIMIT = 1.702, 7.0
 """Constants of the activation of gpt-oss, as transformers has them."""
@@ -85,36 +86,10 @@ class Router(MoEGate):
         if of.softcap:
             logits = ops.tanh(logits / of.softcap) * of.softcap
         scores = ops.sigmoid(logits)
-        biased = scores
+        bias = None
         if "e_score_correction_bias" in self._names:
-            biased = scores + self.e_score_correction_bias
-        if of.n_groups > 1:
-            biased = self._of_chosen_groups(biased)
-        _, ids = ops.top_k(biased, k=self.num_experts_per_token, axis=-1)
-        weights = ops.gather_nd(scores, ops.unsqueeze(ids, -1), batch_dims=1)
-        if of.renormalizes:
-            weights = weights / (ops.sum(weights, axis=-1) + 1e-20)
-        if of.scale != 1:
-            weights = weights * of.scale
-        return ids.cast(DType.int32), weights
-
-    def _of_chosen_groups(self, scores: TensorValue) -> TensorValue:
-        """Leaves the scores of groups with the best two experts, others are -inf."""
-        of, (n_tokens, n_experts) = self._of, scores.shape
-        groups = scores.reshape([n_tokens, of.n_groups, int(n_experts) // of.n_groups])
-        best, _ = ops.top_k(groups, k=2, axis=-1)
-        totals = ops.squeeze(ops.sum(best, axis=-1), -1)
-        _, chosen = ops.top_k(totals, k=of.n_chosen_groups, axis=-1)
-        each = ops.range(
-            0, of.n_groups, out_dim=of.n_groups, dtype=DType.int32, device=scores.device
-        )
-        is_it = ops.equal(ops.unsqueeze(chosen.cast(DType.int32), -1), each)
-        n_times = ops.sum(is_it.cast(DType.int32), axis=1).reshape(
-            [n_tokens, of.n_groups, 1]
-        )
-        lowest = ops.constant(float("-inf"), scores.dtype, scores.device)
-        left = ops.where(n_times > 0, groups, lowest)
-        return left.reshape(scores.shape)
+            bias = TensorValue(self.e_score_correction_bias)
+        return chosen_by(of, scores, bias, self.num_experts_per_token)
 
 
 class DecoderMoe(MoE):

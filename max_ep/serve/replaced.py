@@ -4,7 +4,7 @@
 MAX's architectures make their group, its memory and its manager themselves, each in
 another place. While a model is built, the classes they use for that are ours wherever
 an architecture's module has them, and MAX's matmuls and attention are those of
-``hopper.py``.
+``hopper.py``, and its choice of experts that of ``routing.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from .. import EPBatchManager
-from . import hopper
+from . import hopper, routing
 
 EVERYWHERE: dict[str, Any] = {
     "max.nn.moe.moe:grouped_matmul_ragged": hopper.grouped_matmul_anywhere,
@@ -25,6 +25,9 @@ EVERYWHERE: dict[str, Any] = {
     "max.graph:TensorValue.__matmul__": hopper.product_anywhere,
     "max.nn.attention.multi_latent_attention:mla_prefill_decode_graph": (
         hopper.latent_attention_anywhere
+    ),
+    "max.pipelines.architectures.deepseekV3.layers.moe_gate:moe_router_group_limited": (
+        routing.router_anywhere
     ),
 }
 """Module and name of a function of MAX, and what replaces it there."""

@@ -67,6 +67,13 @@ def serving_config(pipeline_config: Any, model: Decoder, dtype: DType) -> EPConf
     for flag, why in _NOT_OURS.items():
         if getattr(runtime, flag, None):
             raise ValueError(f"--{flag.replace('_', '-')} with max_ep.serve: {why}")
+    overlaps = runtime.enable_overlap_scheduler and not runtime.disable_overlap
+    if pipeline_config.sampling.enable_penalties and overlaps:
+        raise ValueError(
+            "penalties (repetition_penalty in generation_config.json, or "
+            "--enable-penalties) do not count the last token where MAX's scheduler "
+            "overlaps steps; pass --disable-overlap"
+        )
     degree, n = pipeline_config.model.data_parallel_degree, n_gpus(pipeline_config)
     n_ranks = n or runtime.ep_size
     if n and runtime.ep_size != n:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers that refuse a request with a token that the model does not have, or with
-images.
+"""Tokenizers that refuse a request with a token that the model does not have, with
+images, or with what the server's sampler was not made for.
 
 MAX gathers its embedding, and where that fails the whole server ends.
 """
@@ -8,15 +8,49 @@ MAX gathers its embedding, and where that fails the whole server ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
-from max.pipelines.context import TextContext
+from max.pipelines.context import SamplingParams, TextContext
 from max.pipelines.context.exceptions import InputError
 from max.pipelines.lib import TextTokenizer
 from max.pipelines.lib.tokenizer import ReasoningTextTokenizer
 
 from .source import config_of
+
+
+class _AllTokens:
+    """Base class in front of one of a tokenizer of transformers: :func:`lengthen`."""
+
+    _n_embeddings: int
+
+    def __len__(self) -> int:
+        return self._n_embeddings
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Servers pickle it; the class is made again."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return (_without_state, (type(self).__bases__[1],), *state)
+
+
+@cache
+def _with_all_tokens(kind: type) -> type:
+    return type(kind.__name__, (_AllTokens, kind), {})
+
+
+def _without_state(kind: type) -> Any:
+    made = _with_all_tokens(kind)
+    return made.__new__(made)
+
+
+def lengthen(tokenizer: Any, n_embeddings: int) -> None:
+    """Makes the length of a tokenizer of transformers that of the model's vocabulary,
+    if it is shorter: MAX's sampler leaves out ids from the length on, which
+    transformers does not."""
+    if len(tokenizer) < n_embeddings:
+        tokenizer._n_embeddings = n_embeddings
+        tokenizer.__class__ = _with_all_tokens(type(tokenizer))
 
 
 class _Vocabulary:
@@ -25,12 +59,21 @@ class _Vocabulary:
     def __init__(self, model_path: str, pipeline_config: Any, **more: Any) -> None:
         super().__init__(model_path, pipeline_config, **more)
         self._n_embeddings = config_of(pipeline_config)["vocab_size"]
+        sampling, model = pipeline_config.sampling, pipeline_config.model
+        self._flags = {
+            "enable_penalties": sampling.enable_penalties,
+            "enable_min_tokens": sampling.enable_min_tokens,
+            "enable_echo": model.enable_echo,
+        }
+        lengthen(self.delegate, self._n_embeddings)
 
     async def encode(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True
     ) -> np.ndarray:
         """Returns token ids of a text, or those that were given."""
         ids = await super().encode(prompt, add_special_tokens)
+        if add_special_tokens and not len(ids):
+            raise InputError("the prompt has no token; it must have one or more")
         self._check(ids.tolist())
         return ids
 
@@ -42,9 +85,26 @@ class _Vocabulary:
                     f"the request has {n} of {kind}, and text alone is served; leave "
                     "them out"
                 )
+        self._check_asked(request.sampling_params, request.echo)
         context = await super().new_context(request)
         self._check(context.tokens.prompt.tolist())
         return context
+
+    def _check_asked(self, asked: SamplingParams, echoes: bool = False) -> None:
+        """Refuses what MAX leaves out in silence, or with a line in its log, where it
+        was started without a flag."""
+        flags = (
+            (asked.needs_penalties, "enable_penalties", "penalties"),
+            (asked.min_new_tokens > 0, "enable_min_tokens", "min_tokens"),
+            (echoes, "enable_echo", "echo"),
+        )
+        for is_asked, name, what in flags:
+            if is_asked and not self._flags[name]:
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(
+                    f"the request has {what}, and the server was started without "
+                    f"{flag}; leave it out, or start the server with {flag}"
+                )
 
     def _check(self, ids: list[int]) -> None:
         """Answers the request with status 400 if the model lacks a token."""

@@ -145,9 +145,13 @@ def _pipeline_of(folder: Path, n_ranks: int) -> Any:
         max_length=PAGE,
     )
     runtime = SimpleNamespace(
-        ep_size=n_ranks, max_batch_input_tokens=PAGE, enable_chunked_prefill=True
+        ep_size=n_ranks,
+        max_batch_input_tokens=PAGE,
+        enable_chunked_prefill=True,
+        enable_overlap_scheduler=False,
     )
-    return SimpleNamespace(model=model, runtime=runtime)
+    sampling = SimpleNamespace(enable_penalties=False)
+    return SimpleNamespace(model=model, runtime=runtime, sampling=sampling)
 
 
 def _decoder_of(config: dict[str, Any], pipeline: Any) -> OurDecoder:

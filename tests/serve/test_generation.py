@@ -5,16 +5,24 @@ refused."""
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from max.pipelines.context.sampling_params import SamplingParamsGenerationConfigDefaults
-from transformers import GenerationConfig
+from max.pipelines.context.exceptions import InputError
+from max.pipelines.context.sampling_params import (
+    SamplingParams,
+    SamplingParamsGenerationConfigDefaults,
+)
+from max.pipelines.lib.pipeline_variants.utils import StructuredOutputHelper
+from transformers import AutoTokenizer, GenerationConfig
 
 from graphs.serve.checkpoint import make_checkpoint
 from max_ep.checkpoint import GENERATION_FILE, check_generation
 from max_ep.checkpoint.generation import _READ_BY_MAX, RULES
+from max_ep.serve.tokens import VocabularyTokenizer, lengthen
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": dict(
@@ -74,6 +82,16 @@ def test_what_is_served(name, tmp_path):
         ("typical_p", 0.9),
         ("penalty_alpha", 0.6),
         ("eos_token_id", "</s>"),
+        # MAX answers each request with an error.
+        ("temperature", 2.5),
+        ("temperature", "0.6"),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 20.0),
+        ("repetition_penalty", 0),
+        ("min_new_tokens", -1),
+        ("max_new_tokens", True),
+        ("do_sample", "no"),
     ],
 )
 def test_what_is_refused_by_name(field, value, tmp_path):
@@ -95,6 +113,58 @@ def test_each_field_of_transformers_and_max_is_on_the_list():
     assert {*vars(GenerationConfig())} <= {*RULES}
     read = {*SamplingParamsGenerationConfigDefaults.__dataclass_fields__}
     assert read == {*_READ_BY_MAX, "eos_token_id"}
+
+
+def test_penalties_wait_for_the_last_token(tmp_path, run_cli):
+    """On GPUs; the server refuses it, too: `test_serve_plan.py`."""
+    make_checkpoint(tmp_path)
+    path = tmp_path / GENERATION_FILE
+    fields = json.loads(path.read_text())
+
+    def flags(penalty: float | None, *more: object) -> str:
+        path.write_text(json.dumps(fields | {"repetition_penalty": penalty}))
+        return run_cli("serve", tmp_path, "--dry-run", *more)
+
+    on_gpu = "--gpus", 1
+    assert "--device-graph-capture --disable-overlap" in flags(1.05, *on_gpu)
+    assert "--disable-overlap" in flags(None, *on_gpu, "--enable-penalties")
+    assert "--disable-overlap" not in flags(1.0, *on_gpu)
+    assert "--disable-overlap" not in flags(1.05, "--gpus", 0)
+
+
+def test_what_a_server_was_not_started_for_is_refused():
+    """MAX leaves it out, and answers as if nobody had asked for it."""
+    tokenizer = VocabularyTokenizer.__new__(VocabularyTokenizer)
+    names = "penalties", "min_tokens", "echo"
+    tokenizer._flags = dict.fromkeys((f"enable_{name}" for name in names), False)
+    plain, longer = SamplingParams(), SamplingParams(min_new_tokens=3)
+    tokenizer._check_asked(plain)
+    with pytest.raises(InputError, match="has min_tokens, .* --enable-min-tokens$"):
+        tokenizer._check_asked(longer)
+    with pytest.raises(InputError, match="has echo, .* --enable-echo$"):
+        tokenizer._check_asked(plain, True)
+    for asked in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+        with pytest.raises(InputError, match="has penalties, .* leave it out"):
+            tokenizer._check_asked(SamplingParams(**{asked: 0.5}))
+    tokenizer._flags = dict.fromkeys(tokenizer._flags, True)
+    tokenizer._check_asked(SamplingParams(presence_penalty=1.1, min_new_tokens=3), True)
+
+
+def test_tokens_that_the_tokenizer_lacks_are_generated(tmp_path):
+    """As in transformers. MAX's sampler has as many as the tokenizer says, in each of
+    its processes; fails if it says how many it has."""
+    make_checkpoint(tmp_path)
+    plain, made = (AutoTokenizer.from_pretrained(tmp_path) for _ in range(2))
+    n = len(plain)
+    lengthen(made, n + 7)
+    for delegate in (made, pickle.loads(pickle.dumps(made))):
+        tokenizer = SimpleNamespace(delegate=delegate, eos_token_ids={2})
+        sampled = StructuredOutputHelper.from_tokenizer(tokenizer, False).vocab_size
+        assert sampled == n + 7
+        assert delegate("a rank").input_ids == plain("a rank").input_ids
+        assert delegate.decode([99, n, n + 6]) == plain.decode([99])
+    lengthen(plain, n - 5)
+    assert len(plain) == n
 
 
 def test_the_command_refuses_it(tmp_path, run_cli):

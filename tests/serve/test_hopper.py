@@ -14,7 +14,11 @@ from max.graph.graph import default_custom_extensions
 from max.nn import linear as max_linear
 from max.nn.activation import GatedActivation
 from max.nn.comm import ep as comm_ep
-from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
+from max.nn.kernels import (
+    grouped_matmul_ragged,
+    mla_prefill_decode_graph,
+    moe_router_group_limited,
+)
 from max.nn.moe import expert_parallel
 from max.nn.moe import moe as max_moe
 
@@ -32,6 +36,7 @@ ORIGINALS = {
     "linear": max_linear.linear,
     "__matmul__": TensorValue.__matmul__,
     "mla_prefill_decode_graph": mla_prefill_decode_graph,
+    "moe_router_group_limited": moe_router_group_limited,
 }
 
 
@@ -262,7 +267,7 @@ def test_experts_gather_their_tokens_on_one_gpu(
 def test_what_stands_while_a_model_is_built(monkeypatch):
     """Ours in MAX's modules, wherever an architecture has them; the ops in reach of
     subgraphs, and nothing after."""
-    assert len(EVERYWHERE) == 5
+    assert len(EVERYWHERE) == 6
     for place, ours in EVERYWHERE.items():
         home, name = _home_of(place)
         assert getattr(home, name) is ORIGINALS[name]

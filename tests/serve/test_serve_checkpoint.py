@@ -140,6 +140,18 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
             DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN | {"beta_slow": 800}},
             "beta_slow=800 and original_max_.*=4096; .* above 2 . pi . beta_slow",
         ),
+        # MAX's kernels are for these sizes.
+        *(
+            (DEEPSEEK | {size: n}, f"{size}={n} is not served with DeepseekV3")
+            for size, n in [
+                ("kv_lora_rank", 256),
+                ("qk_nope_head_dim", 64),
+                ("qk_rope_head_dim", 32),
+                ("v_head_dim", 64),
+                ("num_attention_heads", 8),
+                ("num_attention_heads", 48),
+            ]
+        ),
         (DEEPSEEK | {"num_key_value_heads": 64}, "num_key_value_heads=64"),
         (DEEPSEEK | {"head_dim": 128}, "head_dim=128 does not fit"),
         (MIXTRAL | {"sliding_window": 8}, "sliding_window=8 is not served"),

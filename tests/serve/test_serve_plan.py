@@ -117,7 +117,7 @@ def test_fields_beside_those_of_the_text_model_do_not_count(tmp_path, monkeypatc
     (tmp_path / "config.json").write_text(json.dumps(published | beside))
     served, flags = _served(tmp_path), _flags(64, True)
     vars(served.model).update(vars(flags.model) | dict(max_length=None))
-    served.runtime = flags.runtime
+    served.runtime, served.sampling = flags.runtime, flags.sampling
 
     class Model(ExpertParallelModel):
         pipeline_config, dtype = served, DType.float32
@@ -194,7 +194,9 @@ def _flags(n_tokens: int, cuts_prompts: bool) -> SimpleNamespace:
     model = SimpleNamespace(device_specs=[cpu], data_parallel_degree=1, max_length=100)
     runtime = SimpleNamespace(ep_size=4, max_batch_input_tokens=n_tokens)
     runtime.enable_chunked_prefill = cuts_prompts
-    return SimpleNamespace(model=model, runtime=runtime)
+    runtime.enable_overlap_scheduler = runtime.disable_overlap = False
+    sampling = SimpleNamespace(enable_penalties=False)
+    return SimpleNamespace(model=model, runtime=runtime, sampling=sampling)
 
 
 def _config(flags: SimpleNamespace) -> EPConfig:
@@ -308,6 +310,16 @@ def test_experts_with_biases_have_no_replicas(tmp_path, monkeypatch):
     model = replace(MODEL, moe=replace(MODEL.moe, is_clamped=True))
     with pytest.raises(ValueError, match="MAX_EP_PLACEMENT is set, and biases"):
         serving_config(_flags(256, True), model, DType.float32)
+
+
+def test_penalties_count_the_last_token():
+    """MAX's sampler would not have it where steps overlap; it has a negative id."""
+    flags = _flags(64, True)
+    flags.sampling.enable_penalties = flags.runtime.enable_overlap_scheduler = True
+    with pytest.raises(ValueError, match="the last token .*; pass --disable-overlap"):
+        _config(flags)
+    flags.runtime.disable_overlap = True
+    _config(flags)
 
 
 def test_gpus_that_do_not_divide_the_experts():
