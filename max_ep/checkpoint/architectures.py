@@ -21,6 +21,7 @@ from .rule import (
     flag,
     free,
     is_whole,
+    needed,
     only,
     optional,
     real,
@@ -100,7 +101,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             **_QWEN3_FIELDS,
             **_TRAINING,
-            "model_type": only("qwen3_moe"),
+            "model_type": needed(only("qwen3_moe")),
             "layer_types": optional(_ALL_FULL),
             "norm_topk_prob": flag(False),
             "qkv_bias": only(False),
@@ -119,7 +120,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         describe.minimax,
         {
             **_TRAINING,
-            "model_type": only("minimax_m2"),
+            "model_type": needed(only("minimax_m2")),
             "attention_bias": only(False),
             "attn_type_list": optional(each(only(1))),
             "head_dim": whole(128),
@@ -153,7 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "n_routed_experts",
         describe.deepseek,
         {
-            "model_type": only("deepseek_v3", "kimi_k2"),
+            "model_type": needed(only("deepseek_v3", "kimi_k2")),
             "attention_bias": only(False),
             "aux_loss_alpha": free(),
             "bos_token_id": _id(0),
@@ -192,7 +193,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         describe.mixtral,
         {
             **_TRAINING,
-            "model_type": only("mixtral"),
+            "model_type": needed(only("mixtral")),
             "bos_token_id": _id(1),
             "eos_token_id": IDS._replace(default=2),
             "head_dim": optional(whole()),
@@ -210,7 +211,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         describe.qwen2,
         {
             **_TRAINING,
-            "model_type": only("qwen2_moe"),
+            "model_type": needed(only("qwen2_moe")),
             "decoder_sparse_step": whole(1),
             "layer_types": optional(_ALL_FULL),
             "max_window_layers": free(28, int),  # only with use_sliding_window
@@ -233,7 +234,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "num_experts",
         describe.olmoe,
         {
-            "model_type": only("olmoe"),
+            "model_type": needed(only("olmoe")),
             "attention_bias": flag(False),
             "clip_qkv": real(None),
             "eos_token_id": IDS._replace(default=50279),
@@ -252,7 +253,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "n_routed_experts",
         describe.glm4,
         {
-            "model_type": only("glm4_moe"),
+            "model_type": needed(only("glm4_moe")),
             "attention_bias": flag(False),
             "first_k_dense_replace": whole(1, least=0),
             "head_dim": optional(whole()),
@@ -275,7 +276,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "num_local_experts",
         describe.gpt_oss,
         {
-            "model_type": only("gpt_oss"),
+            "model_type": needed(only("gpt_oss")),
             "attention_bias": flag(True),
             "experts_per_token": free(),  # must be num_experts_per_tok
             "head_dim": whole(64),
@@ -296,7 +297,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "num_experts",
         describe.hyv3,
         {
-            "model_type": only("hy_v3"),
+            "model_type": needed(only("hy_v3")),
             "attention_bias": only(False),
             "attention_dropout": free(0.0, float),
             **dict.fromkeys(_FLOAT32, free()),  # as far as results are rounded
@@ -330,7 +331,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         describe.laguna,
         {
             **_TRAINING,
-            "model_type": only("laguna"),
+            "model_type": needed(only("laguna")),
             "attention_bias": only(False),
             "decoder_sparse_step": only(1),
             "gating": only(True, "per-head"),
@@ -375,7 +376,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "tie_word_embeddings": free(True, bool),  # that beside text_config counts
         },
         outer_fields={
-            "model_type": only("qwen3_vl_moe"),
+            "model_type": needed(only("qwen3_vl_moe")),
             "image_token_id": free(),
             "text_config": free(),
             "tie_word_embeddings": flag(False),

@@ -43,6 +43,9 @@ DTYPE_BYTES = {
 _MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 
+_ADAPTER = "adapter_config.json"
+"""A file by which transformers, with peft, adds to the weights."""
+
 _PIECE_BYTES = 1 << 24
 """What is read at once."""
 
@@ -74,6 +77,11 @@ def read_tensors(folder: Path, files: Iterable[Path] = ()) -> dict[str, Tensor]:
     ``model.safetensors``, or else of all files. ``files`` replaces them, if not all of
     them are among these: MAX was given others.
     """
+    if (folder / _ADAPTER).exists():
+        raise ValueError(
+            f"{folder} has {_ADAPTER}, and adapters are not served; merge the adapter "
+            "into the weights, or remove it"
+        )
     indexed, single = _index_of(folder), folder / SINGLE
     if indexed is not None and single.exists() and SINGLE not in indexed[1]:
         raise ValueError(

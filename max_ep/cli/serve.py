@@ -73,9 +73,9 @@ def run_serve(options: Any) -> None:
         raise ValueError(f"--gpus {n_gpus}: {has}; give no more, or 0 for its CPU")
     if n_gpus > len(gpus):  # Their memory is not known.
         gpus = []
-    config, generation, tensors, n_bytes = checkpoint_of(
-        options.model, n_gpus, options.dry_run
-    )
+    # MAX finds no weights behind a slash at the end.
+    model = options.model.rstrip("/") or "/"
+    config, generation, tensors, n_bytes = checkpoint_of(model, n_gpus, options.dry_run)
     _check_supported(config, gpus[:n_gpus])
     _check_token(config["hidden_size"], n_gpus)
     n_experts = described(config).moe.n_experts
@@ -110,13 +110,13 @@ def run_serve(options: Any) -> None:
     if n_gpus and are_counted and IN_TURN not in options.flags:
         chosen.append(IN_TURN)
     chosen += _weight_paths(options.flags, tensors)
-    command = ["max", "serve", "--model-path", options.model, *chosen, *options.flags]
+    command = ["max", "serve", "--model-path", model, *chosen, *options.flags]
     environment = _environment(options.balance, config, n_ranks)
     set_before = "".join(f"{name}={text} " for name, text in environment.items())
     print(f"command    {set_before}{shlex.join(command)}", flush=True)
     if options.dry_run:
         return
-    _check_tokenizer(Path(options.model))
+    _check_tokenizer(Path(model))
     beside = Path(sys.executable).with_name("max")
     program = str(beside) if beside.exists() else shutil.which("max")
     if not program:
@@ -188,6 +188,9 @@ def checkpoint_of(
     """
     folder = Path(model)
     if folder.is_dir():
+        if any(sign in model for sign in "*?["):
+            has = "MAX finds no files in a folder with * ? [ in its path"
+            raise ValueError(f"{model}: {has}; rename it")
         config = check_config(config_in(folder))
         generation = check_generation(folder)
         check_place(config["architectures"][0], n_gpus)

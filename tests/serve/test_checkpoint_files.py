@@ -136,6 +136,8 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
          r"of-.*: .* has other values in model-00001.*, which is read, too; remove"),
         (lambda folder: [x.unlink() for x in (folder / INDEX, *files_of(folder))],
          r"has no \*.safetensors"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"),
+         "has adapter_config.json, and adapters are not served; merge"),
     ],
 )  # fmt: skip
 def test_files_that_are_refused(damage, words, shards):

@@ -202,6 +202,7 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         # What no model has.
         ([], "holds no names"),
         ({}, "'no architecture' is not supported; there are Qwen3MoeForCausalLM"),
+        (without(QWEN, "model_type"), "is not complete: it has no model_type; add 'qw"),
         (QWEN | {"architectures": [["x"]]}, r"architectures=\[\['x'\]\] must be a"),
         (QWEN | {"architectures": "Qwen3MoeForCausalLM"}, "architectures='Qwen3"),
         (QWEN | {"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' is not"),

@@ -131,6 +131,18 @@ def test_flags(gpus, words, flags, machine, tmp_path, run_cli):
     assert flags_in(run_cli("serve", model, "--dry-run", *words), model) == flags
 
 
+def test_paths_that_max_does_not_read(machine, tmp_path, run_cli):
+    """It finds no weights behind a slash, and takes brackets for a pattern."""
+    machine()
+    model = checkpoint(tmp_path, QWEN)
+    flags = "--devices cpu --quantization-encoding float32 --ep-size 4"
+    assert flags_in(run_cli("serve", f"{model}//", "--dry-run"), model) == flags
+    (tmp_path / "a[1]").mkdir()
+    model = checkpoint(tmp_path / "a[1]", QWEN)
+    said = run_cli("serve", model, "--dry-run", status=1)
+    assert r"a[1]/model: MAX finds no files in a folder with * ? [ in its path" in said
+
+
 @pytest.mark.parametrize(
     "more", [{}, {"rotary_dim": 128}, {"partial_rotary_factor": 0.5}]
 )
