@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from max.pipelines.context import SamplingParams, TextContext
 from max.pipelines.context.exceptions import InputError
 from max.pipelines.lib import TextTokenizer
@@ -53,6 +54,13 @@ def lengthen(tokenizer: Any, n_embeddings: int) -> None:
         tokenizer.__class__ = _with_all_tokens(type(tokenizer))
 
 
+def leave_out_min_tokens(asked: SamplingParams, ends: set[int]) -> None:
+    """Takes ``min_tokens`` out of a request that no token ends: it has no effect, and
+    MAX's server ends with an error of its sampler's input."""
+    if asked.ignore_eos or not (ends or asked.stop_token_ids):
+        asked.min_new_tokens = 0
+
+
 class _Vocabulary:
     """Base class in front of a tokenizer of MAX."""
 
@@ -66,6 +74,17 @@ class _Vocabulary:
             "enable_echo": model.enable_echo,
         }
         lengthen(self.delegate, self._n_embeddings)
+
+    def apply_chat_template(self, *args: Any, **more: Any) -> str:
+        """Answers the request with status 400 if there is no template, or it raises."""
+        try:
+            return super().apply_chat_template(*args, **more)
+        except (TemplateError, ValueError) as error:
+            (reason, *_) = str(error).splitlines() or [type(error).__name__]
+            raise InputError(
+                f"the tokenizer makes no prompt of this chat: {reason}; correct it, "
+                "start the server with --chat-template, or ask /v1/completions"
+            ) from error
 
     async def encode(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True
@@ -86,6 +105,7 @@ class _Vocabulary:
                     "them out"
                 )
         self._check_asked(request.sampling_params, request.echo)
+        leave_out_min_tokens(request.sampling_params, self.eos_token_ids)
         context = await super().new_context(request)
         self._check(context.tokens.prompt.tolist())
         return context

@@ -17,12 +17,15 @@ from max.pipelines.context.sampling_params import (
     SamplingParamsGenerationConfigDefaults,
 )
 from max.pipelines.lib.pipeline_variants.utils import StructuredOutputHelper
+from max.pipelines.modeling.types.pipeline_variants.text_generation import (
+    TextGenerationRequestMessage,
+)
 from transformers import AutoTokenizer, GenerationConfig
 
 from graphs.serve.checkpoint import make_checkpoint
 from max_ep.checkpoint import GENERATION_FILE, check_generation
 from max_ep.checkpoint.generation import _READ_BY_MAX, RULES
-from max_ep.serve.tokens import VocabularyTokenizer, lengthen
+from max_ep.serve.tokens import VocabularyTokenizer, leave_out_min_tokens, lengthen
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": dict(
@@ -148,6 +151,37 @@ def test_what_a_server_was_not_started_for_is_refused():
             tokenizer._check_asked(SamplingParams(**{asked: 0.5}))
     tokenizer._flags = dict.fromkeys(tokenizer._flags, True)
     tokenizer._check_asked(SamplingParams(presence_penalty=1.1, min_new_tokens=3), True)
+
+
+@pytest.mark.parametrize(
+    "asked, ends, left",
+    [
+        (dict(), {2}, 3),
+        (dict(stop_token_ids=[7]), set(), 3),
+        (dict(), set(), 0),
+        (dict(ignore_eos=True), {2}, 0),
+    ],
+)
+def test_min_tokens_without_an_end_do_not_end_the_server(asked, ends, left):
+    """MAX's mask of no token has another shape than its sampler takes."""
+    params = SamplingParams(min_new_tokens=3, **asked)
+    leave_out_min_tokens(params, ends)
+    assert params.min_new_tokens == left
+
+
+def test_a_chat_without_a_template_is_refused_in_words(tmp_path):
+    """MAX answers "Value error."."""
+    make_checkpoint(tmp_path)
+    tokenizer = VocabularyTokenizer.__new__(VocabularyTokenizer)
+    tokenizer.delegate = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer._custom_template_provided = False
+    chat = [TextGenerationRequestMessage(role="user", content="hi")]
+    assert "hi<|im_end|>" in tokenizer.apply_chat_template(chat, None)
+    said = "no prompt of this chat: .*; correct it, start .* --chat-template"
+    for template in (None, "{{ raise_exception('roles must alternate') }}"):
+        tokenizer.delegate.chat_template = template
+        with pytest.raises(InputError, match=said):
+            tokenizer.apply_chat_template(chat, None)
 
 
 def test_tokens_that_the_tokenizer_lacks_are_generated(tmp_path):
