@@ -30,7 +30,7 @@ from .elastic_layout import (
     zeroed,
 )
 from .library import round_up
-from .normal_layout import bytes_of_row, check_ids
+from .normal_layout import bytes_of_row, check_choices, check_ids
 from .quantized import Given, given_as
 from .streams import (
     EventHandle,
@@ -313,7 +313,7 @@ class Elastic:
                 self._last = key, channel
                 return channel
         if settings is None:
-            bytes_of_row(comm, x, None)
+            bytes_of_row(comm, x.contiguous(), None)
         call = sizes.call(columns, "bfloat16", None, **self._modes)
         settings = call.again(settings or call.rows())
         return sums.open_channel(self._channels, settings, call)
@@ -387,8 +387,7 @@ class Elastic:
         )
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None), True)
         top_k = topk_idx.shape[1]
-        if not 1 <= top_k <= MAX_TOP_K:
-            refuse("topk_idx", f"has {top_k} columns; it must have 1 to {MAX_TOP_K}")
+        check_choices(top_k)
         if not form.expands and comm.n_ranks > MAX_TOP_K:
             what = f"is for at most {MAX_TOP_K} ranks, not {comm.n_ranks}"
             refuse("do_expand=False", f"{what}; pass do_expand=True")

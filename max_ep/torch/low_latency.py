@@ -26,6 +26,7 @@ from .calls import LowLatencyCall
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .channels import Channels
 from .communicator import Communicator, check_start, refuse
+from .normal_layout import check_choices
 from .quantized import checked_format, joined_pair
 from .streams import EventOverlap, When, check_flag
 from .tables import LazyTuple, scales_of_rows, split_tables, version, view
@@ -350,9 +351,8 @@ class LowLatency:
         n_experts = comm.check_experts(n_experts, most)
         if n_tokens > cap:
             refuse("x", f"has {n_tokens} rows, {CAP}={cap}; raise that on all ranks")
-        top_k, most_k = topk_idx.shape[1], min(MAX_TOP_K, n_experts)
-        if not 1 <= top_k <= most_k:
-            refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most_k}")
+        top_k = topk_idx.shape[1]
+        check_choices(top_k, min(MAX_TOP_K, n_experts))
         call = LowLatencyCall(
             experts=n_experts,
             top_k=top_k,

@@ -47,8 +47,10 @@ class NormalHandle(LazyTuple):
         comm.check_tensor("handle[3]", sources, torch.int32, (None,), True)
         comm.check_tensor("handle[4]", mask, torch.bool, (None, comm.n_ranks))
         chosen = comm.n_ranks, comm.n_ranks
-        n_rows, n_tokens = len(sources), len(mask)
-        sizes = plain_sizes(comm, *chosen, n_tokens, n_rows, int(cap), False)
+        n_rows, n_tokens, most = len(sources), len(mask), int(cap)
+        if not n_tokens <= most <= MOST_TOKENS or most == 0:
+            refuse("handle[1]", f"={most} are no tokens that there is memory for")
+        sizes = plain_sizes(comm, *chosen, n_tokens, n_rows, most, False)
         return cls(sizes, mask)
 
     def write_ids(self) -> None:
@@ -130,7 +132,7 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> tuple[int
     shape = (n_tokens, n_ranks)
     comm.check_tensor("is_token_in_rank", mask, torch.bool, shape)
     comm.check_tensor("num_tokens_per_expert", per_expert, torch.int32, (None,))
-    if per_expert.numel() % n_ranks != 0:
+    if per_expert.numel() % n_ranks != 0 or per_expert.numel() == 0:
         what = f"has {per_expert.numel()} experts, no multiple of {n_ranks} ranks"
         refuse("num_tokens_per_expert", what)
     top_k = 0
@@ -138,6 +140,7 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> tuple[int
         comm.check_tensor("topk_idx", topk_idx, torch.int64, (n_tokens, None))
         shape = tuple(topk_idx.shape)
         comm.check_tensor("topk_weights", topk_weights, torch.float32, shape)
+        check_choices(shape[1])
         check_ids(comm, topk_idx, per_expert.numel())
         top_k = shape[1]
     elif topk_weights is not None:
@@ -147,6 +150,12 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> tuple[int
     if n_tokens > MOST_TOKENS:
         refuse("x", f"has {n_tokens} rows, at most {MOST_TOKENS} go")
     return top_k, per_expert.numel()
+
+
+def check_choices(top_k: int, most: int = MAX_TOP_K) -> None:
+    """Refuses more choices of a token than kernels take, and none."""
+    if not 1 <= top_k <= most:
+        refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most}")
 
 
 def check_ids(comm: Communicator, topk_idx: torch.Tensor, n_experts: int) -> None:
@@ -178,7 +187,7 @@ def agree(
     if not num_worst_tokens:
         tokens, have_ids = zip(*comm.exchange(what, (n_tokens, has_ids)))
         return max(tokens), sum(tokens), all(have_ids)
-    most = round_up(num_worst_tokens, n_ranks) // n_ranks
+    most = min(round_up(num_worst_tokens, n_ranks) // n_ranks, MOST_TOKENS)
     if n_tokens > most:
         what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
         refuse("num_worst_tokens", what)

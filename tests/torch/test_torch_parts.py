@@ -7,6 +7,7 @@ import ctypes
 import importlib
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from max_ep.cli import build
 from max_ep.extension import mojo_dir
 from max_ep.torch import Buffer, Config, calls, dequantize, library
 from max_ep.torch.joining import checked_device
-from max_ep.torch.normal_layout import in_int32
+from max_ep.torch.normal_layout import agree, in_int32
 from tests.children import ROOT
 from tests.errors import raises, refused
 
@@ -152,6 +153,13 @@ def test_build_refuses_what_no_call_takes(
     run_cli("build", *given.split(), "--torch", "sm_103a")
     said = run_cli("build", *given.split(), *arguments.split(), status=1)
     assert said.startswith(f"max-ep build: {words}") and said.count("\n") == 1
+
+
+def test_more_rows_than_there_can_be_take_no_more_memory() -> None:
+    """A rank never has more than 32768 tokens; memory would stay for the others."""
+    of_group = SimpleNamespace(n_ranks=2)
+    for worst, most in ((2**31 - 1, 32768), (65536, 32768), (65535, 32768), (9, 5)):
+        assert agree(of_group, "dispatch", 5, True, worst) == (most, worst, True)
 
 
 def test_num_sms_may_be_assigned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,6 +264,9 @@ def no_tokens(buffer: Buffer) -> None:
 REFUSED = """
 d(x, **layout, expert_alignment=0) | expert_alignment=0 must be
 d(x, **layout, expert_alignment=1.5) | expert_alignment=1.5 must be
+d(x, **layout, topk_idx=ids[:, :0], topk_weights=w[:, :0]) | has 0 columns; 1 to 32
+d(x, **layout, topk_idx=ids.repeat(1, 11), topk_weights=w.repeat(1, 11)) | has 33
+d(x, **dict(layout, num_tokens_per_expert=ids[0, :0].int())) | has 0 experts
 d(x, **layout, topk_weights=w) | topk_weights are sent with
 d(x, **with_ids, num_worst_tokens=-9) | num_worst_tokens=-9
 d(None, **layout) | x; must be

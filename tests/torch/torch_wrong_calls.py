@@ -54,6 +54,8 @@ def calls_of(buffer: Buffer) -> Calls:
     layout = layout_of(buffer, ids)
     sent = dict(layout, x=x, topk_idx=ids, topk_weights=weights)
     received, *_, normal, _ = buffer.dispatch(**sent)
+    sizes = [ids.new_full((1,), n, device="cpu") for n in (0, -1, 2**40)]
+    no_items = [(normal[0], n, *normal[2:]) for n in sizes]
     names = "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"
     combined = dict(x=rows, topk_idx=ids, topk_weights=weights, handle=handle)
     no_handles = [*NO_TENSORS, None, (), (1, 2), [None] * 6, x, Buffer]
@@ -142,7 +144,7 @@ def calls_of(buffer: Buffer) -> Calls:
             dict(x=received, handle=normal),
             dict(
                 x=[None, shifted(received), *tensors_like(received)],
-                handle=no_handles,
+                handle=[*no_handles, *no_items],
                 topk_weights=NO_TENSORS,
                 bias=[*NO_TENSORS, (x, "a"), shifted(x)],
                 **how,
