@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -174,8 +175,11 @@ class Numbers:
                 if min(found := self._at[:]) >= 0:
                     break
                 raise RuntimeError("max_ep: a launch has ended without its numbers")
-            # Other threads of Python may run.
-            time.sleep(0 if n_polls < _POLLS_BEFORE_SLEEP else _SLEEP_S)
+            # Other threads may run. A sleep of 0 takes 75 us (Python 3.11 to 3.13).
+            if n_polls < _POLLS_BEFORE_SLEEP:
+                os.sched_yield()
+            else:
+                time.sleep(_SLEEP_S)
         return found
 
 
