@@ -42,6 +42,10 @@ SHAPES = {
         Shape("h4096_e8_k2", 4096, 8, 2, "Mixtral 8x7B"),
         Shape("h2048_e64_k8", 2048, 64, 8, "OLMoE-1B-7B"),
         Shape("h2048_e128_k8", 2048, 128, 8, "Qwen3-30B-A3B", moe_dim=768),
+        Shape("h2880_e32_k4", 2880, 32, 4, "gpt-oss-20b"),
+        Shape("h5120_e160_k6", 5120, 160, 6, "DeepSeek-V2"),
+        Shape("h7168_e384_k8", 7168, 384, 8, "Kimi K2"),
+        Shape("h7168_e896_k16", 7168, 896, 16, "Top-16 of 896 experts"),
     )
 }
 
