@@ -85,7 +85,20 @@ SIZES: dict[str, dict[str, Any]] = {
     # The smallest whose experts stay in FP8, or gather their tokens; its graph can be
     # built.
     "tiny_wide": _TINY | dict(hidden_size=256, moe_intermediate_size=128, head_dim=64),
-    # For GPUs, whose matmuls MAX does not compile for a model as small as that.
+    # No multiples of what kernels for GPUs take.
+    "tiny_odd": _TINY
+    | dict(
+        hidden_size=72,
+        intermediate_size=50,
+        moe_intermediate_size=20,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        num_attention_heads=6,
+        head_dim=20,
+        num_experts=6,
+        num_experts_per_tok=3,
+    ),
+    # As wide as those that people serve.
     "small": _QWEN3_30B | {"num_hidden_layers": 2},
     # 10 GB in bfloat16.
     "large": _QWEN3_30B | {"num_hidden_layers": 8},

@@ -83,6 +83,12 @@ _LATENT_HEADS = Rule(
     NEEDED,
 )
 
+_RANK = Rule(
+    lambda v: is_whole(v) and v % 8 == 0,
+    "a multiple of 8: MAX's matmul compiles for no other",
+    1536,
+)
+
 _QWEN3_FIELDS = {
     "attention_bias": only(False),
     "decoder_sparse_step": whole(1),
@@ -173,7 +179,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_nextn_predict_layers": whole(0, least=0),  # whose layers are skipped
             "num_attention_heads": _LATENT_HEADS,
             "pretraining_tp": free(1, int),
-            "q_lora_rank": whole(1536),
+            "q_lora_rank": _RANK,
             "qk_head_dim": free(),  # must be the sum of both
             "qk_nope_head_dim": only(128),
             "qk_rope_head_dim": only(64),

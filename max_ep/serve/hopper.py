@@ -36,6 +36,10 @@ from ..graph.moe import through_experts
 TILE_ROWS = 128
 """Rows are padded to a multiple of it: twice the 64 rows that were seen written."""
 
+_SIMD = 8
+"""Elements that MAX's kernels for Hopper load at once: its matmul does not compile for
+another multiple of columns, nor its activation of experts."""
+
 _PREFILLED_TOKENS = 9
 """A longest prompt for which MAX's latent attention prefills: one more than the
 ``MLA_DECODE_MAX_SEQ_LEN`` of its kernels."""
@@ -86,6 +90,22 @@ def product_of_whole_sizes(
     return product[:, : int(weights.shape[1])]
 
 
+def swiglu_of_whole_sizes(
+    rows: TensorValue, gate_up: TensorValue, down: TensorValue, *groups: TensorValue
+) -> TensorValue:
+    """Returns ``grouped_swiglu`` by one of sizes that the GPU kernels take; zeros fill
+    up gate and up, each."""
+    hidden, dim = rows.shape[1], int(gate_up.shape[1]) // 2
+    halves = gate_up[:, :dim], gate_up[:, dim:]
+    both = ops.concat([_filled(half, 1, GPU_K_STEP) for half in halves], axis=1)
+    whole = [
+        _filled(rows, 1, GPU_K_STEP),
+        _filled(both, 2, GPU_K_STEP),
+        _filled(_filled(down, 1, GPU_K_STEP), 2, GPU_K_STEP),
+    ]
+    return grouped_swiglu(*whole, *groups)[:, : int(hidden)]
+
+
 def _filled(x: TensorValue, axis: int, multiple: int) -> TensorValue:
     """Returns ``x`` with zeros behind it, up to a multiple."""
     shape: list[Any] = list(x.shape)
@@ -108,9 +128,12 @@ def experts_anywhere(
         return fp8_experts(layer, *dispatched)
     if _is_swiglu(layer) and _is_bfloat16_on_hopper(dispatched[0]):
         gate_up, down = layer.gate_up_proj, layer.down_proj
+        rows, row_offsets, expert_ids, *_ = dispatched
+        given = rows, gate_up, down, row_offsets, expert_ids
         if gpu_takes(*gate_up.shape[-2:]) and gpu_takes(*down.shape[-2:]):
-            rows, row_offsets, expert_ids, *_ = dispatched
-            return grouped_swiglu(rows, gate_up, down, row_offsets, expert_ids)
+            return grouped_swiglu(*given)
+        if layer.moe_dim % _SIMD:  # MAX's op behind the product does not compile
+            return swiglu_of_whole_sizes(*given)
     return layer._local_ep_compute(dispatched, x, n_rows)
 
 
@@ -144,6 +167,14 @@ def _is_swiglu(layer: MoE) -> bool:
     )
 
 
+def linear_of_whole_sizes(x: TensorValue, weight: TensorValue) -> TensorValue:
+    """Returns ``x @ weight.T`` by a product of sizes that our GPU kernel takes; only
+    tiny models need it."""
+    filled = _filled(_filled(weight, 0, GPU_COLUMNS), 1, GPU_K_STEP)
+    product = our_linear(_filled(x, 1, GPU_K_STEP), filled)
+    return product[:, : int(weight.shape[0])]
+
+
 def linear_anywhere(
     x: TensorValue, weight: TensorValue, *quantization: Any, **more: Any
 ) -> TensorValue:
@@ -154,6 +185,8 @@ def linear_anywhere(
     is_on_hopper = _is_bfloat16_on_hopper(x) and gpu_takes(*weight.shape[-2:])
     if is_plain and (is_float32_on_cpu or is_on_hopper):
         return our_linear(x, weight)
+    if is_plain and _is_bfloat16_on_hopper(x) and int(weight.shape[1]) % _SIMD:
+        return linear_of_whole_sizes(x, weight)
     return linear(x, weight, *quantization, **more)
 
 

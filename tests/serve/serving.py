@@ -138,7 +138,11 @@ def model_of(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     """Loads a checkpoint in transformers, with images or without."""
     with_images = "vision_config" in json.loads((folder / "config.json").read_text())
     kind = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=dtype)
+    model = kind.from_pretrained(folder, dtype=dtype)
+    if getattr(model.config, "moe_intermediate_size", 0) % 8:
+        # torch's grouped product wants rows of 16 bytes.
+        model.set_experts_implementation("eager")
+    return model
 
 
 class Reference:

@@ -79,6 +79,33 @@ def add_whole_sizes(module: Module) -> None:
     with Graph("whole_sizes", input_types=types, module=module) as graph:
         values = [value.tensor for value in graph.inputs]
         graph.output(hopper.product_of_whole_sizes(*values))
+    more = [TensorType(DType.float32, [2, 44, 17], cpu)]
+    both = [types[0], TensorType(DType.float32, [2, 34, 44], cpu)]
+    types = both + more + types[2:]
+    with Graph("whole_swiglu", input_types=types, module=module) as graph:
+        values = [value.tensor for value in graph.inputs]
+        rows, of_expert = values[0], values[1][1]
+        graph.output(
+            hopper.swiglu_of_whole_sizes(*values),
+            hopper.linear_of_whole_sizes(rows, of_expert),
+        )
+
+
+def test_zeros_fill_up_gate_and_up(added, one_module):
+    """Each by itself; fails if a part of one counts for the other."""
+    rng = np.random.default_rng(1)
+    sizes = (5, 44), (2, 34, 44), (2, 44, 17)
+    x, gate_up, down = (rng.integers(-3, 3, n).astype(np.float32) for n in sizes)
+    groups = np.array([0, 2, 5], np.uint32), np.array([1, 0], np.int32)
+    model = one_module.models["whole_swiglu"]
+    found, product = (y.to_numpy() for y in model.execute(x, gate_up, down, *groups))
+    np.testing.assert_allclose(product, x @ gate_up[1].T, rtol=1e-5)
+    wanted = []
+    for expert, rows in ((1, x[:2]), (0, x[2:])):
+        gate, up = rows @ gate_up[expert, :17].T, rows @ gate_up[expert, 17:].T
+        wanted.append(gate / (1 + np.exp(-gate)) * up @ down[expert].T)
+    assert found.shape == (5, 44)
+    np.testing.assert_allclose(found, np.concatenate(wanted), rtol=1e-4, atol=1e-3)
 
 
 @dataclass
@@ -220,7 +247,12 @@ def experts_graph(dtype=DType.bfloat16, moe_dim=64, **options) -> str:
     [
         ("sm_90a", {}, ["max_ep.grouped_gate_up", "max_ep.grouped_matmul"]),
         ("sm_90a", dict(interleaved_gate_up=True), 2 * ["max_ep.grouped_matmul"]),
-        ("sm_90a", dict(moe_dim=44), 2 * ["max_ep.grouped_matmul"]),
+        (
+            "sm_90a",
+            dict(moe_dim=44),
+            ["max_ep.grouped_gate_up", "max_ep.grouped_matmul"],
+        ),
+        ("sm_90a", dict(moe_dim=40), 2 * ["max_ep.grouped_matmul"]),
         (
             "sm_90a",
             dict(activation=GatedActivation("gelu_tanh")),
@@ -235,6 +267,17 @@ def test_experts_are_swiglu_in_two_matmuls(monkeypatch, architecture, options, o
     monkeypatch.setattr(hopper, "accelerator_architecture_name", lambda: architecture)
     found = re.findall(r"max_ep\.grouped_\w+", experts_graph(**options))
     assert found == ops
+
+
+@pytest.mark.parametrize("k, op", [(64, True), (50, True), (40, False)])
+def test_columns_that_max_does_not_take_are_filled_up(monkeypatch, k, op):
+    """Its matmul does not compile where ``k`` is no multiple of 8."""
+    monkeypatch.setattr(hopper, "accelerator_architecture_name", lambda: "sm_90a")
+    gpu, bf16 = DeviceRef.GPU(0), DType.bfloat16
+    types = [TensorType(bf16, ["n", k], gpu), TensorType(bf16, [17 * 16, k], gpu)]
+    with Graph("linear", input_types=types) as graph:
+        graph.output(hopper.linear_anywhere(*(x.tensor for x in graph.inputs)))
+    assert ("max_ep.gpu_linear" in str(graph)) == op
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ if ALL_CASES:
         if size.endswith("small"):
             WHERE[f"one_gpu_{size}"] = (1, 0, size)
             WHERE[f"two_gpus_{size}"] = (2, 0, size)
+    for n, where in ((1, "one_gpu_odd"), (2, "two_gpus_odd")):
+        WHERE[where] = (n, 0, "tiny_odd")
     # MAX's compiler takes two minutes for it, and once it wanted more than 17 GB.
     for n in (1, 2, 4):
         WHERE[f"{n}_ranks_of_the_cpu_minimax"] = (0, n, "minimax_tiny")

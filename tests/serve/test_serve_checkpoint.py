@@ -150,6 +150,7 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
                 ("v_head_dim", 64),
                 ("num_attention_heads", 8),
                 ("num_attention_heads", 48),
+                ("q_lora_rank", 20),
             ]
         ),
         (DEEPSEEK | {"num_key_value_heads": 64}, "num_key_value_heads=64"),
