@@ -54,7 +54,7 @@ class Normal:
         self._channels = channels
         self._n_bytes = num_nvl_bytes
         self._counts = Counts(channels)
-        self._found: dict[tuple[Any, ...], Channel] = {}
+        self._found: dict[tuple[Any, ...], tuple[Channel, NormalCall]] = {}
 
     def forget(self) -> None:
         """Forgets channels, which a reset may close."""
@@ -140,9 +140,9 @@ class Normal:
             refuse("x", f"{what} {sizes.n_tokens}")
         has_words = is_new and topk_idx is not None and not has_ids
         n_words = words_of_row(n_scales, top_k) if has_words else n_scales
-        channel = self._opened(routing, given, n_words)
+        channel, call = self._opened(routing, given, n_words)
         if is_synced:
-            self._counts.open(n_experts // comm.n_ranks, self._call(sizes, given, 0))
+            self._counts.open(n_experts // comm.n_ranks, call)
 
         n_rows, new = sizes.n_rows, given.rows.new_empty
         to = Received(new((n_rows, columns)))
@@ -218,8 +218,8 @@ class Normal:
         for one in biases:
             comm.check_tensor("bias", one, x.dtype, tuple(y.shape))
             check_start("bias", one.data_ptr())
-        call, back, weights = self._call(sizes, Given(x), 0), None, None
-        channel = self._opened_back(routing.channel, call)
+        channel, call = self._opened_back(routing, x)
+        back, weights = None, None
         again = functools.partial(sums.channel_again, self._channels, call=call)
         if topk_weights is not None:
             shape = (sizes.n_rows, None)
@@ -278,26 +278,40 @@ class Normal:
         start = self._channels.cap or first_tokens(**given)
         return max(start, power_of_two(n_tokens))
 
-    def _opened(self, routing: Routing, given: Given, n_words: int) -> Channel:
-        """Returns the channel of a dispatch."""
+    def _opened(
+        self, routing: Routing, given: Given, n_words: int
+    ) -> tuple[Channel, NormalCall]:
+        """Returns the channel of a dispatch, and the call that it is for."""
         sizes = routing.sizes
         key = given.format, given.hidden, n_words
         key += sizes.n_experts, sizes.top_k, sizes.cap
         found = self._found.get(key)
         if found is None:
             call = self._call(sizes, given, n_words)
-            found = sums.open_channel(self._channels, call.rows(), call)
+            found = sums.open_channel(self._channels, call.rows(), call), call
             self._found[key] = found
         return found
 
-    def _opened_back(self, channel: Channel | None, call: NormalCall) -> Channel:
-        """Returns the channel of a combine of such rows as a call sends: what
-        dispatched, if they come back there."""
+    def _opened_back(
+        self, routing: Routing, x: torch.Tensor
+    ) -> tuple[Channel, NormalCall]:
+        """Returns the channel of a combine of such rows: what dispatched, if they come
+        back there; and the call that it is for."""
+        sizes, channel = routing.sizes, routing.channel
+        key = channel, x.dtype, x.shape[1], sizes.n_experts, sizes.top_k, sizes.cap
+        found = self._found.get(key)
+        if found is not None and found[0].is_open:
+            return found
+        call = self._call(sizes, Given(x), 0)
         wanted = call.again(call.rows())
-        if channel is not None and channel.is_open and channel.comm is self.comm:
-            if call.again(channel.settings) == wanted:
-                return channel
-        return sums.open_channel(self._channels, wanted, call)
+        is_own = channel is not None and channel.is_open and channel.comm is self.comm
+        if is_own and call.again(channel.settings) == wanted:
+            back = channel
+        else:
+            back = sums.open_channel(self._channels, wanted, call)
+        if is_own:
+            self._found[key] = back, call
+        return back, call
 
     def _call(self, sizes: Sizes, given: Given, n_words: int) -> NormalCall:
         """Describes a call with such tokens, and words behind each."""

@@ -86,6 +86,15 @@ def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:
         rows, *_, handle, _ = elastic.dispatch(x, ids, weights, **how)
         elastic.combine(rows, handle)
 
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, 8)
+
+    def of_normal() -> None:
+        given = dict(num_tokens_per_rank=per_rank, is_token_in_rank=mask)
+        given |= dict(num_tokens_per_expert=per_expert, topk_idx=ids)
+        given |= dict(topk_weights=weights, num_worst_tokens=1)
+        rows, *_, handle, _ = buffer.dispatch(x, **given)
+        buffer.combine(rows, handle)
+
     *_, handle, _ = elastic.dispatch(x, ids, num_experts=8, do_cpu_sync=False)
 
     def again() -> None:
@@ -97,6 +106,7 @@ def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:
         (lambda: of_elastic(False), 40),
         (lambda: of_elastic(True), 40),
         (again, 36),
+        (of_normal, 120),
     ):
         layer()  # opens the channel
         assert 10 < calls_of(layer) <= most
