@@ -377,7 +377,7 @@ def kept(buffer: Buffer) -> None:
     y = buffer.low_latency_combine(rows, ids, weights, handle, **how)[0]
     check(rows, weights, waits, y, handle.tables)
     layout = layout_of(buffer, ids)
-    scales = torch.rand(len(x), H // 128, device=x.device)
+    scales = torch.rand(len(x), 3, device=x.device)  # others build these kernels, too
     sent = (x, scales)
     with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
     got, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(sent, **with_ids)
