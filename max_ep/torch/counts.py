@@ -79,13 +79,13 @@ class Counts:
         comm.streams.launched(numbers)
 
         def read() -> list[int]:
-            found = np.array(read_numbers(numbers, comm)).reshape(n_ranks, n_words)
+            found = read_numbers(numbers, comm).reshape(n_ranks, n_words)
             return found[:, :n].sum(0).tolist()
 
         return read
 
 
-def read_numbers(numbers: Numbers, comm: Communicator) -> list[int]:
+def read_numbers(numbers: Numbers, comm: Communicator) -> np.ndarray:
     """Waits until a launch has written its numbers; raises what has failed if it ends
     without them."""
     try:

@@ -154,25 +154,27 @@ class Numbers:
         where = dict(device="cpu", pin_memory=is_gpu)  # whatever the default device is
         self.words = torch.empty(n, dtype=torch.int32, **where)
         self.address = self.words.data_ptr()
-        self._at = (ctypes.c_int32 * n).from_address(self.address)
+        self._view = self.words.numpy()
+        self._first = ctypes.c_int32.from_address(self.address)
         self.event = torch.cuda.Event() if is_gpu else None
 
     def clear(self) -> None:
-        ctypes.memset(self.address, 0xFF, 4 * len(self._at))
+        ctypes.memset(self.address, 0xFF, self._view.nbytes)
 
     def is_used(self) -> bool:
         """Returns whether the device may still use the words."""
         return self.event is not None and not self.event.query()
 
-    def read(self) -> list[int]:
+    def read(self) -> np.ndarray:
         """Waits until all are there; launches write them also if they fail."""
         n_polls = 0
-        while min(found := self._at[:]) < 0:
+        # To look at one word takes 0.1 us, at 256 takes 2.
+        while self._first.value < 0 or self._view.min() < 0:
             n_polls += 1
             if n_polls % _POLLS_PER_LOOK:
                 continue
             if not self.is_used():
-                if min(found := self._at[:]) >= 0:
+                if self._view.min() >= 0:
                     break
                 raise RuntimeError("max_ep: a launch has ended without its numbers")
             # Other threads may run. A sleep of 0 takes 75 us (Python 3.11 to 3.13).
@@ -180,7 +182,7 @@ class Numbers:
                 os.sched_yield()
             else:
                 time.sleep(_SLEEP_S)
-        return found
+        return self._view.copy()
 
 
 _POLLS_PER_LOOK, _POLLS_BEFORE_SLEEP, _SLEEP_S = 64, 1 << 18, 1e-4

@@ -293,7 +293,7 @@ def listed(bias: Any) -> tuple[torch.Tensor, ...]:
 def n_rows_in(numbers: Numbers, comm: Communicator) -> int:
     """Waits until it is known how many plain rows come, and returns that; they may be
     on their way. Raises if there are none because the dispatch has failed."""
-    n_rows = numbers.read()[-1]
+    n_rows = int(numbers.read()[-1])
     if n_rows == 0 and numbers.event is not None:
         numbers.event.synchronize()
         comm.check_regions()

@@ -123,12 +123,12 @@ def test_the_host_reads_numbers_while_a_launch_goes_on() -> None:
     numbers.words[1] = 5
     writes = threading.Timer(0.1, numbers.words.__setitem__, (0, 2))
     writes.start()
-    assert numbers.read() == [2, 5]
+    assert numbers.read().tolist() == [2, 5]
     assert not event.has_come and not writes.is_alive()
     copy = torch.zeros(2, dtype=torch.int32)
     other.words[:] = torch.tensor([3, 4])
     streams.launched(other, copy)
-    assert copy.tolist() == other.read() == [3, 4]
+    assert copy.tolist() == other.read().tolist() == [3, 4]
     event.has_come = True
     assert streams.numbers(2) is numbers and numbers.words.tolist() == [-1, -1]
     with raises(RuntimeError, "a launch has ended without its numbers"):
@@ -152,7 +152,7 @@ def test_who_polls_numbers_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> No
             return False
 
     numbers.event = LookedAt()  # type: ignore[assignment]
-    assert numbers.read() == [2, 5] and not slept
+    assert numbers.read().tolist() == [2, 5] and not slept
 
 
 def test_a_number_of_rows_is_not_used_after_a_failure() -> None:
