@@ -8,6 +8,9 @@ With `mpirun` each process stands for a host: it reaches the ranks of the others
 puts. Without, they are processes of one host and map each other's memory. Each runs
 every case whose group has this many ranks, with every routing, and compares what its
 own ranks got with the oracle.
+
+With the variable ``N_GPUS=GPUS_PER_PROCESS`` all processes have the same GPUs, which
+then take turns with their kernels.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ IS_ONE_HOST = "MAX_EP_GROUP" in os.environ
 N_NODES = int(sys.argv[2] if IS_ONE_HOST else os.environ["OMPI_COMM_WORLD_SIZE"])
 NODE_ID = int(os.environ["MAX_EP_NODE_ID" if IS_ONE_HOST else "OMPI_COMM_WORLD_RANK"])
 N_RANKS = N_NODES * N_LOCAL
+N_GPUS = int(os.environ.get("N_GPUS", N_RANKS))
 
 # SHMEM must see the peers' GPUs on a shared machine; one's own come first.
 _MINE = range(NODE_ID * N_LOCAL, (NODE_ID + 1) * N_LOCAL)
 _OTHERS = [i for i in range(N_RANKS) if i not in _MINE]
 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(i) for i in [*_MINE, *_OTHERS])
+if N_GPUS == N_LOCAL:  # each process has all of them
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(N_GPUS)))
 # One host: no network, and no multicast.
 os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
 os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
@@ -58,6 +64,12 @@ _FOUR = [
     Case("shmem_scaled", 4, 9, 3, 256, 7, "fp8", scales="each"),
     Case("shmem_large_fp8", 4, 64, 8, 7168, 128, "fp8"),
 ]
+_RELAY = dict(protocol="by_rank", combine_mode="sums", hierarchical=True)
+_RELAYED = [
+    Case("shmem_relay", 4, 23, 5, 80, 12, **_RELAY, fused_shared_expert=True),
+    Case("shmem_relay_fp8", 4, 23, 9, 256, 7, partial="fp8", **_RELAY),
+    Case("shmem_relay_large", 4, 64, 8, 2048, 160, **_RELAY),
+]
 
 
 # The cases of this many ranks.
@@ -66,15 +78,19 @@ _EVERY = [*CASES.values(), *LAYOUT_CASES.values(), *_TWO, *_FOUR]
 if not IS_ONE_HOST:
     capped = in_protocols(CAPPED_ON_TWO).values()
     _EVERY += [*BY_RANK_CASES.values(), *SUMS_CASES.values(), *_BY_RANK]
-    _EVERY += [x for x in capped if x.protocol == "by_rank"]
+    _EVERY += [*_RELAYED, *(x for x in capped if x.protocol == "by_rank")]
 WHAT = "by_expert-rows" if IS_ONE_HOST else sys.argv[2]
-"""Protocol and combine of the cases."""
+"""Protocol and combine of the cases, and whether ranks relay."""
+
+
+def kind(case: Case) -> str:
+    return f"{case.protocol}-{case.combine_mode}{'-relayed' * case.hierarchical}"
+
+
 ALL = {
     c.name: c
     for c in _EVERY
-    if c.n_ranks == N_RANKS
-    and f"{c.protocol}-{c.combine_mode}" == WHAT
-    and not c.use_allreduce
+    if c.n_ranks == N_RANKS and kind(c) == WHAT and not c.use_allreduce
 }
 
 
@@ -112,7 +128,7 @@ def main() -> None:
             }
             got = groups.run(own)
             for name, case in ALL.items():
-                want = expected(case, given[name])
+                want = expected(case, given[name], N_LOCAL)
                 here = Expected(mine(want.dispatch), mine(want.combine))
                 where = f"process {NODE_ID}, {build.__name__}, {name}, {routing}"
                 assert_round_trip(where, got[name], here)

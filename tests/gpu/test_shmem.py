@@ -25,17 +25,12 @@ from tests.children import MOJO_PROGRAMS, WHERE_WE_IMPORT, printed, ran, slow
 from tests.oracle.cases import CASES
 
 
-@pytest.mark.parametrize(
-    "gpus_per_process",
-    [pytest.param(n, marks=pytest.mark.gpu(2 * n), id=f"2x{n}") for n in (1, 2)],
-)
-@pytest.mark.parametrize("what", ["by_expert-rows", "by_rank-rows", "by_rank-sums"])
-def test_round_trips_of_two_processes(gpus_per_process, what):
-    """Both processes find all of their ranks' rows and sums to be the oracle's."""
+def run_two_processes(gpus_per_process: int, what: str, **more: str) -> None:
+    """Both find all of their ranks' rows and sums to be the oracle's."""
     shmem_parts.check_installed()
     command = ["mpirun", "-np", "2", "--bind-to", "none", sys.executable]
     command += ["-m", "tests.gpu.shmem_member", str(gpus_per_process), what]
-    environment = {
+    environment = more | {
         # One host without a network: messages between processes by memory.
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,sm",
@@ -47,6 +42,24 @@ def test_round_trips_of_two_processes(gpus_per_process, what):
     for process in range(2):
         assert f"process {process}: " in said, said[-6000:]
     assert said.count("runs are the oracle's") == 2, said[-6000:]
+
+
+@pytest.mark.parametrize(
+    "gpus_per_process",
+    [pytest.param(n, marks=pytest.mark.gpu(2 * n), id=f"2x{n}") for n in (1, 2)],
+)
+@pytest.mark.parametrize("what", ["by_expert-rows", "by_rank-rows", "by_rank-sums"])
+def test_round_trips_of_two_processes(gpus_per_process, what):
+    run_two_processes(gpus_per_process, what)
+
+
+@pytest.mark.parametrize(
+    "n_gpus", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
+)
+@pytest.mark.parametrize("what", ["by_rank-sums", "by_rank-sums-relayed"])
+def test_two_hosts_of_two_ranks(what: str, n_gpus: int) -> None:
+    """On two GPUs, a rank of each host shares one with a rank of the other."""
+    run_two_processes(2, what, N_GPUS=str(n_gpus))
 
 
 @pytest.mark.gpu(2)

@@ -5,6 +5,7 @@ Those of CPUs share a store, as `torchrun` has one, and nothing else that one ma
 has; NVSHMEM reaches those of GPUs.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,32 @@ def test_elastic_buffers_over_gpus_of_two_hosts(gpu_store: str) -> None:
     names = [x.__name__ for x in torch_elastic.SCENARIOS]
     done = launch(torch_elastic.member, 2, (2, gpu_store, names), timeout_s=900)
     assert done == [{}] * 2, "\n".join(text for x in done for text in x.values())
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("interface", ["calls", "Buffer", "ElasticBuffer"])
+def test_relays_of_hosts_that_share_gpus(
+    interface: str, gpu_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts of two ranks on two GPUs: bits and errors are those of four GPUs."""
+    monkeypatch.setenv(LINK_VARIABLE, "2:0")
+    monkeypatch.setenv("MAX_EP_TIMEOUT_S", "60")
+    scenarios = [x.__name__ for x in torch_elastic.SCENARIOS]
+    member, *given = {
+        "calls": (torch_hosts.member, gpu_store),
+        "Buffer": (
+            torch_member.member,
+            gpu_store,
+            ["sums", "rows", "normal"],
+            ["bf16"],
+        ),
+        "ElasticBuffer": (torch_elastic.member, gpu_store, scenarios),
+    }[interface]
+    shared = functools.partial(torch_hosts.on_a_shared_gpu, member)
+    done = launch(shared, 4, (4, *given), timeout_s=900)
+    if interface == "Buffer":
+        done = [{n: error for n, (error, _) in x.items() if error} for x in done]
+    assert done in ([{}] * 4, [None] * 4), done
 
 
 @slow

@@ -6,11 +6,13 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
 from max_ep.memory import wires
-from max_ep.torch import ElasticBuffer
+from max_ep.torch import ElasticBuffer, joining
 from tests.torch import torch_member
 from tests.torch.torch_member import check_low_latency, low_latency, open_buffer
 
@@ -28,6 +30,15 @@ def calls(timeout_s: float) -> None:
     elastic = ElasticBuffer(dist.group.WORLD, timeout_s=timeout_s)
     assert elastic.get_physical_domain_size() == (2, elastic.num_ranks // 2)
     elastic.destroy()
+
+
+def on_a_shared_gpu(
+    member: Callable[..., Any], rank: int, n_ranks: int, *given: Any
+) -> Any:
+    """Is a member whose GPU another rank has, too: the driver lets one kernel after
+    another spin. Buffers refuse that, for it is slow."""
+    joining.name_of_device = lambda _, rank: f"the GPU of rank {rank}"
+    return member(rank, n_ranks, *given)
 
 
 def member(rank: int, n_ranks: int, store: str, fault: str = "") -> None:
