@@ -15,7 +15,6 @@ from . import describe
 from .common import COMMON, IDS, MXFP4, QUANTIZATION
 from .decoder import Decoder, LatentAttention
 from .rule import (
-    NEEDED,
     Rule,
     each,
     flag,
@@ -76,12 +75,6 @@ def _window(*default: int) -> Rule:
     """Takes what MAX's attention takes, which on the CPU masks 16 tokens at once."""
     return whole(*default, least=16)
 
-
-_LATENT_HEADS = Rule(
-    lambda v: is_whole(v) and (v == 16 or v % 32 == 0),
-    "16 or a multiple of 32: MAX's latent attention is wrong with others",
-    NEEDED,
-)
 
 _RANK = Rule(
     lambda v: is_whole(v) and v % 8 == 0,
@@ -156,7 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         compared=PLACES[:2],
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        PLACES[2:],
+        PLACES[1:],
         "n_routed_experts",
         describe.deepseek,
         {
@@ -177,7 +170,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "norm_topk_prob": only(True),
             "num_local_experts": free(),  # must be n_routed_experts
             "num_nextn_predict_layers": whole(0, least=0),  # whose layers are skipped
-            "num_attention_heads": _LATENT_HEADS,
             "pretraining_tp": free(1, int),
             "q_lora_rank": _RANK,
             "qk_head_dim": free(),  # must be the sum of both

@@ -38,6 +38,10 @@ class Attention:
     """Whether each head is multiplied with the softplus of a product of its own."""
 
 
+_AXIS_OF_HEADS = {"q_b_proj.weight": 0, "kv_b_proj.weight": 0, "o_proj.weight": 1}
+"""In matrices of latent attention that have a part for each head."""
+
+
 @dataclass(frozen=True)
 class LatentAttention:
     """Attention of DeepSeek-V3, whose cache has a latent vector for each token."""
@@ -49,6 +53,20 @@ class LatentAttention:
     rope_dim: int
     value_dim: int
     rope: Rope
+
+    @property
+    def n_filled_heads(self) -> int:
+        """Returns how many heads are served, with those of zeros: MAX's kernel takes 16
+        and multiples of 32 (docs/upstream.md)."""
+        return 16 if self.n_heads <= 16 else -(-self.n_heads // 32) * 32
+
+    def filled(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that a tensor has with heads of zeros behind its own."""
+        axis = _AXIS_OF_HEADS.get(name.rpartition(".self_attn.")[2])
+        if axis is None:
+            return shape
+        n_of_all = shape[axis] // self.n_heads * self.n_filled_heads
+        return (*shape[:axis], n_of_all, *shape[axis + 1 :])
 
 
 @dataclass(frozen=True)

@@ -130,17 +130,21 @@ def _here(name: str, names: Names) -> str:
 
 
 def loaded_bytes(config: Mapping[str, Any], n_gpus: int) -> tuple[int, int]:
-    """Returns the bytes of weights on each GPU, in FP8 and in bfloat16. Each has all
-    but the experts of others."""
-    kept, in_fp8, in_bfloat16 = kept_in_fp8(described(config), n_gpus), 0, 0
+    """Returns the bytes of weights on each GPU, in FP8 and wider, with heads of zeros.
+    Each has all but the experts of others; the CPU, where ``n_gpus`` is 0, has all in
+    float32."""
+    model = described(config)
+    kept, in_fp8, wide = kept_in_fp8(model, n_gpus), 0, 0
+    of = model.layers[0].attention
     for name, needed in needed_tensors(config).items():
-        n = math.prod(needed.shape)
-        n = n // n_gpus if needed.is_expert else n
+        is_latent = isinstance(of, LatentAttention)
+        n = math.prod(of.filled(name, needed.shape) if is_latent else needed.shape)
+        n = n // (n_gpus or 1) if needed.is_expert else n
         if any(part in name for part in kept):
             in_fp8 += n
         else:
-            in_bfloat16 += 2 * n
-    return in_fp8, in_bfloat16
+            wide += (2 if n_gpus else 4) * n
+    return in_fp8, wide
 
 
 def kept_in_fp8(model: Decoder, n_gpus: int) -> tuple[str, ...]:

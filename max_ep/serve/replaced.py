@@ -48,6 +48,9 @@ _ARCHITECTURES = "max.pipelines.architectures."
 DEEPSEEK_LAYER = f"{_ARCHITECTURES}deepseekV3.deepseekV3:DeepseekV3DecoderLayer"
 """Replaced by one that knows its number, as a placement has it."""
 
+DEEPSEEK_CONFIG = f"{_ARCHITECTURES}deepseekV3.model:DeepseekV3Config"
+"""Replaced by one that gives the graph what was checked."""
+
 
 def _home_of(place: str) -> tuple[Any, str]:
     """Returns the module or class that has a name, and the name."""
@@ -62,7 +65,8 @@ def _home_of(place: str) -> tuple[Any, str]:
 def absent() -> list[str]:
     """Returns the names that this version of MAX lacks."""
     lacking = []
-    for place in (*EVERYWHERE, *IN_ARCHITECTURES, *OF_A_MODEL, DEEPSEEK_LAYER):
+    of_deepseek = DEEPSEEK_LAYER, DEEPSEEK_CONFIG
+    for place in (*EVERYWHERE, *IN_ARCHITECTURES, *OF_A_MODEL, *of_deepseek):
         try:
             home, name = _home_of(place)
             getattr(home, name)

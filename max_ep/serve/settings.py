@@ -20,8 +20,8 @@ from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 
 from .. import EPConfig, blockwise_fp8_quant_config
 from ..balance import Placement, default_replicas, plan
-from ..checkpoint import BIASES, check_place, why_not_balanced
-from ..checkpoint.decoder import Decoder
+from ..checkpoint import BIASES, check_place, loaded_bytes, why_not_balanced
+from ..checkpoint.decoder import Decoder, LatentAttention
 from ..experts import gather_takes, gpu_takes
 from ..limits import (
     BALANCE_VARIABLE,
@@ -234,13 +234,14 @@ def _protocol() -> str:
 
 def gathers(config: EPConfig, model: Decoder) -> bool:
     """Returns whether experts gather their tokens, in place of dispatch and combine:
-    on one Hopper GPU in bfloat16, without replicas."""
+    on one Hopper GPU in bfloat16, without replicas, in our decoder."""
     return (
         config.target == "gpu"
         and config.n_ranks == 1
         and config.dispatch_dtype == config.combine_dtype == DType.bfloat16
         and not (config.eplb_enabled or config.fused_shared_expert)
         and not model.moe.is_clamped
+        and not isinstance(model.layers[0].attention, LatentAttention)
         and gather_takes(config.n_experts, *model.expert_sizes[0])
         and gpu_takes(*model.expert_sizes[1])
         and is_hopper()
@@ -287,6 +288,12 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         if n_gpus(pipeline_config) < 2:
             return 0
         return super().estimate_signal_buffer_memory(pipeline_config, arch_config)
+
+    def estimate_weights_size(self, pipeline_config: Any) -> int:
+        """Returns the bytes of all devices as weights are loaded: files may be
+        narrower, and have once what each GPU has."""
+        n = n_gpus(pipeline_config)
+        return (n or 1) * sum(loaded_bytes(config_of(pipeline_config), n))
 
     def estimate_activation_memory(
         self, pipeline_config: Any, huggingface_config: Any

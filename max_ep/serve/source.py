@@ -18,7 +18,7 @@ from ..checkpoint import (
     kept_in_fp8,
     read_tensors,
 )
-from ..checkpoint.decoder import Decoder
+from ..checkpoint.decoder import Decoder, LatentAttention
 from ..checkpoint.rope import FIELDS
 
 
@@ -68,7 +68,9 @@ _IN_OTHER_FORM = ("model_type", "dtype", "torch_dtype", "id2label", *FIELDS)
 def correct(huggingface_config: Any, config: dict[str, Any]) -> None:
     """Gives what transformers made of a ``config.json``, which MAX reads, the values of
     the checked one. They may differ: a class that comes with a checkpoint has defaults
-    of its own, and fields beside ``text_config`` are none of the text model."""
+    of its own, and fields beside ``text_config`` are none of the text model. Heads of
+    latent attention are those that are served: MAX sizes its layers, buffers and plan
+    by them."""
     for name, value in config.items():
         there = getattr(huggingface_config, name, None)
         if value is None or value == there:
@@ -78,3 +80,7 @@ def correct(huggingface_config: Any, config: dict[str, Any]) -> None:
     if getattr(huggingface_config, "head_dim", None) is None:
         n_heads = huggingface_config.num_attention_heads
         huggingface_config.head_dim = huggingface_config.hidden_size // n_heads
+    attention = described(config).layers[0].attention
+    if isinstance(attention, LatentAttention):
+        huggingface_config.num_attention_heads = attention.n_filled_heads
+        huggingface_config.num_key_value_heads = attention.n_filled_heads

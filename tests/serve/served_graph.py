@@ -37,7 +37,10 @@ LIMITS = "--max-length 256 --max-batch-size 4 --max-batch-input-tokens 256".spli
 def count_ops(graph: Graph) -> NoReturn:
     """Ends the program where the decoder would be compiled."""
     # With the subgraphs, one for each kind of layer.
-    symbols = re.findall(r'symbol = "([\w.]+)"', str(graph._module))
+    text = str(graph._module)
+    latent = re.findall(r'"mo\.mla\.graph\..*? : \(!mo\.tensor<\[\w+, (\d+), ', text)
+    print("latent:", sorted({int(n_heads) for n_heads in latent}))
+    symbols = re.findall(r'symbol = "([\w.]+)"', text)
     names = [symbol for symbol in symbols if symbol.startswith(("max_ep.", "ep."))]
     print("ops:", json.dumps(Counter(names)), flush=True)
     os._exit(0)

@@ -72,6 +72,10 @@ WHERE = {
     "two_gpus_deepseek_fp8": (2, 0, "deepseek", FP8),
     "two_gpus_deepseek": (2, 0, "deepseek"),
     "two_gpus_deepseek_placed": (2, 0, "deepseek", PLACEMENT_VARIABLE),
+    # With heads of zeros.
+    "one_gpu_deepseek_4_heads": (1, 0, "deepseek_4_heads"),
+    "one_gpu_deepseek_24_heads": (1, 0, "deepseek_24_heads"),
+    "two_gpus_deepseek_24_heads_fp8": (2, 0, "deepseek_24_heads", FP8),
 }
 
 if ALL_CASES:

@@ -148,8 +148,7 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
                 ("qk_nope_head_dim", 64),
                 ("qk_rope_head_dim", 32),
                 ("v_head_dim", 64),
-                ("num_attention_heads", 8),
-                ("num_attention_heads", 48),
+                ("num_attention_heads", 0),
                 ("q_lora_rank", 20),
             ]
         ),

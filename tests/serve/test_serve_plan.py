@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from max.driver import DeviceSpec
 from max.dtype import DType
+from max.pipelines.architectures.deepseekV3 import model as stock_model
 from max.pipelines.architectures.deepseekV3.model_config import (
     DeepseekV3Config as MaxsConfig,
 )
@@ -27,8 +28,10 @@ from max_ep.checkpoint import check_config
 from max_ep.limits import BALANCE_VARIABLE
 from max_ep.serve import deepseek_v3, settings, source
 from max_ep.serve.model import CheckedConfig, ExpertParallelModel, OurConfig
+from max_ep.serve.replaced import OF_A_MODEL, replaced
 from max_ep.serve.settings import (
     PLACEMENT_VARIABLE,
+    ExpertParallelPlanner,
     activation_bytes,
     place_experts,
     serving_config,
@@ -37,15 +40,14 @@ from tests.serve.described import QWEN3, qwen3
 from tests.serve.serving_configs import PUBLISHED
 
 
-@pytest.mark.parametrize("device, words", [("gpu", "one GPU"), ("cpu", "the CPU")])
-def test_devices_that_an_architecture_is_not_for(device, words, monkeypatch):
+def test_devices_that_an_architecture_is_not_for(monkeypatch):
     """Before weights are read: the memory plan comes first."""
     name = "DeepseekV3ForCausalLM"
-    devices = [SimpleNamespace(device_type=device)]
+    devices = [SimpleNamespace(device_type="cpu")]
     monkeypatch.setattr(settings, "config_of", lambda _: dict(architectures=[name]))
-    words += ", but on several GPUs; .*without max_ep"
+    words = "not served on the CPU, but on one GPU and several GPUs; .*without max_ep"
     where = SimpleNamespace(model=SimpleNamespace(device_specs=devices))
-    with pytest.raises(ValueError, match=f"{name} is not served on {words}"):
+    with pytest.raises(ValueError, match=f"{name} is {words}"):
         _planner().estimate_activation_memory(where, None)
 
 
@@ -134,7 +136,8 @@ def test_max_reads_what_was_checked_of_deepseek(tmp_path, monkeypatch):
     each of the three."""
     monkeypatch.undo()
     others = dict(routed_scaling_factor=1.0, qk_rope_head_dim=32, rope_theta=5e4)
-    kimi = PUBLISHED["Kimi-K2-Instruct"]
+    heads = dict(num_attention_heads=40, num_key_value_heads=40)
+    kimi = PUBLISHED["Kimi-K2-Instruct"] | heads
     given = {name: value for name, value in kimi.items() if name not in others}
     (tmp_path / "config.json").write_text(json.dumps(given))
     served = _served(tmp_path, SimpleNamespace(**(given | others)))
@@ -144,11 +147,45 @@ def test_max_reads_what_was_checked_of_deepseek(tmp_path, monkeypatch):
     served.speculative = None
     chosen = f"{MaxsConfig.__module__}._select_quantization_encoding"
     monkeypatch.setattr(chosen, lambda *_: "bfloat16")
-    made = deepseek_v3.DeepseekV3Config.initialize(served, max_seq_len=100)
+    # As MAX's model makes it, while its graph is built.
+    with replaced(
+        dict.fromkeys(OF_A_MODEL) | deepseek_v3.DeepseekV3Model.also_replaced
+    ):
+        kind = stock_model.DeepseekV3Config
+    assert kind is deepseek_v3.DeepseekV3Config
+    assert stock_model.DeepseekV3Config is MaxsConfig
+    for _ in range(2):  # MAX keeps what was parsed
+        made = kind.initialize(served, max_seq_len=100)
+        # With heads of zeros.
+        assert made.num_attention_heads == made.num_key_value_heads == 64
+        assert made.kv_params.num_q_heads == 64
+    assert served.model.huggingface_config.num_attention_heads == 64
     assert made.routed_scaling_factor == 2.5
     assert made.kv_params.head_dim == 512 + 64
     assert made.rope_theta == 1e4
     assert made.rope_scaling["factor"] == kimi["rope_scaling"]["factor"]
+
+
+@pytest.mark.parametrize(
+    "name, device, n, gigabytes",
+    [
+        ("DeepSeek-V3", "gpu", 8, 907.4),  # 656.5 of experts, and eight times the rest
+        ("gpt-oss-20b", "gpu", 1, 41.8),  # from 13.8
+        ("gpt-oss-20b", "cpu", 1, 83.7),
+    ],
+)
+def test_weights_are_planned_as_they_are_loaded(
+    name, device, n, gigabytes, monkeypatch
+):
+    """Not as they are stored: matrices are widened, and each GPU has all but experts.
+    MAX's planner, which takes files for bfloat16, planned -3.8 TB of DeepSeek-V3."""
+    config = check_config(PUBLISHED[name])
+    monkeypatch.setattr(settings, "config_of", lambda _: config)
+    devices = [SimpleNamespace(device_type=device)] * n
+    where = SimpleNamespace(model=SimpleNamespace(device_specs=devices))
+    planner = deepseek_v3.DeepseekV3Planner if n > 1 else ExpertParallelPlanner
+    n_bytes = planner.__new__(planner).estimate_weights_size(where)
+    assert n_bytes / 1e9 == pytest.approx(gigabytes, rel=1e-3)
 
 
 def test_deepseek_needs_attention_and_experts(monkeypatch):
@@ -169,6 +206,8 @@ def test_deepseek_needs_attention_and_experts(monkeypatch):
     assert planner.estimate_activation_memory(two, "config.json") == 42
     assert asked == [(1, "config.json")]
     assert two.runtime.ep_size == 2
+    one = _Copied(model=SimpleNamespace(device_specs=[None]))
+    assert planner.estimate_signal_buffer_memory(one) > 0  # and one GPU has them
 
 
 @pytest.fixture(autouse=True)

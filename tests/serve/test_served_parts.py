@@ -130,6 +130,7 @@ def test_a_failed_launch_ends_the_next_step(monkeypatch):
         served.prepare_initial_token_inputs([7])
 
 
+ONE_LAYER = dict(dispatch=1, combine=1)
 TWO_LAYERS = dict(dispatch=2, combine=2)
 IN_PLACE = dict(routed_swiglu=2)
 PLACED = dict.fromkeys(("dispatch", "combine", "softmax_top_k", "balance_ids"), 4)
@@ -155,6 +156,9 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
         pytest.param(
             "two_gpus", "deepseek_tiny", TWO_LAYERS | dict(balance_ids=2), marks=slow
         ),
+        # With heads of zeros; on one GPU, too, it has a group.
+        pytest.param("one_gpu", "deepseek_4_heads", ONE_LAYER, marks=slow),
+        pytest.param("two_gpus", "deepseek_24_heads_fp8", TWO_LAYERS, marks=slow),
         # Two layers on two GPUs, with replicas of busy experts.
         ("two_gpus", "tiny", PLACED),
         # The router is an op of ours.
@@ -221,6 +225,10 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     assert ("max_ep.gpu_linear" in ops) == ("gpu" in where)
     of_gpu = f"max_ep.grouped_gate_up{fp8}"
     assert (of_gpu in ops) == ("gpu" in where and is_swiglu)
+    # All of MAX's parts agree on heads: those of zeros included.
+    n_heads = {"deepseek_4_heads": [16], "deepseek_24_heads": [32]}.get(size)
+    line = next(x for x in done.stdout.splitlines() if x.startswith("latent: "))
+    assert n_heads is None or json.loads(line.removeprefix("latent: ")) == n_heads
 
 
 def test_shared_experts_outside_of_dispatch_are_added(monkeypatch):
