@@ -14,6 +14,7 @@ import numpy as np
 from max_ep.extension import sizes_in
 from max_ep.quantize import bfloat16_to_float32, float32_to_bfloat16
 from max_ep.waits import n_words, named, place
+from tests.children import ALL_CASES
 from tests.codegen.kernels import compiled, counter_word
 from tests.emulator import Clock, Emulated, Launch, Memory, Races, Trials, run
 from tests.emulator.grid import IDLE_ROUNDS, IDLE_ROUNDS_FOR_EVER
@@ -22,11 +23,15 @@ from tests.emulator.link import Link, with_calls
 N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
-_SPLIT = ("many", "shared", "expert", "late_split")
-_SPLIT += "hosts_rows", "hosts_late_split", "hosts_relay_late_split"
+_SPLIT = ("many", "shared", "expert", "late_split", "keeps")
+_SPLIT += "hosts_rows", "hosts_late_split"
 _FUSED = "sums rows expert_shared fp8_sums late masks drops work fp8 nvfp4".split()
-_FUSED += "hosts_sums hosts_expert hosts_fp8_sums hosts_drops hosts_many".split()
-_FUSED += ["hosts_late", "hosts_relay", "hosts_relay_fp8_sums"]
+_FUSED += "hosts_sums hosts_expert hosts_fp8_sums hosts_many hosts_relay".split()
+_FUSED += "long wide hosts_relay_long masks_rows mxfp8_sums".split()
+_FUSED += ["padded", "padded_expert"]
+if ALL_CASES:  # `emit_slow` has them
+    _SPLIT += ("hosts_relay_late_split",)
+    _FUSED += "hosts_drops hosts_late hosts_relay_fp8_sums drops_rows".split()
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 
@@ -106,6 +111,7 @@ class World:
         (said,) = (x.split(" ", 1)[1] for x in lines if x.split()[0] == f"{name}.sizes")
         self.words, self.polled = sizes_in(said), set()
         self.name, self.seed = name, 0
+        self.is_padded = name.startswith("padded")
         self.has_sums = s.protocol % MASKS_BIT in (3, 7)
         self.memory, self.clock = Memory(1 << 24, begin=1 << 17), Clock()
         self.timeout_ms = timeout_ms
@@ -196,7 +202,7 @@ class World:
         # Where ranks have a deadline, warps that are slow would miss it.
         is_even = self.timeout_ms != LONG_MS
         # There several warps settle the same count, or count the same rows.
-        lets_equal = self.name in ("masks", "drops", "hosts_drops")
+        lets_equal = "masks" in self.name or "drops" in self.name
         how = self.unwatched, lets_equal
         how = *how, self.link.n_more if self.link else 0, self.unread
         found = Races(len(queues), self.n_blocks, N_THREADS, *how)
@@ -264,11 +270,15 @@ class World:
             out = [
                 memory.allocate(n_rows * s.hidden * 2),
                 memory.allocate(4 * (s.n_local + s.is_shared + 1)),
-                memory.allocate(4 * (s.n_local + s.is_shared)),
+                memory.allocate(8 * (s.n_local * s.n_ranks + s.is_shared)),
                 memory.allocate(8 * n_rows),
             ]
-            scales = memory.allocate(n_rows * s.hidden // 8)
+            # In tiles of 128 rows, and each expert begins with one.
+            n_more = 128 * (s.n_local + 1) if self.name == "nvfp4_tiles" else 0
+            scales = memory.allocate((n_rows + n_more) * s.hidden // 8)
             rows = {"fp8": [scales, n_rows], "nvfp4": [scales]}.get(self.name, [0] * 3)
+            if self.name == "nvfp4_tiles":
+                rows = [scales, 0]
             params[rank] = [*given, out[0], *rows, n_rows, *out[1:]]
             params[rank] += self.buffers(rank, s.dispatch_recv, s.dispatch_counts)
             params[rank] += self.put_buffers(rank, 0)
@@ -319,7 +329,14 @@ class Output:
     """What experts make of the rows."""
 
     def read(self) -> tuple[np.ndarray, ...]:
+        """Reads offsets, rows, and token and k of each row; packs what is padded."""
         s, memory = self.world.sizes, self.world.memory
+        if self.world.is_padded:
+            counts = memory.array(self.offsets, np.int32, s.n_local)
+            places = self._places(counts)
+            rows = self.world.numbers(self.rows, self.n_rows_max)[places]
+            info = memory.array(self.src_info, np.int32, self.n_rows_max, 2)[places]
+            return np.cumsum([0, *counts]), rows, info
         offsets = memory.array(self.offsets, np.uint32, s.n_local + s.is_shared + 1)
         n_rows = int(offsets[-1])
         info = memory.array(self.src_info, np.int32, n_rows, 2)
@@ -328,13 +345,21 @@ class Output:
         np.testing.assert_array_equal(ids, range(n))
         return offsets, self.world.numbers(self.rows, n_rows), info
 
+    def _places(self, counts: np.ndarray) -> np.ndarray:
+        """Finds the rows of padded experts."""
+        s = self.world.sizes
+        of_expert = np.arange(s.n_ranks * s.max_tokens)
+        return np.flatnonzero(of_expert < counts[:, np.newaxis])
+
     def run_experts(self) -> None:
         """Adds its expert's number to each row."""
         offsets, rows, _ = self.read()
+        counts = np.diff(offsets.astype(int))
+        places = self._places(counts) if self.world.is_padded else range(len(rows))
         sizes = self.world.sizes
         made = np.zeros((self.n_rows_max, sizes.hidden))
-        experts = np.repeat(sizes.experts_of(self.rank), np.diff(offsets.astype(int)))
-        made[: len(rows)] = rows + experts[:, np.newaxis]
+        experts = np.repeat(sizes.experts_of(self.rank), counts)
+        made[places] = rows + experts[:, np.newaxis]
         self.world.memory.bytes[self.made : self.made + 2 * made.size] = bf16(made)
 
 

@@ -44,8 +44,8 @@ def with_calls(text: str) -> str:
 
 
 def statements(place: int, name: str, of: Sequence[str]) -> list[str]:
-    """Translates a call; of one by a warp all lanes must take part, which orders
-    nothing."""
+    """Translates a call. Of one by a warp each lane reads a part; that all take part
+    orders nothing."""
     if name == "nvshmem_ptr":
         return [f"{of[0]} = block.link.mapped({of[1]}, {of[2]})"]
     if name == "nvshmemx_signal_op":
@@ -53,6 +53,8 @@ def statements(place: int, name: str, of: Sequence[str]) -> list[str]:
         return [f"block.link.signal(mem, {to}, {word}, {how}, {rank})"]
     assert name in ("nvshmemx_putmem_nbi_warp", "nvshmemx_putmem_signal_nbi_warp"), name
     return [
+        f"_ = yield ('vote.ballot', {place}, True, 0)",
+        f"block.link.read(mem, tid & 31, {of[1]}, {of[2]})",
         f"_ = yield ('vote.ballot', {place}, True, 0)",
         f"if tid & 31 == 0: block.link.put(mem, {', '.join(of)})",
     ]
@@ -73,6 +75,9 @@ class _Put:
 
 class Link:
     """The link of all ranks of a group."""
+
+    is_nvlink = False
+    """Whether the memory of other hosts is mapped, too, though ranks put to them."""
 
     def __init__(
         self, regions: Sequence[int], region_bytes: int, n_mapped: int, seed: int
@@ -162,7 +167,8 @@ class End:
 
     def mapped(self, at: int, rank: int) -> int:
         link = self._link
-        if rank // link.n_mapped != self._rank // link.n_mapped:
+        is_far = rank // link.n_mapped != self._rank // link.n_mapped
+        if is_far and not link.is_nvlink:
             return 0
         return self._there(at, rank)
 
@@ -185,6 +191,11 @@ class End:
         put = _Put([], (self._there(to, rank), word), None, None)
         self._link.begin(self._rank, thread, clocks, put)
 
+    def read(self, memory, lane: int, from_: int, n_bytes: int) -> None:
+        """Reads a lane's words of what is put."""
+        for at in range(from_ + lane * _WORD_BYTES, from_ + n_bytes, 32 * _WORD_BYTES):
+            memory.loads[8](at)
+
     def put(self, memory, to: int, from_: int, n_bytes: int, *more: int) -> None:
         """Begins a put; the rank comes last, and before it a signal may stand."""
         *signal, rank = more
@@ -192,8 +203,6 @@ class End:
         assert not (to | from_ | n_bytes) % _WORD_BYTES and n_bytes > 0
         self._there(from_ + n_bytes - 1, self._rank)
         self._there(to + n_bytes - 1, self._rank)
-        for at in range(from_, from_ + n_bytes, _WORD_BYTES):
-            memory.loads[8](at)
         bytes_ = getattr(memory, "unordered", memory).bytes
         random_ = self._link._random
         n_words = n_bytes // _WORD_BYTES

@@ -27,10 +27,10 @@ from tests.emulator.steps import (
     failure,
     run_steps,
 )
-from tests.oracle.row_layouts import kept_rows
+from tests.oracle.row_layouts import kept_rows, scales_of_tiles
 
 
-@pytest.mark.parametrize("name", ["shared", "expert_shared", "fp8_sums"])
+@pytest.mark.parametrize("name", ["shared", "expert_shared", "fp8_sums", "mxfp8_sums"])
 def test_variants(name):
     world = World(name)
     run_steps(world, [([5, 2, 4], 0), ([0, 5, 1], 2)])
@@ -116,7 +116,7 @@ def test_data_that_looks_missing_arrives():
     check_results(world, results, tokens, ids, weights)
 
 
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4_tiles"])
 def test_tokens_are_quantized(name):
     """Bit for bit as the oracle; the last scales of a token do not fill 16 bytes."""
     world = World(name)
@@ -125,11 +125,11 @@ def test_tokens_are_quantized(name):
     tokens[0][:, 16:32] = 6 * 2.0**-9  # The smallest scale of nvfp4 is 2**-9.
     outputs = world.dispatch(tokens, ids, weights)
     for rank, output in outputs.items():
-        _, _, info = output.read()
+        offsets, _, info = output.read()
         flat = [x for of_expert in rows_of(rank, ids, world.sizes) for x in of_expert]
         assert [tuple(x) for x in info.tolist()] == [x[1:] for x in flat]
         given = np.stack([tokens[src][token] for src, token, _ in flat])
-        quantize = dict(fp8=quantize_blockwise_fp8, nvfp4=quantize_nvfp4)[name]
+        quantize = quantize_blockwise_fp8 if name == "fp8" else quantize_nvfp4
         values, scales = (x.view(np.uint8) for x in quantize(given.astype(np.float32)))
         found = world.memory.array(output.rows, np.uint8, *values.shape)
         np.testing.assert_array_equal(found, values)
@@ -138,6 +138,11 @@ def test_tokens_are_quantized(name):
             shape = n_blocks, n, 4
             of_blocks = world.memory.array(output.scales, np.uint8, *shape)
             found = of_blocks.transpose(1, 0, 2).reshape(n, -1)
+        elif name == "nvfp4_tiles":
+            n_blocks = scales.shape[1]
+            shape = output.n_rows_max // 128 + world.sizes.n_local, n_blocks // 4
+            tiles = world.memory.array(output.scales, np.uint8, *shape, 32, 4, 4)
+            found = scales_of_tiles(tiles, offsets, n_blocks)
         else:
             found = world.memory.array(output.scales, np.uint8, *scales.shape)
         np.testing.assert_array_equal(found, scales)
@@ -184,8 +189,17 @@ def test_parts_of_a_row_are_counted_in_all_rounds():
     check_header(world, range(3), 1)
 
 
-def test_a_rank_is_masked_and_comes_back():
-    world = World("masks", timeout_ms=MASKED_MS)
+def test_parts_of_a_sum_are_counted_in_all_rounds():
+    """So few sums that warps of a block stage parts of each, and a block has two for
+    other hosts. Fails if a part is counted for the sum of another round."""
+    world = World("hosts_sums")
+    run_steps(world, [([2, 2, 2, 2], 1)], n_wrong=0)
+    check_header(world, range(4), 1)
+
+
+@pytest.mark.parametrize("name", ["masks", "masks_rows"])
+def test_a_rank_is_masked_and_comes_back(name):
+    world = World(name, timeout_ms=MASKED_MS)
     run_steps(world, [([5, 2, 4], 1)])
     here = [0, 1]
     for step in (1, 2):
@@ -238,7 +252,12 @@ def test_a_rank_that_waits_is_not_masked():
 
 
 @pytest.mark.parametrize(
-    "name, more", [("drops", []), pytest.param("hosts_drops", [3], marks=slow)]
+    "name, more",
+    [
+        ("drops", []),
+        pytest.param("drops_rows", [], marks=slow),
+        pytest.param("hosts_drops", [3], marks=slow),
+    ],
 )
 def test_rows_that_do_not_fit_are_dropped(name, more):
     world = World(name)
@@ -280,10 +299,12 @@ def test_rows_that_do_not_fit_are_dropped(name, more):
                 assert of_experts[expert] == len({*wanted} - stays)
 
 
-def test_rows_may_change_after_they_are_sent():
-    """Where weights come late, a launch that only sends keeps its rank's own sums."""
-    world = World("late_split")
-    given = draw(world.sizes, [20, 3, 7], 0)
+@pytest.mark.parametrize("name, most", [("late_split", 20), ("keeps", 5)])
+def test_rows_may_change_after_they_are_sent(name, most):
+    """Where weights come late, a launch that only sends keeps its rank's own sums; of
+    rows it sends its rank's own, too."""
+    world = World(name)
+    given = draw(world.sizes, [most, 3, 4], 0)
     outputs = world.dispatch(*given)
     stays, run = check_rows(world, outputs, *given[:2]), world.run
 
@@ -295,3 +316,52 @@ def test_rows_may_change_after_they_are_sent():
 
     world.run = change
     check_results(world, world.combine(outputs, given[2]), *given, stays)
+
+
+@pytest.mark.parametrize("name", ["long", "wide", "hosts_relay_long"])
+def test_more_than_goes_at_once(name):
+    """Tokens of more steps than a lane loads at once, more pairs and experts than a
+    warp has lanes for, more choices than rows in flight. Fails if the second round of a
+    loop is wrong."""
+    world = World(name)
+    n_ranks = world.sizes.n_ranks
+    run_steps(world, [([1, 0, 2] if n_ranks == 3 else [1, 0, 1, 0], 1)], n_wrong=0)
+    check_header(world, range(n_ranks), 1)
+
+
+@pytest.mark.parametrize("name", ["hosts_sums", "hosts_rows"])
+def test_hosts_that_nvlink_joins(name):
+    """Where SHMEM has mapped other hosts' memory, a warp copies what it would put."""
+    world = World(name)
+    world.link.is_nvlink = True
+    run_steps(world, [([5, 2, 1, 0], 1)])
+    check_header(world, range(world.sizes.n_ranks), 1)
+
+
+@slow
+def test_as_many_tokens_as_are_inline():
+    """A source and its receiver agree on which tokens have flags of their own."""
+    world = World("many")
+    run_steps(world, [([256, 3], 1), ([1, 257], 1)], n_wrong=0.985)
+    check_header(world, range(2), 2)
+
+
+@pytest.mark.parametrize("name", ["padded", "padded_expert"])
+def test_rows_are_padded(name):
+    """Each expert has rows of its own, and tables say which of them are whose."""
+    world = World(name)
+    s = world.sizes
+    for step, counts in enumerate([[5, 2, 4], [0, 5, 1]]):
+        given = draw(s, counts, step)
+        n_rows = s.n_local * s.n_ranks * s.max_tokens
+        outputs = world.dispatch(*given, n_rows_max=n_rows)
+        check_step(world, outputs, *given)
+        for rank, output in outputs.items():
+            shape = s.n_local, s.n_ranks, 2
+            ranges = world.memory.array(output.expert_ids, np.int32, *shape)
+            for found, of_expert in zip(ranges, rows_of(rank, given[1], s)):
+                sources = [x[0] for x in of_expert]
+                n_of = [sources.count(src) for src in range(s.n_ranks)]
+                np.testing.assert_array_equal(found[:, 1], n_of)
+                np.testing.assert_array_equal(found[:, 0], np.cumsum([0, *n_of[:-1]]))
+    check_header(world, range(s.n_ranks), 2)

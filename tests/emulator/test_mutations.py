@@ -62,7 +62,7 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
         ("drops", checks.test_rows_that_do_not_fit_are_dropped, "drops", []),
         ("masks", checks.test_two_ranks_are_masked_at_once),
         ("masks", checks.test_a_rank_that_waits_is_not_masked),
-        ("masks", checks.test_a_rank_is_masked_and_comes_back),
+        ("masks", checks.test_a_rank_is_masked_and_comes_back, "masks"),
         ("many", checks.test_tokens_in_chunks),
         ("many", failures.test_what_does_not_come_is_not_used, 4),
         ("many", failures.test_what_does_not_come_is_not_used, 257),

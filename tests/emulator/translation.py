@@ -285,6 +285,10 @@ class Translation:
             return f"{of[0]}.bit_count()"
         if how == "prmt":
             return f"permuted({', '.join(of)})"
+        if how == "bfi" and of[2].isdigit() and of[3].isdigit():
+            inserted = (1 << int(of[3])) - 1 << int(of[2]) & mask
+            value = f"{of[0]} << {of[2]} & {inserted}"
+            return f"{of[1]} & {mask ^ inserted} | ({value})"
         raise NotImplementedError(f"{how}.{'.'.join(kinds)}")
 
     def _converted(self, kinds: list[str], parts: list[str]) -> str:

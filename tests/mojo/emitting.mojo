@@ -33,7 +33,7 @@ def emit[
 
 
 def emit_amd[F: TrivialRegisterPassable, //, kernel: F](name: String) raises:
-    comptime if not is_defined["NVIDIA_ONLY"]():
+    comptime if not is_defined["FEW_CASES"]():
         _write[kernel, "gfx942", "asm"](String(argv()[1], "/gfx942.", name, ".s"))
 
 

@@ -17,13 +17,14 @@ from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.given import GivenTokenFormat
 from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat, PlainTokenFormat
-from max_ep.formats.scale_layouts import RowByRow
+from max_ep.formats.scale_layouts import InTiles, RowByRow
 from max_ep.protocol.layout import Group
 from max_ep.protocol.message_sizes import combine_msg_bytes
 from max_ep.launch.setup import set_up_kernel
 from max_ep.launch.sizes import sizes_of
 from max_ep.protocol.token_format import TokenFormat
 from max_ep_experts.heads import heads_kernel
+from std.sys import is_defined
 
 comptime B16 = DType.bfloat16
 comptime F8 = DType.float8_e4m3fn
@@ -72,6 +73,20 @@ def late(group: Group) -> Group:
     """Describes a group whose weights come with combine."""
     var of = group
     of.late_weights = True
+    return of
+
+
+def padded(group: Group) -> Group:
+    """Describes a group whose experts have rows of their own."""
+    var of = group
+    of.is_padded = True
+    return of
+
+
+def choosing(group: Group, top_k: Int) -> Group:
+    """Describes a group whose tokens have so many choices."""
+    var of = group
+    of.top_k = top_k
     return of
 
 
@@ -124,7 +139,9 @@ def emit_form[P: Kernel, splits: Bool](phase: String, name: String) raises:
         emit[kernel_entry[P, True, True], links=False](String(phase, ".", name))
 
 
-def emit_group[group: Group, splits: Bool = False](name: String) raises:
+def emit_group[
+    group: Group, splits: Bool = False, keeps_rows: Bool = False
+](name: String) raises:
     """Compiles the kernels of a group, and describes it."""
     comptime Format = BF16TokenFormat[group.hidden_size, group.top_k]
     comptime there = of_phase(group, False)
@@ -137,7 +154,7 @@ def emit_group[group: Group, splits: Bool = False](name: String) raises:
         comptime partial = B16 if group.partial_block == 0 else F8
         emit_form[CombineSums[back, B16, partial], splits]("combine", name)
     else:
-        emit_form[CombineRows[back, B16], splits]("combine", name)
+        emit_form[CombineRows[back, B16, keeps_rows], splits]("combine", name)
     describe(group, name)
 
 
@@ -172,11 +189,12 @@ def given(
     is_plain: Bool,
     n_ranks: Int,
     relays: Bool,
+    n_local: Int,
 ) -> Group:
-    """Describes a group as PyTorch has it: plain rows, or expanded and aligned. There are
-    as many experts on a rank as choices in a token. Four ranks are on two hosts."""
+    """Describes a group as PyTorch has it: plain rows, or expanded and aligned. Four ranks
+    are on two hosts."""
     return Group(
-        n_experts=n_ranks if is_plain else n_ranks * router_top_k,
+        n_experts=n_ranks if is_plain else n_ranks * n_local,
         n_ranks=n_ranks,
         n_mapped=2 if n_ranks == 4 else 0,
         max_tokens_per_rank=70,
@@ -190,21 +208,27 @@ def given(
         wide_ids=True,
         num_threads=320,
         router_top_k=router_top_k if is_plain else 0,
-        router_experts=n_ranks * router_top_k,
+        router_experts=n_ranks * n_local,
         row_alignment=1 if is_plain else 4,
         relays=relays,
     )
 
 
 def emit_given[
-    is_plain: Bool, router_top_k: Int, n_ranks: Int = 3, relays: Bool = False
+    is_plain: Bool,
+    router_top_k: Int,
+    n_ranks: Int = 3,
+    relays: Bool = False,
+    more_experts: Int = 0,
 ](name: String) raises:
+    """There are as many experts on a rank as choices in a token, and some more."""
+    comptime n_local = router_top_k + more_experts
     comptime Format = GivenTokenFormat[
         ROW_BYTES,
         N_SCALES,
         n_ranks if is_plain else router_top_k,
         router_top_k if is_plain else 0,
-        router_top_k,
+        n_local,
     ]
     comptime hidden = ROW_BYTES // 2
     comptime back = combine_msg_bytes[B16](hidden)
@@ -216,10 +240,18 @@ def emit_given[
         is_plain=is_plain,
         n_ranks=n_ranks,
         relays=relays,
+        n_local=n_local,
     )
     emit_form[DispatchByRank[of, Format, DType.uint8], False]("dispatch", name)
     comptime sums = given(
-        0, hidden, back, router_top_k, is_plain=is_plain, n_ranks=n_ranks, relays=relays
+        0,
+        hidden,
+        back,
+        router_top_k,
+        is_plain=is_plain,
+        n_ranks=n_ranks,
+        relays=relays,
+        n_local=n_local,
     )
     emit_form[CombineSums[sums, B16, B16], False]("combine", name)
     comptime all_ = given(
@@ -230,6 +262,7 @@ def emit_given[
         is_plain=is_plain,
         n_ranks=n_ranks,
         relays=relays,
+        n_local=n_local,
     )
     describe(all_, name)
 
@@ -273,7 +306,24 @@ def describe(group: Group, name: String):
     print(name + ".sizes", sizes_of(group))
 
 
+def emit_slow() raises:
+    """Compiles what only `make test-all` runs."""
+    emit_group[small(n_experts=270, drops_rows=True, n_hosts=2)]("hosts_drops")
+    emit_group[late(small(n_hosts=2))]("hosts_late")
+    comptime hosts = relaying(late(small(n_hosts=2)))
+    emit_group[hosts, splits=True]("hosts_relay_late_split")
+    comptime hosts_fp8 = small(hidden_size=384, partial_block=128, n_hosts=3)
+    emit_group[relaying(hosts_fp8)]("hosts_relay_fp8_sums")
+    comptime drops = small(
+        n_experts=270, hidden_size=248, drops_rows=True, has_sums=False
+    )
+    emit_group[drops]("drops_rows")
+    emit_given[True, 3, 4]("hosts_plain")
+
+
 def main() raises:
+    comptime if not is_defined["FEW_CASES"]():
+        emit_slow()
     emit[set_up_kernel, links=False]("set_up")
     emit[heads_kernel[B16, 64], links=False]("heads")
     emit_group[small()]("sums")
@@ -309,24 +359,41 @@ def main() raises:
     )
     emit_group[hosts_expert]("hosts_expert")
     emit_group[small(hidden_size=384, partial_block=128, n_hosts=2)]("hosts_fp8_sums")
-    emit_group[small(n_experts=270, drops_rows=True, n_hosts=2)]("hosts_drops")
     emit_group[apart(MANY)]("hosts_many")
-    emit_group[late(small(n_hosts=2))]("hosts_late")
+    # So many steps that a chunk of a token is not loaded at once.
+    comptime long = small(hidden_size=7432)
+    emit_group[long]("long")
+    emit_group[relaying(small(hidden_size=7432, n_hosts=2))]("hosts_relay_long")
+    # More pairs than a warp reads at once, more choices than rows that are in flight.
+    comptime wide = small(
+        n_experts=269,
+        max_tokens=2,
+        hidden_size=1808,
+        addressing=Addressing.BY_EXPERT,
+        has_sums=False,
+    )
+    emit_group[choosing(wide, 9)]("wide")
+    emit_group[small(masks=True, has_sums=False)]("masks_rows")
+    emit_group[small(hidden_size=384, partial_block=32)]("mxfp8_sums")
+    emit_group[small(has_sums=False), splits=True, keeps_rows=True]("keeps")
+    emit_group[padded(small(hidden_size=264, has_sums=False))]("padded")
+    comptime by_expert = small(
+        hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False
+    )
+    emit_group[padded(by_expert)]("padded_expert")
     emit_group[late(small(max_tokens=20, n_hosts=2)), splits=True]("hosts_late_split")
-    comptime hosts = relaying(small(n_hosts=2))
-    emit_group[hosts]("hosts_relay")
-    emit_group[late(hosts), splits=True]("hosts_relay_late_split")
-    comptime hosts_fp8 = small(hidden_size=384, partial_block=128, n_hosts=3)
-    emit_group[relaying(hosts_fp8)]("hosts_relay_fp8_sums")
+    emit_group[relaying(small(n_hosts=2))]("hosts_relay")
     emit_given[True, 1]("plain_one")
     emit_given[True, 3]("plain")
     # So many choices of the router that neither lanes nor shared memory hold all ids.
     emit_given[True, 17]("plain_many")
     emit_given[False, 4]("expanded")
-    emit_given[True, 3, 4]("hosts_plain")
+    # More experts on a rank than lanes in a warp.
+    emit_given[False, 4, more_experts=33]("expanded_wide")
     emit_given[True, 17, 4]("hosts_plain_many")
     emit_given[False, 4, 4]("hosts_expanded")
     emit_given[True, 3, 4, relays=True]("hosts_relay_plain")
     emit_gather("gather")
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")
+    emit_format[BlockScaledTokenFormat[NVFP4, InTiles, 1152, 3]]("nvfp4_tiles")
