@@ -20,7 +20,7 @@ from .architectures import (
 )
 from .fields import check_config, config_in
 from .files import Tensor, read_tensors
-from .generation import GENERATION_FILE, check_generation, has_penalties
+from .generation import GENERATION_FILE, check_generation, ends_of, has_penalties
 from .rope import Rope
 from .tensors import Stored, check_tensors, kept_in_fp8, loaded_bytes
 
@@ -40,6 +40,7 @@ __all__ = [
     "check_tensors",
     "config_in",
     "described",
+    "ends_of",
     "has_penalties",
     "kept_in_fp8",
     "loaded_bytes",

@@ -2,7 +2,8 @@
 """Fields of ``generation_config.json`` that change what transformers generates.
 
 MAX reads those of :data:`_READ_BY_MAX`. Others are served with values that change
-nothing; names that are not here are read by nobody.
+nothing; names that are not here are read by nobody. Where there is no such file,
+transformers takes them from ``config.json``, and MAX from nowhere.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .common import IDS
-from .fields import json_in
+from .fields import config_in, json_in
 from .rule import Rule, free, number, only, optional, shown, whole
 
 GENERATION_FILE = "generation_config.json"
@@ -76,16 +77,29 @@ RULES: dict[str, Rule] = {
 """By name, for all fields of transformers."""
 
 
+_IN_CONFIG: dict[str, Rule] = {
+    **RULES,
+    "do_sample": only(None, False),
+    "min_new_tokens": only(None, 0),
+    "max_new_tokens": free(),
+    "repetition_penalty": only(None, 1),
+    "temperature": only(None, 1),
+    "top_k": only(None, 50),
+    "top_p": only(None, 1),
+}
+"""The same of ``config.json``, where MAX reads nothing: values of transformers."""
+
+
 def check_generation(folder: Path) -> dict[str, Any]:
-    """Returns the fields of ``generation_config.json`` in a model's folder; there may
-    be none.
+    """Returns the fields by which transformers generates: those of
+    ``generation_config.json`` in a model's folder, or else of ``config.json``.
 
     Raises:
-        ValueError: Transformers would answer otherwise by it than MAX.
+        ValueError: Transformers would answer otherwise by them than MAX.
     """
     path = folder / GENERATION_FILE
     if not path.is_file():
-        return {}
+        return _generation_in_config(folder)
     fields = json_in(path)
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no names; remove it, or download it again")
@@ -97,6 +111,35 @@ def check_generation(folder: Path) -> dict[str, Any]:
                 f"{rule.served}; remove the field, and let requests say what they can"
             )
     return fields
+
+
+def _generation_in_config(folder: Path) -> dict[str, Any]:
+    """Returns fields of ``config.json``; as in transformers those of the text model
+    count where the same is not beside it."""
+    config = config_in(folder)
+    config = config if isinstance(config, dict) else {}
+    text = config.get("text_config")
+    fields = {}
+    for place in (text if isinstance(text, dict) else {}, config):
+        given = {name: place[name] for name in _IN_CONFIG if name in place}
+        fields |= {name: value for name, value in given.items() if value is not None}
+    for name, value in fields.items():
+        rule = _IN_CONFIG[name]
+        if not rule.takes(value):
+            raise ValueError(
+                f"config.json: {name}={shown(value)} is not served where there is no "
+                f"{GENERATION_FILE}; served is {rule.served}; remove the field, or say "
+                "it there"
+            )
+    return fields
+
+
+def ends_of(generation: Mapping[str, Any]) -> set[int]:
+    """Returns the tokens that end an answer of transformers."""
+    ends = generation.get("eos_token_id")
+    if isinstance(ends, list):
+        return {*ends}
+    return set() if ends is None else {ends}
 
 
 def has_penalties(generation: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from ..checkpoint import (
     check_tensors,
     config_in,
     described,
+    ends_of,
     kept_in_fp8,
     read_tensors,
 )
@@ -29,15 +30,24 @@ def config_of(pipeline_config: Any) -> dict[str, Any]:
 
 def config_of_model(model_config: Any) -> dict[str, Any]:
     """Does the same for the model's part of a pipeline's config."""
-    repo = model_config.huggingface_model_repo
-    if repo.repo_type == "local":
-        folder = Path(repo.local_path) / (repo.subfolder or "")
-    else:
-        where = dict(revision=repo.revision, subfolder=repo.subfolder)
-        path = hf_hub_download(repo.repo_id, "config.json", **where)
-        folder = Path(path).parent  # MAX has downloaded what is beside it
+    folder = _folder_of(model_config)
     check_generation(folder)
     return check_config(config_in(folder))
+
+
+def ends_of_answers(pipeline_config: Any) -> set[int]:
+    """Returns the tokens at which transformers ends an answer."""
+    return ends_of(check_generation(_folder_of(pipeline_config.model)))
+
+
+def _folder_of(model_config: Any) -> Path:
+    """Returns where ``config.json`` is."""
+    repo = model_config.huggingface_model_repo
+    if repo.repo_type == "local":
+        return Path(repo.local_path) / (repo.subfolder or "")
+    where = dict(revision=repo.revision, subfolder=repo.subfolder)
+    path = hf_hub_download(repo.repo_id, "config.json", **where)
+    return Path(path).parent  # MAX has downloaded what is beside it
 
 
 def decoder_of(pipeline_config: Any) -> Decoder:

@@ -18,7 +18,7 @@ from max.pipelines.context.exceptions import InputError
 from max.pipelines.lib import TextTokenizer
 from max.pipelines.lib.tokenizer import ReasoningTextTokenizer
 
-from .source import config_of
+from .source import config_of, ends_of_answers
 
 
 class _AllTokens:
@@ -74,6 +74,11 @@ class _Vocabulary:
             "enable_echo": model.enable_echo,
         }
         lengthen(self.delegate, self._n_embeddings)
+        # MAX has ends of config.json, too, where transformers has none of them, and
+        # none of its text_config.
+        own = self.delegate.eos_token_id
+        self._eos_token_ids = ends_of_answers(pipeline_config)
+        self._eos_token_ids |= set() if own is None else {own}
 
     def apply_chat_template(self, *args: Any, **more: Any) -> str:
         """Answers the request with status 400 if there is no template, or it raises."""

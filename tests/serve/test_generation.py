@@ -9,8 +9,10 @@ import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from max.pipelines.context.exceptions import InputError
 from max.pipelines.context.sampling_params import (
     SamplingParams,
@@ -20,12 +22,13 @@ from max.pipelines.lib.pipeline_variants.utils import StructuredOutputHelper
 from max.pipelines.modeling.types.pipeline_variants.text_generation import (
     TextGenerationRequestMessage,
 )
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from graphs.serve.checkpoint import make_checkpoint
 from max_ep.checkpoint import GENERATION_FILE, check_generation
 from max_ep.checkpoint.generation import _READ_BY_MAX, RULES
 from max_ep.serve.tokens import VocabularyTokenizer, leave_out_min_tokens, lengthen
+from tests.serve.serving import model_of
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": dict(
@@ -61,7 +64,8 @@ def check(folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_is_served(name, tmp_path):
-    check_generation(tmp_path)  # there is none
+    (tmp_path / "config.json").write_text("{}")
+    check_generation(tmp_path)  # there is no file
     check(tmp_path, json.dumps(PUBLISHED[name]))
 
 
@@ -109,6 +113,71 @@ def test_a_file_that_cannot_be_read(text, tmp_path):
     """MAX goes on without it, and so without its end of a sequence."""
     with pytest.raises(ValueError, match=rf"{GENERATION_FILE} (is not JSON|holds no)"):
         check(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("num_beams", 4),
+        ("suppress_tokens", [5]),
+        ("repetition_penalty", 1.3),
+        ("min_new_tokens", 9),
+        ("do_sample", True),
+        ("temperature", 0.5),
+        ("top_k", 20),
+        ("top_p", 0.9),
+    ],
+)
+def test_fields_of_config_count_without_the_file(field, value, tmp_path):
+    """In transformers, not in MAX. Older versions wrote defaults there."""
+    path = tmp_path / "config.json"
+    old = dict(do_sample=False, num_beams=1, temperature=1.0, top_k=50, top_p=1.0)
+    old |= dict(min_length=0, max_new_tokens=9, typical_p=1.0, bad_words_ids=None)
+    path.write_text(json.dumps(old))
+    check_generation(tmp_path)
+    for given in ({field: value}, {"text_config": {field: value}, field: None}):
+        path.write_text(json.dumps(given))
+        with pytest.raises(
+            ValueError, match=f"config.json: {field}=.* there is no gen"
+        ):
+            check_generation(tmp_path)
+        assert getattr(GenerationConfig.from_model_config(given), field) == value
+        (tmp_path / GENERATION_FILE).write_text("{}")
+        check_generation(tmp_path)
+        (tmp_path / GENERATION_FILE).unlink()
+
+
+@pytest.mark.parametrize("size", ["mixtral_tiny", "qwen3_vl_tiny"])
+def test_answers_end_as_in_transformers(size, tmp_path):
+    """Or at the tokenizer's end. Mixtral has one by default, and Qwen3-VL-MoE has them
+    in `text_config`."""
+    make_checkpoint(tmp_path, size)
+    path, file = tmp_path / "config.json", tmp_path / GENERATION_FILE
+    config = json.loads(path.read_text())
+    text = config.get("text_config", config)
+    of_tokenizer = AutoTokenizer.from_pretrained(tmp_path).eos_token_id
+    repo = dict(repo_type="local", local_path=str(tmp_path), subfolder=None)
+    for ends in ({}, {"eos_token_id": None}, {"eos_token_id": [5, 6]}):
+        text.pop("eos_token_id", None)
+        text |= ends
+        path.write_text(json.dumps(config))
+        for fields in (None, {}, {"eos_token_id": 7}):
+            file.unlink(missing_ok=True)
+            if fields is not None:
+                file.write_text(json.dumps(fields))
+            theirs = model_of(tmp_path, torch.float32).generation_config.eos_token_id
+            theirs = theirs if isinstance(theirs, list) else [theirs]
+            model = SimpleNamespace(
+                huggingface_model_repo=SimpleNamespace(**repo),
+                huggingface_config=AutoConfig.from_pretrained(tmp_path),
+                generation_config=GenerationConfig(**(fields or {})),
+                enable_echo=False,
+            )
+            flags = dict(enable_penalties=False, enable_min_tokens=False)
+            of_all = MagicMock(model=model, sampling=SimpleNamespace(**flags))
+            of_all.tokenizer_impl = None
+            tokenizer = VocabularyTokenizer(str(tmp_path), of_all)
+            assert tokenizer.eos_token_ids == {*theirs, of_tokenizer} - {None}
 
 
 def test_each_field_of_transformers_and_max_is_on_the_list():
