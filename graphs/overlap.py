@@ -18,7 +18,7 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 from max_ep import EPBatchManager, EPCommInitializer, EPConfig
 from max_ep.experts import linear
 
-N_RANKS, N_TOKENS, HIDDEN_SIZE, TOP_K, N_EXPERTS = 4, 32, 128, 2, 8
+N_RANKS, N_TOKENS, HIDDEN_SIZE, TOP_K, N_EXPERTS = 4, 16, 256, 2, 8
 RANKS = range(N_RANKS)
 CPU_DEVICE, F32 = DeviceRef.CPU(), DType.float32
 CONFIG = EPConfig(

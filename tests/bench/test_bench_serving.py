@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from bench import cores, graph_times, report, serving, summary
 from graphs.serve.checkpoint import DEEPSEEK_SIZES, make_checkpoint, to_blockwise_fp8
 from max_ep.bench import runs
+from tests.children import slow
 from tests.serve.serving import NOISES, Reference, Tally
 
 
@@ -312,6 +313,7 @@ def test_a_peers_wrong_answer_is_found(tmp_path, capsys):
     assert capsys.readouterr().out.count("Tally(n_tokens=1") == 2
 
 
+@slow
 def test_ties_are_not_wrong_tokens(tmp_path, monkeypatch):
     """In a model whose experts change with a rounding: one of few heads."""
     few = dict(num_attention_heads=2, num_key_value_heads=2)

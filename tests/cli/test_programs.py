@@ -62,7 +62,8 @@ def build_round_trip(module: Module) -> None:
 def add_graphs(module: Module) -> None:
     build_round_trip(module)
     overlap.build(module)
-    own_experts.build(own_experts.make_config(0), module)
+    if "test_own_experts" in selected:
+        own_experts.build(own_experts.make_config(0), module)
     for name, words in LAYERS.items():
         if name in selected:
             moe_layer.build(moe_layer.options_of(words.split()), module)
@@ -90,6 +91,7 @@ def test_overlap(compiled, capsys):
     assert "generation 3: right on all 4 ranks" in capsys.readouterr().out
 
 
+@slow
 def test_own_experts(compiled, capsys):
     own_experts.main([])
     assert "57 tokens on 3 ranks of the CPU agree" in capsys.readouterr().out

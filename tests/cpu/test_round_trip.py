@@ -49,21 +49,22 @@ MASKING = ONE.config(on_timeout="mask")
 FORM_CASES = {
     "two_ranks": TWO,
     "one": ONE,
-    # What these have, `SMALL_CASES_OF_CI` has not.
-    "by_rank": BY_RANK_CASES["top_32_by_rank"],
-    "sums": SUMS_CASES["uneven_7_on_3_sums"],
     "sums_padded": Case("sums_padded", 1, 6, 2, 128, 7, "fp8", **PADDED_SUMS),
 }
-FUSED_CASES = {
+"""What these have, `SMALL_CASES_OF_CI` has not."""
+MORE_FORM_CASES = {
+    "by_rank": BY_RANK_CASES["top_32_by_rank"],
+    "sums": SUMS_CASES["uneven_7_on_3_sums"],
     "one_fp8": ONE_FP8,
     "padded": Case("padded", 1, 6, 2, 128, 7, "fp8", output_layout="padded"),
     "shared": Case("shared", 1, 6, 2, 128, 7, "fp8", fused_shared_expert=True),
     "padded_three": LAYOUT_CASES["padded_last_rank_empty"],
     "shared_three": LAYOUT_CASES["shared_last_rank_empty"],
 }
-"""A rank alone, as `one` and `sums_padded`; the last of three without experts."""
+"""By rank; a rank alone, as `one` and `sums_padded`; the last of three without experts.
+"""
 if ALL_CASES:
-    FORM_CASES |= FUSED_CASES
+    FORM_CASES |= MORE_FORM_CASES
 # Compiling a case for CPU ranks takes seconds, half of that if one op serves all ranks.
 BUILD = round_trip if ALL_CASES else all_round_trip
 SWEPT = {n: SMALL_CASES[n] for n in (SMALL_CASES if ALL_CASES else SMALL_CASES_OF_CI)}

@@ -45,9 +45,9 @@ IN_PROCESS = {
     "Sparse attention": [],
 }
 IN_MOJO = {
-    "Casts to float8": [],
+    "Casts to float8": [slow],
     "Matmul writes behind its result": [pytest.mark.gpu(1)],
-    "PTX 8.5": [],
+    "PTX 8.5": [slow],
 }
 FORK, MATMUL = "A fork of a process that has used MAX", "Matmul"
 ON_HOPPER, CUT = "Grouped matmul in bfloat16", "A file that is cut"

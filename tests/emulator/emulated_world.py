@@ -24,14 +24,15 @@ N_THREADS, N_BLOCKS = 320, 2
 LONG_MS = 1 << 30
 MASKS_BIT = 8
 _SPLIT = ("many", "shared", "expert", "late_split", "keeps")
-_SPLIT += "hosts_rows", "hosts_late_split"
+_SPLIT += ("hosts_rows",)
 _FUSED = "sums rows expert_shared fp8_sums late masks drops work fp8 nvfp4".split()
-_FUSED += "hosts_sums hosts_expert hosts_fp8_sums hosts_many hosts_relay".split()
+_FUSED += "hosts_sums hosts_expert hosts_many hosts_relay".split()
 _FUSED += "long wide hosts_relay_long masks_rows mxfp8_sums".split()
 _FUSED += ["padded", "padded_expert"]
 if ALL_CASES:  # `emit_slow` has them
-    _SPLIT += ("hosts_relay_late_split",)
-    _FUSED += "hosts_drops hosts_late hosts_relay_fp8_sums drops_rows".split()
+    _SPLIT += "hosts_late_split", "hosts_relay_late_split"
+    _FUSED += "hosts_drops hosts_late hosts_fp8_sums hosts_relay_fp8_sums".split()
+    _FUSED += ["drops_rows"]
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 

@@ -10,14 +10,17 @@ bound is off by one, or what was awaited is not compared.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from max_ep.extension import mojo_dir
+from max_ep.extension import mojo_dir, sources_hash
 from tests.codegen.assembly import Kernel, Op
 
+SEED = os.environ.get("MAX_EP_FUZZ_SEED", sources_hash())
+"""Says which mutations are tried if not all are."""
 WEAKER = {
     "acq_rel": ["acquire", "release"],
     "acquire": ["relaxed"],

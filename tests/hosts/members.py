@@ -55,7 +55,7 @@ CASES = {
     ]
 }
 OF_CI = {
-    "2x2": ("hosts_sums", "hosts_relay", "hosts_slots"),
+    "2x2": ("hosts_relay", "hosts_slots"),
     "4x1": ("hosts_rows", "hosts_fp8"),
 }
 """The cases that `make test` runs, by hosts and their ranks."""

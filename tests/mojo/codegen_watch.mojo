@@ -3,7 +3,7 @@
 
 Run by tests/cli/test_stats.py.
 """
-from emitting import emit
+from emitting import ALL_CASES, emit
 from groups import RowsBack, SumsBack
 from max_ep.launch.watch import watch_kernel
 
@@ -11,6 +11,6 @@ from max_ep.launch.watch import watch_kernel
 def main() raises:
     comptime rows = RowsBack[n_ranks=4].group
     comptime sums = SumsBack[DType.bfloat16, oversubscribed=True, n_ranks=4].group
-    emit[watch_kernel[rows, False]]("dispatch")
-    emit[watch_kernel[rows, True]]("combine")
-    emit[watch_kernel[sums, True]]("combine_sums")
+    emit[watch_kernel[rows, False], links=ALL_CASES]("dispatch")
+    emit[watch_kernel[rows, True], links=ALL_CASES]("combine")
+    emit[watch_kernel[sums, True], links=ALL_CASES]("combine_sums")

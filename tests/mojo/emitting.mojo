@@ -11,6 +11,9 @@ from max_ep.protocol.arguments import InputScales
 from std.compile import compile_info
 from std.sys import argv, is_defined
 
+comptime ALL_CASES = not is_defined["FEW_CASES"]()
+"""Whether to compile what only `make test-all` and `same_code.py` look at."""
+
 
 def _write[
     F: TrivialRegisterPassable, //, kernel: F, target: StaticString, kind: StaticString
@@ -33,7 +36,7 @@ def emit[
 
 
 def emit_amd[F: TrivialRegisterPassable, //, kernel: F](name: String) raises:
-    comptime if not is_defined["FEW_CASES"]():
+    comptime if ALL_CASES:
         _write[kernel, "gfx942", "asm"](String(argv()[1], "/gfx942.", name, ".s"))
 
 

@@ -4,7 +4,7 @@
 Prints each group's name, what is where in its memory, and its words. Run by
 tests/emulator/test_emulated.py.
 """
-from emitting import emit
+from emitting import ALL_CASES, emit
 from max_ep.combine_rows.kernel import CombineRows
 from max_ep.combine_sums.kernel import CombineSums
 from max_ep.protocol.addressing import Addressing
@@ -24,7 +24,6 @@ from max_ep.launch.setup import set_up_kernel
 from max_ep.launch.sizes import sizes_of
 from max_ep.protocol.token_format import TokenFormat
 from max_ep_experts.heads import heads_kernel
-from std.sys import is_defined
 
 comptime B16 = DType.bfloat16
 comptime F8 = DType.float8_e4m3fn
@@ -318,11 +317,14 @@ def emit_slow() raises:
         n_experts=270, hidden_size=248, drops_rows=True, has_sums=False
     )
     emit_group[drops]("drops_rows")
+    emit_group[small(hidden_size=384, partial_block=128, n_hosts=2)]("hosts_fp8_sums")
+    emit_group[late(small(max_tokens=20, n_hosts=2)), splits=True]("hosts_late_split")
     emit_given[True, 3, 4]("hosts_plain")
+    emit_given[True, 17, 4]("hosts_plain_many")
 
 
 def main() raises:
-    comptime if not is_defined["FEW_CASES"]():
+    comptime if ALL_CASES:
         emit_slow()
     emit[set_up_kernel, links=False]("set_up")
     emit[heads_kernel[B16, 64], links=False]("heads")
@@ -358,7 +360,6 @@ def main() raises:
         hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False, n_hosts=2
     )
     emit_group[hosts_expert]("hosts_expert")
-    emit_group[small(hidden_size=384, partial_block=128, n_hosts=2)]("hosts_fp8_sums")
     emit_group[apart(MANY)]("hosts_many")
     # So many steps that a chunk of a token is not loaded at once.
     comptime long = small(hidden_size=7432)
@@ -381,7 +382,6 @@ def main() raises:
         hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False
     )
     emit_group[padded(by_expert)]("padded_expert")
-    emit_group[late(small(max_tokens=20, n_hosts=2)), splits=True]("hosts_late_split")
     emit_group[relaying(small(n_hosts=2))]("hosts_relay")
     emit_given[True, 1]("plain_one")
     emit_given[True, 3]("plain")
@@ -390,7 +390,6 @@ def main() raises:
     emit_given[False, 4]("expanded")
     # More experts on a rank than lanes in a warp.
     emit_given[False, 4, more_experts=33]("expanded_wide")
-    emit_given[True, 17, 4]("hosts_plain_many")
     emit_given[False, 4, 4]("hosts_expanded")
     emit_given[True, 3, 4, relays=True]("hosts_relay_plain")
     emit_gather("gather")

@@ -152,6 +152,7 @@ CASES = {case.name: case for case in _CASES}
 
 _PADDED = dict(output_layout="padded")
 _TILES = dict(scale_layout="tiles")
+_PACKED = dict(scale_layout="packed")
 _SHARED = dict(fused_shared_expert=True)
 _LAYOUT_CASES = [
     Case("padded_last_rank_empty", 3, 4, 3, 80, 7, **_PADDED),  # 2, 2 and 0
@@ -169,6 +170,7 @@ _LAYOUT_CASES = [
     Case("forwarded_mxfp4", 3, 7, 3, 96, 7, "mxfp4", forwards=True, **_PADDED),
     Case("forwarded_nvfp4", 2, 5, 3, 1120, 9, "nvfp4", forwards=True, **_TILES),
     Case("packed_scales", 2, 5, 3, 1024, 9, "fp8_pow2", scale_layout="packed"),
+    Case("forwarded_packed", 2, 5, 3, 1024, 9, "fp8_pow2", forwards=True, **_PACKED),
     Case("row_scales", 2, 5, 3, 1120, 9, "nvfp4", row_scales=True, **_TILES),
     Case("shared_last_rank_empty", 3, 4, 3, 80, 7, **_SHARED),
     Case("shared_fp8", 2, 5, 3, 1024, 96, "fp8_pow2", combine=F32, **_SHARED),
@@ -255,11 +257,10 @@ SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | CAPPED_CASES
 
 
 SMALL_CASES_OF_CI = """
-mxfp4 tight fp8_sums_back capped_sums
-padded_fp8 padded_mxfp8 shared_fp8_sums
-row_scales_by_rank packed_scales forwarded_fp8 allreduce
+fp8_sums_back capped_sums padded_fp8 padded_mxfp8 shared_fp8_sums
+row_scales_by_rank forwarded_packed allreduce
 """.split()
-"""Each combine, layout of rows and scales, cap, and format once, of what the forms of
+"""Each combine, layout of rows and scales, and cap once, of what the forms of
 `test_round_trip.py` have not; `make test-all` runs all."""
 
 

@@ -11,6 +11,7 @@ from max.driver import Buffer
 
 from max_ep import EPConfig
 from max_ep.reference import DispatchResult
+from tests.children import ALL_CASES
 from tests.harness import assert_dispatched, to_buffer, to_numpy
 from tests.oracle.cases import BF16, Case, in_protocols
 from tests.oracle.drawn import Inputs, make_inputs, narrow, token_counts, widen
@@ -34,6 +35,9 @@ PHASED = in_protocols([SMALL])
 """Groups whose phases are graphs of their own."""
 
 GROUPS = PHASED | in_protocols([LARGE, SHARED]) | {FEW_EXPERTS.name: FEW_EXPERTS}
+if not ALL_CASES:
+    for name in ("large_by_rank", "shared", "few_experts"):
+        del GROUPS[name]
 
 
 def config_of(case: Case, node_id: int, **changes: Any) -> EPConfig:

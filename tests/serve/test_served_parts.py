@@ -160,7 +160,7 @@ SPLIT_ON_TWO_RANKS = dict(dispatch=8, combine=8)  # async and wait
         pytest.param("one_gpu", "deepseek_4_heads", ONE_LAYER, marks=slow),
         pytest.param("two_gpus", "deepseek_24_heads_fp8", TWO_LAYERS, marks=slow),
         # Two layers on two GPUs, with replicas of busy experts.
-        ("two_gpus", "tiny", PLACED),
+        pytest.param("two_gpus", "tiny", PLACED, marks=slow),
         # The router is an op of ours.
         pytest.param("one_gpu", "tiny", TWO_LAYERS | dict(softmax_top_k=2), marks=slow),
         pytest.param(

@@ -15,13 +15,23 @@ import torch.distributed as dist
 
 from max_ep import extension, reference
 from max_ep.torch import Buffer, Config, ElasticBuffer, library
+from tests.children import ALL_CASES
 from tests.oracle.row_layouts import pad
 
 E, K, H, CAP = 8, 3, 256, 32
 TIMEOUT_S = float(os.environ.get("MAX_EP_TIMEOUT_S") or 3)
 """How long a group waits in which a rank is missing."""
+N_NORMAL = 2048
+"""Tokens that memory of normal calls is made for. An `ElasticBuffer` of as many shares
+their library."""
 COMPILE_S = 60.0
 """How much longer than another a rank may compile on a busy machine."""
+
+
+def builds_more(buffer: Buffer) -> bool:
+    """Returns whether to make calls that need more than three libraries: of low-latency
+    calls, of rows with their choices, and of numbers."""
+    return ALL_CASES or buffer._comm.is_gpu
 
 
 def tokens_of(rank: int, generation: int, hidden: int = H) -> tuple[torch.Tensor, ...]:
@@ -230,22 +240,25 @@ def normal(buffer: Buffer, is_fp8: bool = False) -> None:
         later = dict(async_finish=True, allocate_on_comm_stream=True)
         event = buffer.capture()
         few = dict(config=Config(num_sms=8))
-        plain = buffer.dispatch(x, **layout, **later, **few, previous_event=event)
+        how = layout if builds_more(buffer) else with_ids
+        plain = buffer.dispatch(x, **how, **later, **few, previous_event=event)
         used = {region._n_sms for channel in buffer._channels.opened.values()
                 for region in channel.regions}  # fmt: skip
-        assert used == {0, 64}  # no fewer
+        assert used == {0, 64} or how is with_ids and used == {64}  # no fewer
         with plain[5]:
             pass
-        assert torch.equal(plain[0], want) and plain[1] is None and plain[3] == n_of
+        assert torch.equal(plain[0], want) and plain[3] == n_of
+        assert plain[1] is None or how is with_ids
         repeated = buffer.dispatch(x * 2, handle=handle)
         assert torch.equal(repeated[0], want * 2) and repeated[1] is None
     # The older handle last: a backward pass goes that way.
-    for handle, rows, mask, x in handles[::-1]:
+    for handle, rows, mask, x in handles[::-1] if builds_more(buffer) else handles[-1:]:
         n = mask.sum(1, keepdim=True)
         of_rows = torch.rand(len(rows), K, device=device)
+        of_rows = of_rows if builds_more(buffer) else None
         y, sums, _ = buffer.combine(rows, handle, topk_weights=of_rows)
         assert torch.equal(y, (x.float() * n).bfloat16())
-        assert sums.shape == (len(x), K)
+        assert of_rows is None or sums.shape == (len(x), K)
         bias = torch.ones_like(x, requires_grad=True)
         both = buffer.combine(rows, handle, bias=(bias, bias))[0]
         assert not both.requires_grad  # a gradient of the bias alone would be wrong
@@ -383,17 +396,18 @@ def ahead(rank: int, store: str) -> str:
     buffer = open_buffer(timeout_s=COMPILE_S)
     given = tokens_of(1, 0)
     want = want_doubled(*given)
-    for layer in (doubled, doubled_normal):
+    for layer in (doubled, *[doubled_normal] * ALL_CASES):
         torch.testing.assert_close(
             layer(buffer, *given).float(), want, rtol=0.03, atol=0.03
         )
     x, ids, weights = given
-    elastic = ElasticBuffer(buffer.group, None, 0, 16, timeout_s=COMPILE_S)
-    rows, _, of_rows, handle, _ = elastic.dispatch(x, ids, weights, num_experts=E)
-    y, back, _ = elastic.combine(rows, handle, of_rows)
-    n_ranks = sum((ids // (E // 2) == r).any(1) for r in range(2))
-    assert torch.equal(y, (x.float() * n_ranks[:, None]).bfloat16())
-    assert torch.equal(back, weights.masked_fill(ids < 0, 0))
+    if ALL_CASES:
+        elastic = ElasticBuffer(buffer.group, None, 0, 16, timeout_s=COMPILE_S)
+        rows, _, of_rows, handle, _ = elastic.dispatch(x, ids, weights, num_experts=E)
+        y, back, _ = elastic.combine(rows, handle, of_rows)
+        n_ranks = sum((ids // (E // 2) == r).any(1) for r in range(2))
+        assert torch.equal(y, (x.float() * n_ranks[:, None]).bfloat16())
+        assert torch.equal(back, weights.masked_fill(ids < 0, 0))
     try:
         buffer.low_latency_dispatch(x, ids, CAP - 1, E, format="mxfp8")
     except RuntimeError as error:

@@ -19,10 +19,12 @@ from tests.errors import raises
 from tests.torch.torch_member import (
     CAP,
     COMPILE_S,
+    N_NORMAL,
     TIMEOUT_S,
     E,
     H,
     K,
+    builds_more,
     check_low_latency,
     doubled,
     doubled_normal,
@@ -113,14 +115,16 @@ def handles(buffer: Buffer) -> None:
         combine(buffer, rows, first[2])
     buffer.clean_low_latency_buffer(CAP, H, E)  # cleans nothing that a handle needs
     combine(buffer, rows, second)
-    x, ids, _ = given_to(buffer)
-    layout = layout_of(buffer, ids)
+    x, ids, weights = given_to(buffer)
+    layout, has_more = layout_of(buffer, ids), builds_more(buffer)
+    if not has_more:
+        layout |= dict(topk_idx=ids, topk_weights=weights)
     received, *_, of_normal, _ = buffer.dispatch(x, **layout)
     other = open_buffer()
     # Normal handles are of the ranks, and their items are enough.
     y = buffer.combine(received, of_normal)[0]
     copied = tuple(t if t is None else t.clone() for t in of_normal)
-    for handle in (of_normal, copied):
+    for handle in (of_normal, copied) if has_more else ():
         assert torch.equal(other.combine(received, handle)[0], y)
         assert torch.equal(other.dispatch(x, handle=handle)[0], received)
     alone = [dist.new_group([r]) for r in range(buffer.group_size)][buffer.rank]
@@ -143,7 +147,8 @@ def handles(buffer: Buffer) -> None:
     buffer.reset()
     with pytest.raises(ValueError, match="handle is too old: .* or reset()"):
         combine(buffer, rows, second)
-    buffer.combine(received, of_normal)
+    if has_more:
+        buffer.combine(received, of_normal)
     check_works(buffer)
 
 
@@ -221,14 +226,17 @@ def defaults(buffer: Buffer) -> None:
     x, ids, weights = given = given_to(buffer)
     few = x[:16], ids[:16]
     n_ranks = layout_of(buffer, few[1])["is_token_in_rank"].sum(1, keepdim=True)
-    want, most = want_doubled(*given), dict(num_max_tokens_per_rank=16)
+    want, most = want_doubled(*given), dict(num_max_tokens_per_rank=N_NORMAL)
     try:
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("meta"):
             other = open_buffer()
             elastic = ElasticBuffer(buffer.group, **most, timeout_s=COMPILE_S)
             results = [doubled(other, *given), doubled_normal(other, *given)]
-            rows, *_, handle, _ = other.dispatch(few[0], **layout_of(other, few[1]))
+            layout = layout_of(other, few[1])
+            if not builds_more(other):
+                layout |= dict(topk_idx=few[1], topk_weights=weights[:16])
+            rows, *_, handle, _ = other.dispatch(few[0], **layout)
             sums = [other.combine(rows, handle)[0]]
             rows, *_, handle, _ = elastic.dispatch(*few, num_experts=E)
             sums.append(elastic.combine(rows, handle)[0])
@@ -250,7 +258,7 @@ def no_tokens(buffer: Buffer) -> None:
         for t in given_to(buffer, (4 - buffer.rank) % 4)
     )
     layout = dict(layout_of(buffer, ids), num_worst_tokens=5 * buffer.group_size)
-    for same in (ids, ids.clone()):
+    for same in (ids, *[ids.clone()] * builds_more(buffer)):
         rows, _, row_weights, _, handle, _ = buffer.dispatch(
             x, **layout, topk_idx=same, topk_weights=weights
         )
@@ -377,17 +385,20 @@ def kept(buffer: Buffer) -> None:
     y = buffer.low_latency_combine(rows, ids, weights, handle, **how)[0]
     check(rows, weights, waits, y, handle.tables)
     layout = layout_of(buffer, ids)
-    scales = torch.rand(len(x), 3, device=x.device)  # others build these kernels, too
-    sent = (x, scales)
+    has_more = builds_more(buffer)
+    sent = (x, torch.rand(len(x), 3, device=x.device)) if has_more else (x,)
     with_ids = dict(layout, topk_idx=ids, topk_weights=weights)
-    got, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(sent, **with_ids)
+    given = sent if has_more else x
+    got, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(given, **with_ids)
     inside = [one for one in handle.tensors() if one is not None]
-    check(*sent, ids, weights, layout["is_token_in_rank"], got[0], *inside)
+    rows = got[0] if has_more else got
+    check(*sent, ids, weights, layout["is_token_in_rank"], rows, *inside)
     check(recv_ids, recv_weights)
-    made = got[0] * 2
+    made = rows * 2
     bias = (torch.rand_like(x), torch.rand_like(x))
-    y = buffer.combine(made, handle, topk_weights=recv_weights, bias=bias)[0]
-    check(made, recv_weights, *bias, y, *inside)
+    back = dict(topk_weights=recv_weights) if has_more else {}
+    y = buffer.combine(made, handle, **back, bias=bias)[0]
+    check(made, *back.values(), *bias, y, *inside)
     del streams.run
 
 
@@ -432,9 +443,10 @@ def late(buffer: Buffer) -> None:
         return
     buffer = open_buffer(timeout_s=TIMEOUT_S)
     check_works(buffer)
-    layout = layout_of(buffer, given_to(buffer)[1])
+    x, ids, weights = given_to(buffer)
+    layout = dict(layout_of(buffer, ids), topk_idx=ids, topk_weights=weights)
     low_latency = lambda: (dispatch(buffer), buffer.check())  # noqa: E731
-    usual = lambda: buffer.dispatch(given_to(buffer)[0], **layout)  # noqa: E731
+    usual = lambda: buffer.dispatch(x, **layout)  # noqa: E731
     for miss, words in (
         (low_latency, "timed out after 3000 ms; from rank 1; than Buffer's timeout_s"),
         (usual, "rank 1; Buffer.reset() in every process"),
@@ -561,12 +573,12 @@ def ended(buffer: Buffer) -> None:
 def member(rank: int, n_ranks: int, store: str) -> None:
     open_group(rank, n_ranks, store)
     buffer = open_buffer()
+    more = (other_tokens, other_ranks) if builds_more(buffer) else ()
     scenarios = (
         hooks,
         other_choices,
         handles,
-        other_tokens,
-        other_ranks,
+        *more,
         modes,
         defaults,
         no_tokens,

@@ -11,7 +11,14 @@ import torch
 from max_ep.torch import Buffer, Config, ElasticBuffer, dequantize
 from max_ep.torch import get_logical_domain_size as domain_size
 from tests.torch import elastic_case
-from tests.torch.torch_member import CAP, COMPILE_S, E, given_to, layout_of
+from tests.torch.torch_member import (
+    CAP,
+    COMPILE_S,
+    N_NORMAL,
+    E,
+    given_to,
+    layout_of,
+)
 
 Calls = dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]]
 """A function for each name, its right arguments, and wrong ones."""
@@ -298,7 +305,7 @@ def unlike(good: torch.Tensor) -> list[Any]:
 def wrong_calls(buffer: Buffer) -> None:
     """Draws them for both classes."""
     refused_alone(buffer, calls_of(buffer), 300)
-    most = dict(num_max_tokens_per_rank=elastic_case.CAP, timeout_s=COMPILE_S)
+    most = dict(num_max_tokens_per_rank=N_NORMAL, timeout_s=COMPILE_S)
     elastic = ElasticBuffer(buffer.group, **most)
     refused_alone(elastic, elastic_calls_of(elastic), 250)
     elastic.destroy()
