@@ -402,7 +402,7 @@ def _moe(
             parts = tuple(
                 Part(of_all, shapes[turned], *where, turned) for turned in names.fused
             )
-            if names.may_be_mxfp4:
+            if names.may_be_mxfp4 and columns % 32 == 0:
                 blocks = (n, rows, columns // 32, 16)
                 scales = f"{of_all}_scales"
                 parts += (Part(f"{of_all}_blocks", blocks, *where, scales=scales),)

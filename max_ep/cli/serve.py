@@ -265,11 +265,11 @@ def _bytes_of_index(path: Path) -> int:
 
 def _weight_paths(flags: Sequence[str], tensors: dict[str, Tensor]) -> list[str]:
     """Returns flags that name the files of a checkpoint, where MAX finds none by itself
-    or not all: if they are in no dtype that it serves, or of a name that it skips."""
+    or not all: if they are in no dtype that it serves, or of a path that it skips."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
     files = sorted({str(tensor.file.absolute()) for tensor in tensors.values()})
     is_float16 = "F16" in dtypes and not {"F32", "BF16"} & dtypes
-    are_skipped = any("consolidated" in Path(file).name for file in files)
+    are_skipped = any("consolidated" in file for file in files)
     if "--weight-path" in flags or not (is_float16 or are_skipped):
         return []
     return [word for file in files for word in ("--weight-path", file)]

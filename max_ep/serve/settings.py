@@ -299,17 +299,29 @@ class ExpertParallelPlanner(PagedMemoryPlanner):
         self, pipeline_config: Any, huggingface_config: Any
     ) -> int:
         """Returns the bytes of all devices: symmetric memory and expert rows."""
-        n = n_gpus(pipeline_config)
+        n, dtype = n_gpus(pipeline_config), self._config.dtype
         check_place(config_of(pipeline_config)["architectures"][0], n)
+        _check_dtype(dtype, n)
         if is_downloaded(pipeline_config):
             stored_in(pipeline_config, n)
         model = decoder_of(pipeline_config)
-        config = serving_config(pipeline_config, model, self._config.dtype)
+        config = serving_config(pipeline_config, model, dtype)
         _check_fits(config, model, pipeline_config)
         held = 0
         if balance_s():
-            held = HeldExperts(config, model, self._config.dtype).more_bytes
+            held = HeldExperts(config, model, dtype).more_bytes
         return (sum(rank_bytes(config, model)) + held) * config.n_gpus_per_node
+
+
+def _check_dtype(dtype: DType, n_gpus: int) -> None:
+    """Refuses a dtype that MAX would serve, but whose answers nobody compared."""
+    served = DType.bfloat16 if n_gpus else DType.float32
+    if dtype != served:
+        where = "GPUs" if n_gpus else "the CPU"
+        raise ValueError(
+            f"{dtype.name} is not served on {where}; pass --quantization-encoding "
+            f"{served.name}, and rename weight files whose names say another"
+        )
 
 
 def _check_fits(config: EPConfig, model: Decoder, pipeline_config: Any) -> None:

@@ -43,6 +43,7 @@ from max_ep.checkpoint import (
 from max_ep.checkpoint.common import COMMON, GENERATION
 from max_ep.checkpoint.files import SINGLE
 from max_ep.checkpoint.rule import NEEDED
+from max_ep.checkpoint.tensors import needed_tensors
 from max_ep.quantize import quantize_mxfp4
 from max_ep.serve.weights import _Reader
 from tests.serve.serving_configs import PUBLISHED
@@ -376,6 +377,15 @@ def test_experts_of_gpt_oss_in_mxfp4(made, tmp_path):
     save_file(weights, tmp_path / SINGLE)
     with pytest.raises(ValueError, match="down_proj_blocks is in MXFP4 without"):
         check(tmp_path)
+
+
+def test_rows_in_mxfp4_are_whole_blocks():
+    """Others would be cut, and not fit into the graph."""
+    needed = needed_tensors(check_config(GPT_OSS | {"hidden_size": 2888}))
+    experts = "model.layers.0.mlp.experts.0"
+    for name, n_scales in (("gate_proj", 0), ("down_proj", 1)):
+        parts = needed[f"{experts}.{name}.weight"].parts
+        assert len([part for part in parts if part.scales]) == n_scales
 
 
 def test_rows_that_are_columns_where_the_shape_says_so(made, tmp_path):

@@ -216,12 +216,14 @@ def test_files_of_a_checkpoint_in_float16_are_named(machine, tmp_path, run_cli):
 
 
 def test_files_that_max_skips_are_named(machine, tmp_path, run_cli):
-    """It takes those with this word for copies of others."""
-    model = checkpoint(tmp_path, QWEN)
-    file = Path(model) / "consolidated-1.safetensors"
-    (Path(model) / "model.safetensors").rename(file)
-    flags = flags_in(run_cli("serve", model, "--dry-run"), model)
-    assert flags.endswith(f"--ep-size 4 --weight-path {file}")
+    """It takes those with this word, or in a folder with it, for copies of others."""
+    for folder, name in (("plain", "consolidated-1"), ("consolidated", "1")):
+        (tmp_path / folder).mkdir()
+        model = checkpoint(tmp_path / folder, QWEN)
+        file = Path(model) / f"{name}.safetensors"
+        (Path(model) / "model.safetensors").rename(file)
+        flags = flags_in(run_cli("serve", model, "--dry-run"), model)
+        assert flags.endswith(f"--ep-size 4 --weight-path {file}")
 
 
 def test_fewer_ranks_where_experts_are_odd(machine, tmp_path, run_cli):

@@ -51,6 +51,31 @@ def test_devices_that_an_architecture_is_not_for(monkeypatch):
         _planner().estimate_activation_memory(where, None)
 
 
+@pytest.mark.parametrize(
+    "device, dtype, words",
+    [
+        (
+            "gpu",
+            DType.float32,
+            "float32 is not served on GPUs; pass --quantization-enc",
+        ),
+        (
+            "cpu",
+            DType.bfloat16,
+            "bfloat16 is not served on the CPU; .*encoding float32",
+        ),
+    ],
+)
+def test_dtypes_that_were_not_compared(device, dtype, words):
+    """MAX would serve them: a word in the name of a weight file is enough."""
+    where = _flags(64, True)
+    where.model.device_specs = [SimpleNamespace(device_type=device)]
+    planner = _planner()
+    planner._config.dtype = dtype
+    with pytest.raises(ValueError, match=words):
+        planner.estimate_activation_memory(where, None)
+
+
 class _Copied(SimpleNamespace):
     """Has pydantic's way to copy."""
 
