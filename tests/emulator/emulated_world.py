@@ -32,7 +32,7 @@ _FUSED += ["padded", "padded_expert"]
 if ALL_CASES:  # `emit_slow` has them
     _SPLIT += "hosts_late_split", "hosts_relay_late_split"
     _FUSED += "hosts_drops hosts_late hosts_fp8_sums hosts_relay_fp8_sums".split()
-    _FUSED += ["drops_rows"]
+    _FUSED += ["drops_rows", "late_wide"]
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 

@@ -321,6 +321,9 @@ def emit_slow() raises:
     emit_group[late(small(max_tokens=20, n_hosts=2)), splits=True]("hosts_late_split")
     emit_given[True, 3, 4]("hosts_plain")
     emit_given[True, 17, 4]("hosts_plain_many")
+    # A rank has more choices than a block has threads.
+    comptime late_wide = late(small(n_experts=30, max_tokens=12))
+    emit_group[choosing(late_wide, 28)]("late_wide")
 
 
 def main() raises:
