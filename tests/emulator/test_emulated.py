@@ -252,6 +252,21 @@ def test_a_masked_rank_is_sent_nothing(name):
     assert bytes(world.memory.bytes[recv]) == before
 
 
+@pytest.mark.parametrize("name", ["masks", "masks_rows"])
+def test_what_a_masked_rank_sends_is_left_out(name):
+    """It is masked after all has come from it, but for the combine, whose rows or sums
+    are there already."""
+    world = World(name, timeout_ms=MASKED_MS)
+    tokens, ids, weights = draw(world.sizes, [3, 2, 4], 0, n_wrong=0)
+    outputs = world.dispatch(tokens, ids, weights)
+    stays = check_rows(world, outputs, tokens, ids)
+    world.combine({rank: outputs[rank] for rank in (1, 2)}, weights)
+    world.memory.stores[4](world.counters[0] + 4 * (world.sizes.masked + 1), 1)
+    results = world.combine({0: outputs[0]}, weights)
+    left = {x for x in stays if ids[x[0]][x[1:]] // world.sizes.n_local != 1}
+    check_results(world, results, tokens, ids, weights, left)
+
+
 def test_two_ranks_are_masked_at_once():
     """One load reads the counts of both. That of the first stays 0 while the second is
     awaited; what stands in memory is of the generation before."""
