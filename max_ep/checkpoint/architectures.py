@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from . import describe
 from .common import COMMON, IDS, MXFP4, QUANTIZATION
 from .decoder import Decoder, LatentAttention
+from .rope import PART_OF_HEAD
 from .rule import (
     Rule,
     each,
@@ -262,6 +263,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "norm_topk_prob": flag(True),
             "num_local_experts": free(),  # must be n_routed_experts
             "num_nextn_predict_layers": whole(0, least=0),  # whose layers are skipped
+            # In transformers null is 1.
+            "partial_rotary_factor": PART_OF_HEAD._replace(default=0.5),
             "rms_norm_eps": _RMS_1E5,
             "routed_scaling_factor": real(1.0),
             "topk_group": whole(1),

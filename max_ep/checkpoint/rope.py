@@ -23,9 +23,6 @@ _DEFAULT_THETA = {
 }
 """In transformers, where it is not 1e4."""
 
-_DEFAULT_FACTOR = {"Glm4MoeForCausalLM": 0.5}
-"""``partial_rotary_factor`` of transformers, where it is not 1."""
-
 _DEFAULT = {
     "GptOssForCausalLM": dict(
         rope_type="yarn",
@@ -54,12 +51,11 @@ _YARN = {
     "truncate": flag(True),
 }
 _WHOLE_HEAD = {"partial_rotary_factor": only(1, default=None)}
-_PART_OF_HEAD = {
-    "partial_rotary_factor": Rule(
-        lambda v: type(v) in (int, float) and 0 < v <= 1,
-        "a number above 0, at most 1",
-    )
-}
+PART_OF_HEAD = Rule(
+    lambda v: type(v) in (int, float) and 0 < v <= 1,
+    "a number above 0, at most 1",
+)
+_PART_OF_HEAD = {"partial_rotary_factor": PART_OF_HEAD}
 
 
 def _all_kinds(more: dict[str, Rule]) -> dict[str, dict[str, Rule]]:
@@ -149,7 +145,6 @@ class Rope:
                 f"{architecture}; served is {' or '.join(types)}"
             )
         factor, beside = (x.get("partial_rotary_factor") for x in (found, config))
-        beside = beside or _DEFAULT_FACTOR.get(architecture)
         # transformers takes the second of them, and of the kind default the first.
         if kind != "default" and beside not in (None, factor):
             raise ValueError(
@@ -216,8 +211,6 @@ def _parameters(
         if config.get(name) is not None:
             found.setdefault(name, config[name])
     found.setdefault("rope_theta", _DEFAULT_THETA.get(architecture, 1e4))
-    if architecture in _DEFAULT_FACTOR:
-        found.setdefault("partial_rotary_factor", _DEFAULT_FACTOR[architecture])
     return field, found
 
 

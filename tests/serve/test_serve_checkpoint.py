@@ -178,6 +178,7 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
             without(GLM4, "partial_rotary_factor") | {"rope_scaling": YARN | ALL},
             "rope_scaling has partial_rotary_factor=1.0, and beside it is 0.5",
         ),
+        (GLM4 | {"partial_rotary_factor": None}, "partial_rotary_factor=None is not"),
         (GLM4 | {"n_group": 3}, "n_group=3 does not fit to n_routed_experts=128"),
         (GLM4 | {"n_group": 128, "topk_group": 8}, "have two experts or more"),
         (GLM4 | {"first_k_dense_replace": 46}, "first_k_dense_replace=46 does not"),
