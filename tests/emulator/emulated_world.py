@@ -277,9 +277,9 @@ class World:
             # In tiles of 128 rows, and each expert begins with one.
             n_more = 128 * (s.n_local + 1) if self.name == "nvfp4_tiles" else 0
             scales = memory.allocate((n_rows + n_more) * s.hidden // 8)
-            rows = {"fp8": [scales, n_rows], "nvfp4": [scales]}.get(self.name, [0] * 3)
-            if self.name == "nvfp4_tiles":
-                rows = [scales, 0]
+            rows = {"fp8": [scales, n_rows], "nvfp4_tiles": [scales, 0]}.get(
+                self.name, [scales] if "fp4" in self.name else [0] * 3
+            )
             params[rank] = [*given, out[0], *rows, n_rows, *out[1:]]
             params[rank] += self.buffers(rank, s.dispatch_recv, s.dispatch_counts)
             params[rank] += self.put_buffers(rank, 0)

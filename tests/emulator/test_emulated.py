@@ -9,10 +9,15 @@ ranks' launches run at once, warps in an order that a seed draws.
 import numpy as np
 import pytest
 
-from max_ep.quantize import quantize_blockwise_fp8, quantize_nvfp4
+from max_ep.quantize import (
+    quantize_blockwise_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
 from tests.children import slow
 from tests.codegen.kernels import counter_word
 from tests.emulator.emulated_world import World, rows_of
+from tests.emulator.memory import POISON
 from tests.emulator.steps import (
     DROPPED,
     MASKED_MS,
@@ -116,7 +121,16 @@ def test_data_that_looks_missing_arrives():
     check_results(world, results, tokens, ids, weights)
 
 
-@pytest.mark.parametrize("name", ["fp8", "nvfp4", "nvfp4_tiles"])
+_QUANTIZE = {
+    "fp8": quantize_blockwise_fp8,
+    "nvfp4": quantize_nvfp4,
+    "mxfp4": quantize_mxfp4,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8", "nvfp4", "nvfp4_tiles", "nvfp4_short", "mxfp4_short"]
+)
 def test_tokens_are_quantized(name):
     """Bit for bit as the oracle; the last scales of a token do not fill 16 bytes."""
     world = World(name)
@@ -129,7 +143,7 @@ def test_tokens_are_quantized(name):
         flat = [x for of_expert in rows_of(rank, ids, world.sizes) for x in of_expert]
         assert [tuple(x) for x in info.tolist()] == [x[1:] for x in flat]
         given = np.stack([tokens[src][token] for src, token, _ in flat])
-        quantize = quantize_blockwise_fp8 if name == "fp8" else quantize_nvfp4
+        quantize = _QUANTIZE[name.partition("_")[0]]
         values, scales = (x.view(np.uint8) for x in quantize(given.astype(np.float32)))
         found = world.memory.array(output.rows, np.uint8, *values.shape)
         np.testing.assert_array_equal(found, values)
@@ -144,7 +158,11 @@ def test_tokens_are_quantized(name):
             tiles = world.memory.array(output.scales, np.uint8, *shape, 32, 4, 4)
             found = scales_of_tiles(tiles, offsets, n_blocks)
         else:
-            found = world.memory.array(output.scales, np.uint8, *scales.shape)
+            n, *row = scales.shape
+            found, behind = np.split(
+                world.memory.array(output.scales, np.uint8, n + 1, *row), [n]
+            )
+            assert (behind == POISON).all()
         np.testing.assert_array_equal(found, scales)
 
 

@@ -15,6 +15,7 @@ from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.formats.block_scaled import BlockScaledTokenFormat
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.given import GivenTokenFormat
+from max_ep.formats.mxfp4 import MXFP4
 from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat, PlainTokenFormat
 from max_ep.formats.scale_layouts import InTiles, RowByRow
@@ -399,3 +400,6 @@ def main() raises:
     emit_format[BlockwiseFP8TokenFormat[640, 3]]("fp8")
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 1152, 3]]("nvfp4")
     emit_format[BlockScaledTokenFormat[NVFP4, InTiles, 1152, 3]]("nvfp4_tiles")
+    # A step would have more vectors of scales than a token has, all of them whole.
+    emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 256, 3]]("nvfp4_short")
+    emit_format[BlockScaledTokenFormat[MXFP4, RowByRow, 512, 3]]("mxfp4_short")

@@ -162,13 +162,21 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
     @staticmethod
     @always_inline
     def _scales(token: Token, first: Int, end: Int, lane: Int) -> _LaneVectors:
-        comptime n = Self.Format.scale_vectors
-        var end_here = min(end, first + Self.in_flight)
         return _LaneVectors(
             token.bytes.unsafe_offset(Self.Format.value_bytes),
-            first * n + lane,
-            UInt32(min(end_here * n, Self.Format.n_scale_vectors)),
+            first * Self.Format.scale_vectors + lane,
+            Self._end_of_scales(first, end),
             1,
+        )
+
+    @staticmethod
+    @always_inline
+    def _end_of_scales(first: Int, end: Int) -> UInt32:
+        """Returns one past the last vector of scales of these steps. The last step of a
+        token may have fewer than others."""
+        var end_here = min(end, first + Self.in_flight)
+        return UInt32(
+            min(end_here * Self.Format.scale_vectors, Self.Format.n_scale_vectors)
         )
 
     @always_inline
@@ -225,5 +233,6 @@ struct Steps[Format: TokenFormat, are_all_inline: Bool]:
             Self.in_flight * n <= WARP_SIZE
         ), "a lane has one vector of scales"
         comptime if n > 0:
-            if lane < Self.in_flight * n and first * n + lane < end * n:
-                Self.Format.place_scales(rows, row, first * n + lane, self.scales[0])
+            var vector = first * n + lane
+            if UInt32(vector) < Self._end_of_scales(first, end):
+                Self.Format.place_scales(rows, row, vector, self.scales[0])
