@@ -61,6 +61,14 @@ def leave_out_min_tokens(asked: SamplingParams, ends: set[int]) -> None:
         asked.min_new_tokens = 0
 
 
+def leave_out_ends(asked: SamplingParams, n_embeddings: int) -> None:
+    """Takes out of a request ends that the model lacks. No answer has them, and with
+    min_tokens MAX would write into logits of other requests (docs/upstream.md)."""
+    if asked.stop_token_ids:
+        has = range(n_embeddings)
+        asked.stop_token_ids = [end for end in asked.stop_token_ids if end in has]
+
+
 class _Vocabulary:
     """Base class in front of a tokenizer of MAX."""
 
@@ -77,8 +85,8 @@ class _Vocabulary:
         # MAX has ends of config.json, too, where transformers has none of them, and
         # none of its text_config.
         own = self.delegate.eos_token_id
-        self._eos_token_ids = ends_of_answers(pipeline_config)
-        self._eos_token_ids |= set() if own is None else {own}
+        ends = ends_of_answers(pipeline_config) | (set() if own is None else {own})
+        self._eos_token_ids = {end for end in ends if end < self._n_embeddings}
 
     def apply_chat_template(self, *args: Any, **more: Any) -> str:
         """Answers the request with status 400 if there is no template, or it raises."""
@@ -110,6 +118,7 @@ class _Vocabulary:
                     "them out"
                 )
         self._check_asked(request.sampling_params, request.echo)
+        leave_out_ends(request.sampling_params, self._n_embeddings)
         leave_out_min_tokens(request.sampling_params, self.eos_token_ids)
         context = await super().new_context(request)
         self._check(context.tokens.prompt.tolist())

@@ -4,6 +4,7 @@ refused."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from pathlib import Path
@@ -19,7 +20,9 @@ from max.pipelines.context.sampling_params import (
     SamplingParamsGenerationConfigDefaults,
 )
 from max.pipelines.lib.pipeline_variants.utils import StructuredOutputHelper
+from max.pipelines.modeling.types import RequestID
 from max.pipelines.modeling.types.pipeline_variants.text_generation import (
+    TextGenerationRequest,
     TextGenerationRequestMessage,
 )
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -27,7 +30,12 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from graphs.serve.checkpoint import make_checkpoint
 from max_ep.checkpoint import GENERATION_FILE, check_generation
 from max_ep.checkpoint.generation import _READ_BY_MAX, RULES
-from max_ep.serve.tokens import VocabularyTokenizer, leave_out_min_tokens, lengthen
+from max_ep.serve.tokens import (
+    VocabularyTokenizer,
+    leave_out_ends,
+    leave_out_min_tokens,
+    lengthen,
+)
 from tests.serve.serving import model_of
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -157,7 +165,7 @@ def test_answers_end_as_in_transformers(size, tmp_path):
     text = config.get("text_config", config)
     of_tokenizer = AutoTokenizer.from_pretrained(tmp_path).eos_token_id
     repo = dict(repo_type="local", local_path=str(tmp_path), subfolder=None)
-    for ends in ({}, {"eos_token_id": None}, {"eos_token_id": [5, 6]}):
+    for ends in ({}, {"eos_token_id": None}, {"eos_token_id": [5, 6, 10**6]}):
         text.pop("eos_token_id", None)
         text |= ends
         path.write_text(json.dumps(config))
@@ -177,7 +185,16 @@ def test_answers_end_as_in_transformers(size, tmp_path):
             of_all = MagicMock(model=model, sampling=SimpleNamespace(**flags))
             of_all.tokenizer_impl = None
             tokenizer = VocabularyTokenizer(str(tmp_path), of_all)
-            assert tokenizer.eos_token_ids == {*theirs, of_tokenizer} - {None}
+            wanted = {*theirs, of_tokenizer} - {None, 10**6}  # the model lacks it
+            assert tokenizer.eos_token_ids == wanted
+            asked = TextGenerationRequest(
+                request_id=RequestID("a"),
+                model_name="a",
+                prompt=[9, 8],
+                sampling_params=SamplingParams(stop_token_ids=[3, 10**6]),
+            )
+            context = asyncio.run(tokenizer.new_context(asked))
+            assert context.eos_tracker.eos_token_ids == wanted | {3}
 
 
 def test_each_field_of_transformers_and_max_is_on_the_list():
@@ -236,6 +253,15 @@ def test_min_tokens_without_an_end_do_not_end_the_server(asked, ends, left):
     params = SamplingParams(min_new_tokens=3, **asked)
     leave_out_min_tokens(params, ends)
     assert params.min_new_tokens == left
+
+
+def test_ends_that_the_model_lacks_are_left_out():
+    """MAX's mask of min_tokens would lower logits of other requests."""
+    params = SamplingParams(stop_token_ids=[-1, 0, 511, 512, 10**6])
+    leave_out_ends(params, 512)
+    assert params.stop_token_ids == [0, 511]
+    leave_out_ends(plain := SamplingParams(), 512)
+    assert plain.stop_token_ids is None
 
 
 def test_a_chat_without_a_template_is_refused_in_words(tmp_path):
