@@ -40,7 +40,6 @@ from max_ep.bench.cases import (
     EXPERTS,
     FORMS,
     FROM_TORCH,
-    LIBRARIES,
     ROUTINGS,
     SHAPES,
     TOKENS,
@@ -124,7 +123,7 @@ def _can_run(peer: str, n_ranks: int, dtype: str) -> bool:
         return False  # its other formats are not for Hopper
     if peer in _ON_ONE:
         return n_ranks == 1
-    needs_two = {"max", "all_gather", *FROM_TORCH} - {*LIBRARIES}
+    needs_two = {"max", "all_gather", *FROM_TORCH} - {"buffer", "buffer_sums"}
     return n_ranks > 1 or peer not in needs_two
 
 

@@ -133,8 +133,9 @@ FROM_TORCH = (
     "nccl_ep",
 )
 """Peers that PyTorch runs, one process a GPU."""
-LIBRARIES = {"buffer": "rows", "buffer_sums": "sums"}
-"""Peers whose kernels ``max-ep bench`` compiles ahead, and what combine sends."""
+LIBRARIES = {"buffer": "rows", "buffer_sums": "sums", "elastic": "plain"}
+"""Peers of ``max_ep.torch``, whose kernels ``max-ep bench`` compiles ahead: what
+combine sends, or how rows are dispatched."""
 WITHOUT_GRAPHS = (*FROM_TORCH, "grouped_mm")
 """Peers that have no graphs to compile."""
 

@@ -57,14 +57,18 @@ def compile_graphs(config: Config, forms: list[str], arch: str, folder: Path) ->
 
 def build_library(config: Config, arch: str) -> None:
     """Compiles the kernels that ``max_ep.torch`` needs, as ``max-ep build``."""
-    from ..torch.calls import LowLatencyCall
+    from ..torch.calls import ElasticCall, LowLatencyCall
     from ..torch.library import build
 
     shape = config.shape
     sizes = dict(hidden=shape.hidden_size, experts=shape.n_experts, top_k=shape.top_k)
     group = dict(ranks=config.n_ranks, tokens=config.max_tokens, target=arch)
-    how = dict(combine_mode=LIBRARIES[config.peer])
-    print(build(LowLatencyCall(**sizes, **group, **how).settings()))
+    how = LIBRARIES[config.peer]
+    if how == "plain":
+        settings = ElasticCall(**sizes, **group).rows()
+    else:
+        settings = LowLatencyCall(**sizes, **group, combine_mode=how).settings()
+    print(build(settings))
 
 
 def build_one_sided() -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,14 @@ import torch
 
 from max_ep import cli
 from max_ep.bench import processes, systems
-from max_ep.bench.cases import FORMS, Case, Config
+from max_ep.bench.cases import FORMS, LIBRARIES, Case, Config
 from max_ep.bench.checks import CheckError
 from max_ep.bench.peer_graphs import GraphPeer
 from max_ep.bench.torch_layers import Layers
 from max_ep.cli import bench
+from max_ep.torch import library
+from max_ep.torch.calls import PLAIN, LowLatencyCall, memory_for
+from max_ep.torch.sums import Sizes
 from tests.children import slow
 
 
@@ -131,6 +135,25 @@ def test_swapped_rows_of_other_libraries_are_found(monkeypatch):
         monkeypatch.setattr(Perfect, "dispatch", changed(change))
         with pytest.raises(CheckError, match=f"rank 1, layer 3: .*{says}"):
             layers.check_dispatch()
+
+
+@pytest.mark.parametrize("peer", LIBRARIES)
+def test_kernels_are_compiled_before_times(peer, monkeypatch, capsys):
+    """What a layer of the peer opens is what was compiled ahead."""
+    monkeypatch.setattr(library, "build", lambda settings: settings.facts())
+    config = Config(peer, 2, "h7168_e256_k8", "bfloat16", 512, "gpu", 8)
+    processes.build_library(config, "sm_90a")
+    comm = SimpleNamespace(for_calls=dict(target="sm_90a", ranks=2, hosts=1), n_ranks=2)
+    given = dict(hidden=7168, experts=256, top_k=8, **comm.for_calls)
+    if peer == "elastic":
+        cap = memory_for(config.max_tokens)
+        sizes = Sizes(comm, PLAIN, 256, 8, 1, 5, 10, cap, config.max_tokens, True)
+        modes = dict(allow_multiple_reduction=True, allow_hybrid_mode=True)
+        opened = sizes.call(7168, "bfloat16", None, **modes).rows()
+    else:
+        how = dict(tokens=512, combine_mode=LIBRARIES[peer])
+        opened = LowLatencyCall(**given, **how).settings()
+    assert capsys.readouterr().out.strip() == opened.facts()
 
 
 @pytest.fixture

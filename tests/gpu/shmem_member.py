@@ -8,9 +8,6 @@ With `mpirun` each process stands for a host: it reaches the ranks of the others
 puts. Without, they are processes of one host and map each other's memory. Each runs
 every case whose group has this many ranks, with every routing, and compares what its
 own ranks got with the oracle.
-
-With the variable ``N_GPUS=GPUS_PER_PROCESS`` all processes have the same GPUs, which
-then take turns with their kernels.
 """
 
 from __future__ import annotations
@@ -23,14 +20,11 @@ IS_ONE_HOST = "MAX_EP_GROUP" in os.environ
 N_NODES = int(sys.argv[2] if IS_ONE_HOST else os.environ["OMPI_COMM_WORLD_SIZE"])
 NODE_ID = int(os.environ["MAX_EP_NODE_ID" if IS_ONE_HOST else "OMPI_COMM_WORLD_RANK"])
 N_RANKS = N_NODES * N_LOCAL
-N_GPUS = int(os.environ.get("N_GPUS", N_RANKS))
 
 # SHMEM must see the peers' GPUs on a shared machine; one's own come first.
 _MINE = range(NODE_ID * N_LOCAL, (NODE_ID + 1) * N_LOCAL)
 _OTHERS = [i for i in range(N_RANKS) if i not in _MINE]
 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(i) for i in [*_MINE, *_OTHERS])
-if N_GPUS == N_LOCAL:  # each process has all of them
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(N_GPUS)))
 # One host: no network, and no multicast.
 os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
 os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")

@@ -24,13 +24,23 @@ from max_ep.processes.store import StoreServer
 from tests.children import MOJO_PROGRAMS, WHERE_WE_IMPORT, printed, ran, slow
 from tests.oracle.cases import CASES
 
+_WHAT = ["by_expert-rows", "by_rank-rows", "by_rank-sums"]
 
-def run_two_processes(gpus_per_process: int, what: str, **more: str) -> None:
-    """Both find all of their ranks' rows and sums to be the oracle's."""
+
+@pytest.mark.parametrize(
+    "what, gpus_per_process",
+    [
+        pytest.param(what, n, marks=pytest.mark.gpu(2 * n), id=f"{what}-2x{n}")
+        for n, kinds in ((1, _WHAT), (2, [*_WHAT, "by_rank-sums-relayed"]))
+        for what in kinds
+    ],
+)
+def test_round_trips_of_two_processes(what, gpus_per_process):
+    """Both processes find all of their ranks' rows and sums to be the oracle's."""
     shmem_parts.check_installed()
     command = ["mpirun", "-np", "2", "--bind-to", "none", sys.executable]
     command += ["-m", "tests.gpu.shmem_member", str(gpus_per_process), what]
-    environment = more | {
+    environment = {
         # One host without a network: messages between processes by memory.
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,sm",
@@ -42,24 +52,6 @@ def run_two_processes(gpus_per_process: int, what: str, **more: str) -> None:
     for process in range(2):
         assert f"process {process}: " in said, said[-6000:]
     assert said.count("runs are the oracle's") == 2, said[-6000:]
-
-
-@pytest.mark.parametrize(
-    "gpus_per_process",
-    [pytest.param(n, marks=pytest.mark.gpu(2 * n), id=f"2x{n}") for n in (1, 2)],
-)
-@pytest.mark.parametrize("what", ["by_expert-rows", "by_rank-rows", "by_rank-sums"])
-def test_round_trips_of_two_processes(gpus_per_process, what):
-    run_two_processes(gpus_per_process, what)
-
-
-@pytest.mark.parametrize(
-    "n_gpus", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
-)
-@pytest.mark.parametrize("what", ["by_rank-sums", "by_rank-sums-relayed"])
-def test_two_hosts_of_two_ranks(what: str, n_gpus: int) -> None:
-    """On two GPUs, a rank of each host shares one with a rank of the other."""
-    run_two_processes(2, what, N_GPUS=str(n_gpus))
 
 
 @pytest.mark.gpu(2)
