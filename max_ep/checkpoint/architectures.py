@@ -435,9 +435,10 @@ def what_was_not_compared(architecture: str, n_gpus: int) -> str:
 def what_transformers_ignores(config: Config) -> str:
     """Returns a sentence for users if transformers 5.12 reads a checked ``config.json``
     in another way than the authors of the checkpoint, or ""."""
-    rope = described(config).layers[0].attention.rope
     size = config.get("rotary_dim")
-    if rope.parameters["partial_rotary_factor"] or size in (None, config["head_dim"]):
+    if size is None or size == config["head_dim"]:
+        return ""
+    if described(config).layers[0].attention.rope.parameters["partial_rotary_factor"]:
         return ""
     return (
         f"rotary_dim={size} counts, as in the authors' code; transformers 5.12 ignores "

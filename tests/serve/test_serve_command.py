@@ -19,7 +19,7 @@ from max_ep.checkpoint import (
     check_config,
     loaded_bytes,
 )
-from max_ep.checkpoint.files import DTYPE_BYTES
+from max_ep.checkpoint.files import DTYPE_BYTES, INDEX
 from max_ep.checkpoint.tensors import needed_tensors
 from max_ep.cli.serve import gpus_of_machine
 from tests.children import ROOT, ran
@@ -213,6 +213,15 @@ def test_files_of_a_checkpoint_in_float16_are_named(machine, tmp_path, run_cli):
     assert flags.endswith(f"--ep-size 4 --weight-path {model}/model.safetensors")
     said = run_cli("serve", model, "--dry-run", "--weight-path", "x")
     assert flags_in(said, model).endswith("--ep-size 4 --weight-path x")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_published_model_has_a_command(name, machine, tmp_path, run_cli):
+    """Fails if the command reads a field that not all architectures have."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    (tmp_path / INDEX).write_text("{}")
+    said = run_cli("serve", tmp_path, "--gpus", 1, "--dry-run")
+    assert "--custom-architectures max_ep.serve --devices gpu:0" in said
 
 
 def test_files_that_max_skips_are_named(machine, tmp_path, run_cli):
