@@ -89,6 +89,11 @@ def bf16(x: np.ndarray) -> bytes:
     return np.where(np.isnan(x), whole, float32_to_bfloat16(x)).astype("<u2").tobytes()
 
 
+def as_given(tokens: np.ndarray) -> bytes:
+    """Returns numbers in bfloat16; bytes are quantized tokens, as they are."""
+    return tokens.tobytes() if tokens.dtype == np.uint8 else bf16(tokens)
+
+
 def of_bf16(memory: Memory, at: int, n_rows: int, n: int) -> np.ndarray:
     return bfloat16_to_float32(memory.array(at, np.uint16, n_rows, n))
 
@@ -262,7 +267,7 @@ class World:
             n_rows = n_rows_max or max(1, sum(map(len, rows_of(rank, ids, s))))
             self.n_tokens[rank] = len(tokens[rank])
             given = [
-                memory.put(bf16(tokens[rank])),
+                memory.put(as_given(tokens[rank])),
                 memory.put(ids[rank].astype(np.int32).tobytes()),
                 memory.put(weights[rank].astype(np.float32).tobytes()),
                 len(tokens[rank]),

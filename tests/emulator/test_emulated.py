@@ -166,6 +166,30 @@ def test_tokens_are_quantized(name):
         np.testing.assert_array_equal(found, scales)
 
 
+def test_quantized_tokens_are_forwarded():
+    """Values and scales arrive as they are given; the last scales of a token do not
+    fill 16 bytes. This rank's own tokens are read where they are given."""
+    world = World("nvfp4_forwarded")
+    n_tokens, n_values, n_scales = [5, 3, 4], 576, 72
+    tokens, ids, weights = draw(world.sizes, n_tokens, 0)
+    for rank, n in enumerate(n_tokens):
+        draw_of = np.random.default_rng(rank)
+        x = draw_of.normal(size=(n, 2 * n_values)).astype(np.float32)
+        values, scales = (of.view(np.uint8) for of in quantize_nvfp4(x))
+        tokens[rank] = np.zeros((n, world.sizes.hidden), np.uint8)
+        tokens[rank][:, :n_values] = values
+        tokens[rank][:, n_values:][:, :n_scales] = scales
+    for rank, output in world.dispatch(tokens, ids, weights).items():
+        info = output.read()[-1]
+        flat = [x for of_expert in rows_of(rank, ids, world.sizes) for x in of_expert]
+        assert [tuple(x) for x in info.tolist()] == [x[1:] for x in flat]
+        given = np.stack([tokens[src][token] for src, token, _ in flat])
+        found = world.memory.array(output.rows, np.uint8, len(flat), n_values)
+        np.testing.assert_array_equal(found, given[:, :n_values])
+        found = world.memory.array(output.scales, np.uint8, len(flat), n_scales)
+        np.testing.assert_array_equal(found, given[:, n_values:][:, :n_scales])
+
+
 def test_tokens_in_chunks():
     """Choices that blocks share, then so many that blocks index them; launches that
     only send or receive. Of one source all tokens are inline, of the other none."""

@@ -15,6 +15,7 @@ from max_ep.dispatch_by_rank.kernel import DispatchByRank
 from max_ep.formats.block_scaled import BlockScaledTokenFormat
 from max_ep.formats.blockwise_fp8 import BlockwiseFP8TokenFormat
 from max_ep.formats.given import GivenTokenFormat
+from max_ep.formats.forwarded import ForwardedTokenFormat
 from max_ep.formats.mxfp4 import MXFP4
 from max_ep.formats.nvfp4 import NVFP4
 from max_ep.formats.plain import BF16TokenFormat, PlainTokenFormat
@@ -158,7 +159,7 @@ def emit_group[
     describe(group, name)
 
 
-def emit_format[Format: TokenFormat](name: String) raises:
+def emit_format[Format: TokenFormat, token_type: DType = B16](name: String) raises:
     """Compiles a dispatch of quantized tokens, whose last step is not whole."""
     comptime group = Group(
         n_experts=7,
@@ -171,7 +172,7 @@ def emit_format[Format: TokenFormat](name: String) raises:
         shares_gpu=False,
         num_threads=320,
     )
-    emit_form[DispatchByRank[group, Format, B16], False]("dispatch", name)
+    emit_form[DispatchByRank[group, Format, token_type], False]("dispatch", name)
     describe(group, name)
 
 
@@ -403,3 +404,6 @@ def main() raises:
     # A step would have more vectors of scales than a token has, all of them whole.
     emit_format[BlockScaledTokenFormat[NVFP4, RowByRow, 256, 3]]("nvfp4_short")
     emit_format[BlockScaledTokenFormat[MXFP4, RowByRow, 512, 3]]("mxfp4_short")
+    emit_format[ForwardedTokenFormat[NVFP4, RowByRow, 1152, 3], DType.uint8](
+        "nvfp4_forwarded"
+    )
