@@ -5,6 +5,7 @@ import asyncio
 import inspect
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -21,7 +22,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench import cores, graph_times, report, serving, summary
+from bench import (
+    cores,
+    graph_times,
+    max_on_hopper,
+    report,
+    served_max_ep,
+    serving,
+    summary,
+)
 from graphs.serve.checkpoint import DEEPSEEK_SIZES, make_checkpoint, to_blockwise_fp8
 from max_ep.bench import runs
 from tests.children import slow
@@ -160,6 +169,15 @@ def test_graphs_are_timed_only_while_their_file_is_there(tmp_path, monkeypatch):
     path.unlink()
     assert replay(runner, batch_characteristics=batch) == "outputs"
     assert not path.exists()
+
+
+@pytest.mark.parametrize("module", [served_max_ep, max_on_hopper])
+def test_the_worker_times_graphs(module):
+    """It is another process, which imports the module of its model's class."""
+    for architecture in module.ARCHITECTURES:
+        model = architecture.pipeline_model
+        assert model.__module__ == module.__name__
+        assert pickle.loads(pickle.dumps(model)) is model
 
 
 def test_what_is_timed_of_max_is_there():
