@@ -144,20 +144,14 @@ DEEPSEEK_SIZES = {
         n_routed_experts=64,
     ),
 }
-DEEPSEEK_SIZES |= {
-    # MAX's latent attention takes 16 heads and multiples of 32.
-    f"deepseek_{n}_heads": dict(
-        hidden_size=1024,
-        intermediate_size=2048,
-        moe_intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=n,
-        num_key_value_heads=n,
-        n_routed_experts=16,
-    )
+"""Fields of ``DeepseekV3Config``, by name of a size; others are DeepSeek-V3's."""
+
+DEEPSEEK_SIZES |= {  # which are served with heads of zeros
+    f"deepseek_{n}_heads": DEEPSEEK_SIZES["deepseek_tiny"]
+    | dict(hidden_size=1024, intermediate_size=2048, moe_intermediate_size=512)
+    | dict(num_attention_heads=n, num_key_value_heads=n)
     for n in (4, 24)
 }
-"""Fields of ``DeepseekV3Config``, by name of a size; others are DeepSeek-V3's."""
 
 _NARROW: dict[str, Any] = dict(
     hidden_size=128,

@@ -136,8 +136,8 @@ def loaded_bytes(config: Mapping[str, Any], n_gpus: int) -> tuple[int, int]:
     model = described(config)
     kept, in_fp8, wide = kept_in_fp8(model, n_gpus), 0, 0
     of = model.layers[0].attention
+    is_latent = isinstance(of, LatentAttention)
     for name, needed in needed_tensors(config).items():
-        is_latent = isinstance(of, LatentAttention)
         n = math.prod(of.filled(name, needed.shape) if is_latent else needed.shape)
         n = n // (n_gpus or 1) if needed.is_expert else n
         if any(part in name for part in kept):

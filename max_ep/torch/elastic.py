@@ -29,6 +29,7 @@ from .elastic_layout import (
     outputs,
     zeroed,
 )
+from .library import round_up
 from .normal_layout import bytes_of_row, check_choices, check_ids
 from .quantized import Given, given_as
 from .streams import (
@@ -271,7 +272,8 @@ class Elastic:
         self._counts.open(n_local, call)
         counts = new_counts(topk_idx, sizes.n_experts)
         of_experts = count_choices(topk_idx, counts, comm.one)
-        return self._counts.send(of_experts.view(n_ranks, n_local), sizes.alignment)
+        read = self._counts.send(of_experts.view(n_ranks, n_local))
+        return lambda: [round_up(n, sizes.alignment) for n in read()]
 
     def forget(self) -> None:
         """Forgets channels, which a reset may close."""

@@ -25,6 +25,7 @@ from .channel import Channel
 from .channels import Channels
 from .communicator import check_start, refuse
 from .counts import Counts, count_choices, new_counts
+from .library import round_up
 from .normal_layout import (
     Layout,
     NormalHandle,
@@ -161,8 +162,7 @@ class Normal:
         def work() -> None:
             nonlocal counts
             if is_synced:
-                per_expert = layout.per_expert.view(comm.n_ranks, -1)
-                counts = self._counts.send(per_expert, align)
+                counts = self._counts.send(layout.per_expert.view(comm.n_ranks, -1))
             sent, weights, ids = given, None, None
             if has_words:
                 to.scales.fill_(-1)  # behind the last row no word is written
@@ -184,7 +184,7 @@ class Normal:
         event = comm.streams.run(work, tensors, when)
         listed: list[int] = []
         if is_synced:
-            listed = counts()
+            listed = [round_up(n, align) for n in counts()]
             n_rows = sums.n_rows_in(numbers, comm)
             routing.sizes = sizes.with_fewer(n_rows)
             recv_ids = first_rows(recv_ids, n_rows)

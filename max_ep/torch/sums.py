@@ -10,6 +10,7 @@ repeats it, without rows: routing alone decides where rows are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +76,8 @@ class Sizes:
 
     def with_rows(self, n_rows: int) -> Sizes:
         """Returns those of so many rows."""
-        sizes = object.__new__(Sizes)  # `copy.copy` takes 5 us more
-        vars(sizes).update(vars(self), n_rows=n_rows)
+        sizes = copy.copy(self)
+        sizes.n_rows = n_rows
         sizes._lay_out()
         return sizes
 

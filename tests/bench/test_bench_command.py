@@ -15,13 +15,13 @@ import torch
 
 from max_ep import cli
 from max_ep.bench import processes, systems
-from max_ep.bench.cases import FORMS, LIBRARIES, Case, Config
+from max_ep.bench.cases import FORMS, FROM_TORCH, LIBRARIES, Case, Config
 from max_ep.bench.checks import CheckError
 from max_ep.bench.peer_graphs import GraphPeer
 from max_ep.bench.torch_layers import Layers
 from max_ep.cli import bench
 from max_ep.torch import library
-from max_ep.torch.calls import PLAIN, LowLatencyCall, memory_for
+from max_ep.torch.calls import PLAIN, memory_for
 from max_ep.torch.sums import Sizes
 from tests.children import slow
 
@@ -137,22 +137,16 @@ def test_swapped_rows_of_other_libraries_are_found(monkeypatch):
             layers.check_dispatch()
 
 
-@pytest.mark.parametrize("peer", LIBRARIES)
-def test_kernels_are_compiled_before_times(peer, monkeypatch, capsys):
-    """What a layer of the peer opens is what was compiled ahead."""
+def test_kernels_are_compiled_before_times(monkeypatch, capsys):
+    """All of ours from PyTorch has some; those of plain rows are what a dispatch opens."""
+    assert {*LIBRARIES} == {*systems.OURS} & {*FROM_TORCH}
     monkeypatch.setattr(library, "build", lambda settings: settings.facts())
-    config = Config(peer, 2, "h7168_e256_k8", "bfloat16", 512, "gpu", 8)
+    config = Config("elastic", 2, "h7168_e256_k8", "bfloat16", 512, "gpu", 8)
     processes.build_library(config, "sm_90a")
     comm = SimpleNamespace(for_calls=dict(target="sm_90a", ranks=2, hosts=1), n_ranks=2)
-    given = dict(hidden=7168, experts=256, top_k=8, **comm.for_calls)
-    if peer == "elastic":
-        cap = memory_for(config.max_tokens)
-        sizes = Sizes(comm, PLAIN, 256, 8, 1, 5, 10, cap, config.max_tokens, True)
-        modes = dict(allow_multiple_reduction=True, allow_hybrid_mode=True)
-        opened = sizes.call(7168, "bfloat16", None, **modes).rows()
-    else:
-        how = dict(tokens=512, combine_mode=LIBRARIES[peer])
-        opened = LowLatencyCall(**given, **how).settings()
+    sizes = Sizes(comm, PLAIN, 256, 8, 1, 5, 10, memory_for(512), 512, True)
+    modes = dict(allow_multiple_reduction=True, allow_hybrid_mode=True)
+    opened = sizes.call(7168, "bfloat16", None, **modes).rows()
     assert capsys.readouterr().out.strip() == opened.facts()
 
 

@@ -19,6 +19,7 @@ from tests.harness import (
     assert_same_bits,
     building,
     flatten,
+    fused_round_trip,
     graph_of,
     input_types,
     round_trip,
@@ -59,9 +60,11 @@ SHARED = capped([CAPPED, TIGHT, CAPPED_MANY])
 # Each phase: which delay it has, and which of its arguments is the rank, or all ranks.
 PHASES = {
     "ep_dispatch_async": (0, 2),
+    "ep_dispatch": (0, 2),
     "ep_dispatch_all": (0, 2),
     "ep_dispatch_wait": (1, 0),
     "ep_combine_async": (2, 1),
+    "ep_combine": (2, 2),
     "ep_combine_all": (2, 2),
     "ep_combine_wait": (3, 1),
 }
@@ -95,12 +98,19 @@ class Delayed:
 
 
 # With `sends` nothing is between async and wait, not even a delay. Ranks in turn have
-# no fused form.
+# no fused form. Where single ranks of one process launch, one may wait for another in
+# the first run; `together` they do not.
+FORMS = {
+    "split": round_trip,
+    "sends": round_trip,
+    "fused": fused_round_trip,
+    "together": all_round_trip,
+}
 REPLAYS = [
     pytest.param(case, case.on_gpus(), form, id=f"{name}-{form}", marks=gpu)
     for name, case in REPLAYED.items()
     for gpu in [pytest.mark.gpu(case.n_ranks)]
-    for form in ("split", "sends", "fused")
+    for form in FORMS
 ]
 REPLAYS += [
     pytest.param(case, case.on_one_gpu(), form, id=f"{name}-shared-{form}", marks=gpu)
@@ -113,8 +123,7 @@ REPLAYS += [
 @pytest.mark.parametrize("case, config, form", REPLAYS)
 def test_1000_replays_with_delays(gpu_session, case, config, form):
     """A captured graph, replayed with other tokens, routings and delays."""
-    # Together: single ranks of one process may wait for each other in the first run.
-    name, build = case.name, all_round_trip if form == "fused" else round_trip
+    name, build = case.name, FORMS[form]
     manager = EPBatchManager(config)
     ranks = range(case.n_ranks)
     counts = [case.max_tokens_per_rank] * case.n_ranks
