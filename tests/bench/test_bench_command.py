@@ -138,7 +138,7 @@ def test_swapped_rows_of_other_libraries_are_found(monkeypatch):
 
 
 def test_kernels_are_compiled_before_times(monkeypatch, capsys):
-    """All of ours from PyTorch has some; those of plain rows are what a dispatch opens."""
+    """All of ours from PyTorch has some; of plain rows a dispatch opens the same."""
     assert {*LIBRARIES} == {*systems.OURS} & {*FROM_TORCH}
     monkeypatch.setattr(library, "build", lambda settings: settings.facts())
     config = Config("elastic", 2, "h7168_e256_k8", "bfloat16", 512, "gpu", 8)
