@@ -3,7 +3,8 @@
 
 Part of the server: the benchmark's custom architectures call :func:`install`. While the
 file that ``BENCH_GRAPH_TIMES`` names exists, a step replays its graph many times more,
-back to back, and adds a line of JSON to it. Otherwise a step costs a look at the clock.
+back to back, and adds a line of JSON to it: milliseconds of a replay and, where torch
+can trace GPUs, microseconds of each kernel. Otherwise a step costs a look at the clock.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ VARIABLE = "BENCH_GRAPH_TIMES"
 """Environment variable with the file."""
 
 LOOK_EVERY_S = 0.5
-_REPLAYS = 20
+_REPLAYS, _TRACED = 20, 5
 _MOST_LINES = 3
 """Lines of one size while the file exists: each of these steps waits for replays."""
 
@@ -51,16 +53,17 @@ def timing(replay: Any, path: Path, graph_capture: Any) -> Any:
         batch = given["batch_characteristics"]
         n_lines[batch.batch_size] = n_lines.get(batch.batch_size, 0) + 1
         if n_lines[batch.batch_size] <= _MOST_LINES:
-            ms = _time(self, self._records[batch], graph_capture)
+            row = {"requests": batch.batch_size}
+            row |= _time(self, self._records[batch], graph_capture)
             with path.open("a") as file:
-                file.write(json.dumps({"requests": batch.batch_size, "ms": ms}) + "\n")
+                file.write(json.dumps(row) + "\n")
         return outputs
 
     return replay_and_time
 
 
-def _time(runner: Any, key: Any, graph_capture: Any) -> float:
-    """Replays a graph again and again; returns the milliseconds of each.
+def _time(runner: Any, key: Any, graph_capture: Any) -> dict[str, Any]:
+    """Replays a graph again and again; returns times of one replay.
 
     It writes what it wrote before: the same tokens at the same places.
     """
@@ -68,13 +71,41 @@ def _time(runner: Any, key: Any, graph_capture: Any) -> float:
     packed = graph_capture._pack_model_graph_key(key)
     devices = {b.device.id: b.device for b in inputs if not b.device.is_host}
 
-    def wait() -> None:
+    def replay(n: int) -> None:
+        for device in devices.values():
+            device.synchronize()
+        for _ in range(n):
+            runner._engine_model.replay(packed, *inputs)
         for device in devices.values():
             device.synchronize()
 
-    wait()
+    replay(1)
     begin = time.perf_counter()
-    for _ in range(_REPLAYS):
-        runner._engine_model.replay(packed, *inputs)
-    wait()
-    return 1e3 * (time.perf_counter() - begin) / _REPLAYS
+    replay(_REPLAYS)
+    ms = 1e3 * (time.perf_counter() - begin) / _REPLAYS
+    return {"ms": ms, "kernels": _kernels(lambda: replay(_TRACED))}
+
+
+def _kernels(run: Callable[[], None]) -> dict[str, tuple[float, float]]:
+    """Traces replays; returns launches and microseconds of each kernel in one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    cuda = torch.autograd.DeviceType.CUDA
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA]
+        ) as p:
+            run()
+    except RuntimeError as error:  # no CUPTI
+        print(f"kernels are not traced: {error}", flush=True)
+        return {}
+    found: dict[str, tuple[float, float]] = {}
+    for event in p.profiler.kineto_results.events():
+        if event.device_type() != cuda:
+            continue
+        n, us = found.get(event.name(), (0.0, 0.0))
+        us += event.duration_ns() / 1e3 / _TRACED
+        found[event.name()] = n + 1 / _TRACED, us
+    return found

@@ -195,7 +195,10 @@ def time_graphs(
         path.unlink()
         time.sleep(2 * LOOK_EVERY_S)
     most = max((row["requests"] for row in rows), default=0)
-    return {"graph_ms": [row["ms"] for row in rows if row["requests"] == most]}
+    rows = [row for row in rows if row["requests"] == most]
+    for name, (n, us) in sorted(rows[-1]["kernels"].items(), key=lambda kv: -kv[1][1]):
+        print(f"  {us:8.2f} us in {n:4.0f} launches: {name[:110]}", flush=True)
+    return {"graph_ms": [row["ms"] for row in rows]}
 
 
 def row_of(peer: str, size: str, n: int, rounds: list[dict]) -> dict:
