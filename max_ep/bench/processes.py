@@ -55,6 +55,16 @@ def compile_graphs(config: Config, forms: list[str], arch: str, folder: Path) ->
         print(f"  {line}")
 
 
+def set_up_max(config: Config) -> None:
+    """Lets MAX compile, into its cache, the graphs that its initializer runs."""
+    from max.engine import InferenceSession
+
+    from .peer_graphs import peer_of
+
+    peer = peer_of(config)
+    peer.join(InferenceSession(devices=peer.devices))
+
+
 def build_library(config: Config, arch: str) -> None:
     """Compiles the kernels that ``max_ep.torch`` needs, as ``max-ep build``."""
     from ..torch.calls import ElasticCall, LowLatencyCall

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -257,7 +258,7 @@ def _compile(plan: Plan, found: _Results, left: Callable[[], float]) -> Path | N
     cases = [case for of_process in plan.groups() for case in of_process]
     forms = {case.config: [case.form] for case in cases}
     check_folder(cache_dir())
-    mefs = cache_dir() / "bench"
+    mefs, on_gpus = cache_dir() / "bench", threading.Lock()
 
     def compile_one(config: Config) -> None:
         error, limit = "", max(1.0, left())
@@ -272,11 +273,16 @@ def _compile(plan: Plan, found: _Results, left: Callable[[], float]) -> Path | N
             error = processes.in_child(processes.compile_graphs, given, limit)
             if is_compiled(config, mefs, forms[config]):
                 error = ""
+        if config.peer == "max" and not error:
+            with on_gpus:  # one process at a time takes their memory
+                given, limit = (config,), max(1.0, left())
+                error = processes.in_child(processes.set_up_max, given, limit)
         found.say(f"compiled {config.name}{': ' * bool(error)}{error}")
 
     # Others have nothing to compile, or do it for each of their sizes themselves.
     todo = [c for c in forms if c.peer in LIBRARIES or c.peer not in FROM_TORCH]
     todo = [c for c in forms if c.peer == "trtllm"][:1] + todo
+    todo.sort(key=lambda config: config.peer != "max")  # these take longest
     if todo:
         extension_path()
         cores = len(os.sched_getaffinity(0))

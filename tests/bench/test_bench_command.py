@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from max_ep import cli
-from max_ep.bench import processes, systems
+from max_ep import cli, extension
+from max_ep.bench import peer_graphs, processes, systems
 from max_ep.bench.cases import FORMS, FROM_TORCH, LIBRARIES, Case, Config
 from max_ep.bench.checks import CheckError
 from max_ep.bench.peer_graphs import GraphPeer
@@ -157,6 +157,24 @@ def plan() -> bench.Plan:
     rest = "gpu", "h7168_e256_k8", [1, 512], "uniform", 8, "sm_90a", about
     found = [s for s in systems.SYSTEMS if s.peer in ("sums", "max", "nccl")]
     return bench.Plan(found, 2, *rest)
+
+
+def test_max_sets_up_while_others_compile(plan, monkeypatch, tmp_path):
+    """Its initializer compiles two graphs for each size; then no time limit has it."""
+    ran: list[tuple] = []
+
+    def in_child(function: Any, given: tuple, limit_s: float) -> str:
+        ran.append((function, *given))
+        return ""
+
+    monkeypatch.setattr(processes, "in_child", in_child)
+    monkeypatch.setattr(peer_graphs, "is_compiled", lambda *_: True)
+    monkeypatch.setattr(extension, "extension_path", lambda: tmp_path)
+    found = bench._Results(plan, tmp_path / "out.json", time.monotonic(), 600)
+    bench._compile(plan, found, lambda: 600.0)
+    sizes = {given[0].max_tokens for f, *given in ran if f is processes.set_up_max}
+    assert sizes == {128, 512}
+    assert {given[0].peer for _, *given in ran} == {"max"}  # all graphs are there
 
 
 def test_partial_results(plan, tmp_path):
