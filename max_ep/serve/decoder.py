@@ -37,6 +37,7 @@ from ..checkpoint import Rope
 from ..checkpoint.decoder import Decoder, Layer
 from .attention import HeadsAttention
 from .held import EXPERTS, HeldExperts
+from .hopper import add_norm_anywhere
 from .moe import DecoderMoe, HeldMoe, Router, run_moe
 from .rope import CheckpointRope
 from .settings import balance_s, gathers, place_experts
@@ -101,39 +102,43 @@ class _Block(Module):
         self,
         layer_idx: TensorValue,
         xs: list[TensorValue],
+        more: Sequence[TensorValue] | None,
         caches: Sequence[Any],
         freqs: Sequence[TensorValue],
         row_offsets: Sequence[TensorValue],
-    ) -> list[TensorValue]:
-        """Returns the hidden states of each device."""
-
-        def normed(name: str) -> list[TensorValue]:
-            return [norm(x) for norm, x in zip(self._shards[name], xs)]
-
-        of_devices = zip(
-            self._shards["self_attn"],
-            normed("input_layernorm"),
-            caches,
-            freqs,
-            row_offsets,
-        )
-        attended = [attention(layer_idx, *values) for attention, *values in of_devices]
-        xs = [x + more for x, more in zip(xs, attended)]
-        middle = normed("post_attention_layernorm")
-        shards = self._shards["mlp"]
-        if self._is_moe:
-            (model,) = self._of
-            results = run_moe(
-                shards,
-                middle,
-                model.manager,
-                self._number,
-                not model.dispatches,
-                model.held,
-            )
+    ) -> tuple[list[TensorValue], list[TensorValue]]:
+        """Returns the hidden states of each device, and what is to be added to them;
+        takes those of the layer before."""
+        norms = self._shards["input_layernorm"]
+        if more is None:  # the first layer
+            normed = [norm(x) for norm, x in zip(norms, xs)]
         else:
-            results = [mlp(x) for mlp, x in zip(shards, middle)]
-        return [x + more for x, more in zip(xs, results)]
+            xs, normed = _add_and_norm(norms, xs, more)
+        of_devices = zip(self._shards["self_attn"], normed, caches, freqs, row_offsets)
+        attended = [attention(layer_idx, *values) for attention, *values in of_devices]
+        norms = self._shards["post_attention_layernorm"]
+        xs, middle = _add_and_norm(norms, xs, attended)
+        shards = self._shards["mlp"]
+        if not self._is_moe:
+            return xs, [mlp(x) for mlp, x in zip(shards, middle)]
+        (model,) = self._of
+        results = run_moe(
+            shards,
+            middle,
+            model.manager,
+            self._number,
+            not model.dispatches,
+            model.held,
+        )
+        return xs, results
+
+
+def _add_and_norm(
+    norms: Sequence[RMSNorm], xs: Sequence[TensorValue], more: Sequence[TensorValue]
+) -> tuple[list[TensorValue], list[TensorValue]]:
+    """Returns sums and their norms on each device."""
+    found = [add_norm_anywhere(*values) for values in zip(norms, xs, more)]
+    return [total for total, _ in found], [normed for _, normed in found]
 
 
 def _new_router(*, of: Any, of_model: DType, **sizes: Any) -> Router:
@@ -275,6 +280,7 @@ class OurDecoder(Module):
         caches: Sequence[Any],
     ) -> list[TensorValue]:
         tables: list[tuple[Rope, list[TensorValue]]] = []
+        more: list[TensorValue] | None = None
         for i, (block, layer) in enumerate(zip(self.layers, self.described.layers)):
             rope = layer.attention.rope
             freqs = next((table for known, table in tables if known == rope), None)
@@ -283,10 +289,10 @@ class OurDecoder(Module):
                 freqs = [table.to(device) for device in self.devices]
                 tables.append((rope, freqs))
             layer_idx = ops.constant(i, DType.uint32, device=DeviceRef.CPU())
-            xs = block(layer_idx, xs, caches, freqs, row_offsets)
+            xs, more = block(layer_idx, xs, more, caches, freqs, row_offsets)
         if self.held:
             self.held.store_counts()
-        return xs
+        return [x + y for x, y in zip(xs, more)] if more else xs
 
 
 def check_returns(model: Any) -> None:

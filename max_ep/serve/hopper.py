@@ -22,15 +22,18 @@ from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 from max.nn.kv_cache import PagedCacheValues
 from max.nn.linear import linear
 from max.nn.moe import MoE, forward_moe_sharded_layers
+from max.nn.norm import RMSNorm
 
 from ..experts import (
     GPU_COLUMNS,
     GPU_K_STEP,
+    PACKAGE,
     gpu_takes,
     grouped_matmul,
     grouped_swiglu,
 )
 from ..experts import linear as our_linear
+from ..extension import add_op
 from ..graph.moe import through_experts
 
 TILE_ROWS = 128
@@ -206,6 +209,23 @@ def product_of_whole_tiles(x: TensorValue, other: TensorValue) -> TensorValue:
     product = ops.matmul(ops.concat([x, zeros]), other)
     end = ops.shape_to_tensor(x.shape)[0]
     return ops.slice_tensor(product, [(slice(0, end), n_rows), ...])
+
+
+def add_norm_anywhere(
+    norm: RMSNorm, x: TensorValue, more: TensorValue
+) -> tuple[TensorValue, TensorValue]:
+    """Returns ``x + more`` and its norm, ``[n_tokens, dim]`` each: on Hopper by an op
+    of ours, so that the next product gets its weights meanwhile."""
+    is_ours = _is_bfloat16_on_hopper(x) and more.dtype == x.dtype
+    is_plain = norm.dim % _SIMD == 0 == norm.weight_offset
+    if not is_ours or not is_plain or norm.multiply_before_cast:
+        total = x + more
+        return total, norm(total)
+    weight = norm.weight.cast(x.dtype).to(x.device)
+    epsilon = ops.constant([norm.eps], DType.float32, DeviceRef.CPU())
+    values, results = [x, more, weight, epsilon], [x.type, x.type]
+    how = dict(n_columns=norm.dim)
+    return tuple(add_op("add_norm", x.device, values, results, PACKAGE, **how))
 
 
 def latent_attention_anywhere(

@@ -21,6 +21,8 @@ docs/decisions/0016-matmuls-on-hopper.md, of few tokens 0035-products-of-few-tok
     launch          which of them multiplies groups
     linear          some rows and one weight, on a GPU
     few_rows        few tokens on Hopper: one or two and a weight, or experts of up to four
+    norm            a sum and its norm, on a GPU
+    overlap         how a kernel begins before the previous one has ended
     routed          the MAX op of a layer of experts on one GPU
     heads           what stands between a product and attention, on the CPU, too
     ops             the MAX ops of groups; other ops stand beside their kernels

@@ -8,13 +8,13 @@ up what its warps have, in order.
 from max.gpu import WARP_SIZE, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext, LaunchAttribute
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import pdl_launch_attributes, PDLLevel
 from std.math import ceildiv, fma
 from std.memory import bitcast
 from std.sys import _RegisterPackType, inlined_assembly
 from std.utils import StaticTuple
 
 from .groups import shared, Smem
+from .overlap import await_kernel_before, overlapping, prefetch
 from .product import Bf16In, Bf16Out, GroupedProduct, In, KernelArgument
 from .tile import silu
 
@@ -32,26 +32,6 @@ comptime _Loaded = SIMD[DType.uint32, 4]
 
 
 @always_inline
-def await_kernel_before():
-    """Waits until the previous kernel has ended, and lets the next one begin.
-
-    Only weights, and what kernels before the previous one have written, may be read
-    before this call.
-    """
-    # ORDER: what the previous kernel has written is visible behind this wait.
-    inlined_assembly[
-        "griddepcontrol.wait;", NoneType, constraints="~{memory}", has_side_effect=True
-    ]()
-    # The next kernel begins when all blocks have come here: when those before are done.
-    inlined_assembly[
-        "griddepcontrol.launch_dependents;",
-        NoneType,
-        constraints="~{memory}",
-        has_side_effect=True,
-    ]()
-
-
-@always_inline
 def _load(row: Bf16In, offset: Int) -> _Loaded:
     """Issues a load of weights here, where the compiler may not move it."""
     var words = inlined_assembly[
@@ -61,18 +41,6 @@ def _load(row: Bf16In, offset: Int) -> _Loaded:
         has_side_effect=True,
     ](row.unsafe_offset(offset))
     return _Loaded(words[0], words[1], words[2], words[3])
-
-
-@always_inline
-def _prefetch(at: Bf16In, n_bytes: Int):
-    """Gets memory into L2; `n_bytes` a multiple of 16."""
-    # ORDER: none, and none is needed: L2 is where all accesses meet.
-    inlined_assembly[
-        "cp.async.bulk.prefetch.L2.global [$0], $1;",
-        NoneType,
-        constraints="l,r",
-        has_side_effect=True,
-    ](at, UInt32(n_bytes))
 
 
 @always_inline
@@ -110,7 +78,7 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
         if n > 0:
             comptime for row in range(Self.n_rows):
                 if Int(thread_idx.x) % WARP_SIZE == row:
-                    _prefetch(self.rows[row].unsafe_offset(self.first), 2 * n)
+                    prefetch(self.rows[row].unsafe_offset(self.first), 2 * n)
 
     @always_inline
     def load(self, at: Int) -> StaticTuple[_Loaded, Self.n_steps * Self.n_rows]:
@@ -176,7 +144,7 @@ struct Tuning(TrivialRegisterPassable):
         return self.n_warps // self.n_slices * self.n_rows
 
     def attributes(self) -> List[LaunchAttribute]:
-        return pdl_launch_attributes(PDLLevel.ON if self.overlaps else PDLLevel.OFF)
+        return overlapping(self.overlaps)
 
 
 comptime TUNING = Tuning(8, 8, 4, 1, True)

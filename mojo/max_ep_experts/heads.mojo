@@ -11,19 +11,27 @@ from extensibility import (
     OutputTensor,
 )
 from max.algorithm import sync_parallelize
-from max.gpu import block_dim, block_idx, thread_idx
+from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp
 from std.math import ceildiv, rsqrt
+from std.sys import size_of
 
 from .groups import group_of
-from .product import In, KernelArgument, Out
+from .overlap import await_kernel_before, overlapping, prefetch
+from .product import Bf16In, In, KernelArgument, Out
 
 comptime _N_THREADS = 256
 comptime _FOUR = 4
 """Elements of a lane in each half of a head."""
 comptime _Four = SIMD[DType.float32, _FOUR]
+
+
+@always_inline
+def _now(words: In[DType.uint32], i: Int) -> UInt32:
+    """Loads what the previous kernel may have written."""
+    return words.unsafe_load[invariant=False](i)
 
 
 @fieldwise_init
@@ -69,19 +77,26 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
         return self.n_q + 2 * self.n_kv
 
     @always_inline
+    def n_blocks(self) -> Int:
+        """Returns the blocks of `_N_THREADS` threads for all heads."""
+        return ceildiv(self.n_tokens * self.n_heads() * Self.N_LANES, _N_THREADS)
+
+    @always_inline
     def load(self, head: Int, lane: Int) -> Tuple[_Four, _Four]:
         """Returns a lane's elements of a head, counted from that of the first token."""
         var first = self.qkv.unsafe_offset(head * Self.size + _FOUR * lane)
         return (
-            first.unsafe_load[width=_FOUR]().cast[DType.float32](),
-            first.unsafe_load[width=_FOUR](Self.size // 2).cast[DType.float32](),
+            first.unsafe_load[width=_FOUR, invariant=False]().cast[DType.float32](),
+            first.unsafe_load[width=_FOUR, invariant=False](Self.size // 2).cast[
+                DType.float32
+            ](),
         )
 
     @always_inline
     def sequence_of(self, token: Int) -> Int:
         @always_inline
         def before(sequence: Int) {imm} -> UInt32:
-            return self.row_offsets[unsafe_offset=sequence]
+            return _now(self.row_offsets, sequence)
 
         return group_of(UInt32(token), self.n_sequences, before)
 
@@ -92,20 +107,25 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
         var sequence = self.sequence_of(token)
         var position = (
             token
-            + Int(self.lengths[unsafe_offset=sequence])
-            - Int(self.row_offsets[unsafe_offset=sequence])
+            + Int(_now(self.lengths, sequence))
+            - Int(_now(self.row_offsets, sequence))
         )
         if of_token < self.n_q + self.n_kv:
             var weight = self.q_weight if of_token < self.n_q else self.k_weight
             var at = weight.unsafe_offset(_FOUR * lane)
             var scale = rsqrt(squares / Float32(Self.size) + self.epsilon)
-            a *= scale * at.unsafe_load[width=_FOUR]().cast[DType.float32]()
+            a *= (
+                scale
+                * at.unsafe_load[width=_FOUR, invariant=False]().cast[DType.float32]()
+            )
             b *= (
                 scale
-                * at.unsafe_load[width=_FOUR](Self.size // 2).cast[DType.float32]()
+                * at.unsafe_load[width=_FOUR, invariant=False](Self.size // 2).cast[
+                    DType.float32
+                ]()
             )
             var pairs = (
-                self.rotary.unsafe_load[width=2 * _FOUR](
+                self.rotary.unsafe_load[width=2 * _FOUR, invariant=False](
                     position * Self.size + 2 * _FOUR * lane
                 )
                 .cast[DType.float32]()
@@ -120,7 +140,7 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
             var page, row = divmod(position, self.page_size)
             var rows = (kind * self.n_layers + self.layer) * self.page_size + row
             var first = self.page_stride * Int(
-                self.pages[unsafe_offset=sequence * self.max_pages + page]
+                _now(self.pages, sequence * self.max_pages + page)
             )
             to = self.cache.unsafe_offset(
                 first + (rows * self.n_kv + kv_head) * Self.size
@@ -129,10 +149,41 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
         to.unsafe_store(Self.size // 2 + _FOUR * lane, b.cast[Self.dtype]())
 
 
-def heads_kernel[dtype: DType, size: Int](heads: Heads[dtype, size]):
-    """Takes `N_LANES` lanes for each head of each token."""
+@fieldwise_init
+struct Later(KernelArgument):
+    """The weight of the product behind attention. It gets into L2 while attention runs,
+    which reads little."""
+
+    comptime OF_THREAD = 8192
+    comptime OF_BLOCK = 16 * Self.OF_THREAD
+
+    var at: Bf16In
+    var n_bytes: Int
+    """A multiple of 16."""
+
+    def n_blocks(self) -> Int:
+        return ceildiv(self.n_bytes, Self.OF_BLOCK)
+
+    @always_inline
+    def prefetch(self, block: Int):
+        """Asks for a block's part."""
+        var first = block * Self.OF_BLOCK + Int(thread_idx.x) * Self.OF_THREAD
+        var n = min(Self.OF_THREAD, self.n_bytes - first)
+        if Int(thread_idx.x) * Self.OF_THREAD < Self.OF_BLOCK and n > 0:
+            prefetch({unsafe_from_address = Int(self.at) + first}, n)
+
+
+def heads_kernel[dtype: DType, size: Int](heads: Heads[dtype, size], later: Later):
+    """Takes `N_LANES` lanes for each head of each token.
+
+    Launch: grid `heads.n_blocks() + later.n_blocks()`, `_N_THREADS` threads.
+    """
     comptime n_lanes = heads.N_LANES
-    var thread = Int(block_idx.x) * Int(block_dim.x) + Int(thread_idx.x)
+    await_kernel_before()
+    if Int(block_idx.x) >= heads.n_blocks():
+        later.prefetch(Int(block_idx.x) - heads.n_blocks())
+        return
+    var thread = Int(block_idx.x) * _N_THREADS + Int(thread_idx.x)
     var head, lane = divmod(thread, n_lanes)
     var n_heads = heads.n_tokens * heads.n_heads()
     # All lanes of a warp take part in the sum.
@@ -165,7 +216,8 @@ struct NormRopeStore:
     """Normalizes and rotates heads; keys and values go into the KV cache.
 
     `n_q` heads are queries, and as many are keys as values. The layer and the distance of
-    pages, in elements, are on the host. `epsilon` is one over `epsilon_of_one`.
+    pages, in elements, are on the host. `epsilon` is one over `epsilon_of_one`. `later` is
+    the weight of the product behind attention, which gets into L2.
     """
 
     @staticmethod
@@ -183,6 +235,7 @@ struct NormRopeStore:
         k_weight: InputTensor[dtype=q.dtype, rank=1, ...],
         page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
         layer: InputTensor[dtype=DType.uint32, rank=1, ...],
+        later: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
         var n_q, n_kv = q.dim_size(1), cache.dim_size(4)
@@ -214,12 +267,18 @@ struct NormRopeStore:
         if heads.n_tokens == 0:
             return
         comptime if is_gpu[target]():
-            comptime per_block = _N_THREADS // heads.N_LANES
+            comptime of_one = size_of[later.dtype]()
+            var weight = Later(
+                {unsafe_from_address = Int(later.unsafe_ptr())},
+                later.dim_size(0) * later.dim_size(1) * of_one // 16 * 16,
+            )
             ctx.enqueue_function(
                 ctx.compile_function[heads_kernel[q.dtype, size]](),
                 heads,
-                grid_dim=ceildiv(heads.n_tokens * heads.n_heads(), per_block),
+                weight,
+                grid_dim=heads.n_blocks() + weight.n_blocks(),
                 block_dim=_N_THREADS,
+                attributes=overlapping(),
             )
         else:
             cpu_heads(heads)

@@ -87,6 +87,12 @@ class Hopper:
         """Returns whether the phase of a parity has not completed."""
         return self.phases[at].parity == parity
 
+    def prefetch(self, at: int, n_bytes: int) -> None:
+        """Checks that there is what would get into L2; that reads nothing."""
+        assert at % 16 == n_bytes % 16 == 0 < n_bytes
+        for place in range(at, at + n_bytes, 16):
+            self.memory.loads[8](place)
+
     def copy(self, to: int, map_: int, at: tuple, barrier: int, both: bool) -> None:
         """Copies a box; `both`: to the same place in both blocks."""
         source = self.maps[map_ - FIRST_MAP]

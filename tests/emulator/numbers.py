@@ -2,7 +2,10 @@
 """What instructions do that Python has no word for; numbers are their bits."""
 
 import math
+import operator
 import struct
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -51,12 +54,16 @@ def to_fp8(bits: int) -> int:
     return int(float32_to_float8_e4m3fn(x)[0])
 
 
-def sum_bf16x2(a: int, b: int) -> int:
+def _bf16x2(how: Callable[[float, float], float], a: int, b: int) -> int:
     low, high = (
-        to_bits(to_float(x & 0xFFFF_0000) + to_float(y & 0xFFFF_0000))
+        to_bits(how(to_float(x & 0xFFFF_0000), to_float(y & 0xFFFF_0000)))
         for x, y in ((a << 16, b << 16), (a, b))
     )
     return to_bf16(high) << 16 | to_bf16(low)
+
+
+add_bf16x2 = partial(_bf16x2, operator.add)
+mul_bf16x2 = partial(_bf16x2, operator.mul)
 
 
 def fp8_to_f16x2(both: int) -> int:

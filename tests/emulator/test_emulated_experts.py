@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from max_ep.reference import bfloat16_to_float32, float32_to_bfloat16
 from tests.codegen.kernels import tuning
 from tests.emulator import Clock, Emulated, Launch, Memory, TensorMap, run
 from tests.emulator.emulated_world import bf16, kernel, of_bf16, words
@@ -187,6 +188,36 @@ def test_up_to_two_rows(n_rows, n, k):
     np.testing.assert_allclose(found, x @ weight.T, rtol=2**-8)
 
 
+def rounded(x: np.ndarray) -> np.ndarray:
+    return bfloat16_to_float32(float32_to_bfloat16(x))
+
+
+@pytest.mark.parametrize("n", [320, 8448])
+def test_sums_and_their_norms(n):
+    """Columns for some threads of a block, and for some of them twice."""
+    rng, n_tokens, epsilon = np.random.default_rng(n), 2, np.float32(1e-6)
+    memory = Memory(1 << 20)
+    x, more, weight = (
+        rounded(rng.standard_normal(shape).astype(np.float32))
+        for shape in ((n_tokens, n), (n_tokens, n), n)
+    )
+    total, normed = (memory.allocate(2 * n_tokens * n) for _ in range(2))
+    given = [memory.put(bf16(value)) for value in (x, more, weight)]
+    params = [words(total, normed, *given), epsilon.tobytes()]
+    n_threads = min(-(-n // 256) * 32, 1024)
+    grid = Launch(of_experts(f"add_norm.{n}"), params, n_tokens, n_threads)
+    run([[grid]], memory, Clock(), seed=n)
+    found = of_bf16(memory, total, n_tokens, n)
+    wanted = rounded(x + more)
+    np.testing.assert_array_equal(found, wanted)
+    scale = 1 / np.sqrt((wanted**2).mean(1, keepdims=True) + epsilon)
+    found = of_bf16(memory, normed, n_tokens, n)
+    # Rounded twice; a rounding differs where the scale's last bits do.
+    wanted = rounded(wanted * scale) * weight
+    np.testing.assert_allclose(found, wanted, rtol=2**-6)
+    assert np.mean(found == rounded(wanted)) > 0.99
+
+
 class Chosen:
     """Experts of few tokens; two tokens have one of them, some choices are nobody's."""
 
@@ -257,8 +288,10 @@ def test_heads():
     params = [q, cache, *buffers]
     params += [n_tokens, 3, N_Q, N_KV, 3, page, PAGE, LAYERS, layer]
     params.append(int(np.float32(1e-6).view(np.uint32)))
-    n_threads = n_tokens * N_HEADS * SIZE // 8
-    grid = Launch(kernel("heads"), [words(*params)], -(-n_threads // 256), 256)
+    n_threads, n_bytes = n_tokens * N_HEADS * SIZE // 8, 3 * 2**16 + 4112
+    later = words(memory.put(bytes(n_bytes)), n_bytes)  # for two blocks more
+    n_blocks = -(-n_threads // 256) + 2
+    grid = Launch(of_experts("heads"), [words(*params), later], n_blocks, 256)
     run([[grid]], memory, Clock(), seed=5)
     found = of_bf16(memory, q, n_tokens, N_Q * SIZE).reshape(want.shape)
     close = dict(rtol=2**-7, atol=1e-2)

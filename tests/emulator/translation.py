@@ -242,9 +242,9 @@ class Translation:
         if kind == "f32":
             values = [f"to_float({x})" for x in of]
             return f"to_bits({_FLOAT[how].format(*values)})"
-        if kind == "bf16x2" and how == "add":
-            return f"sum_bf16x2({of[0]}, {of[1]})"
-        assert kind[0] in "bsu", kinds
+        if kind == "bf16x2":
+            return f"{how}_bf16x2({of[0]}, {of[1]})"
+        assert kind[0] in "bsu" and kind[1:].isdigit(), kinds
         if how in _PLAIN:
             value = f"{of[0]} {_PLAIN[how]} {of[1]}"
             return f"({value}) & {mask}" if how in ("add", "sub") else value
@@ -426,7 +426,7 @@ class Translation:
                 f"sh_store_8({at[0]} + {i}, mem_load_8({at[1]} + {i}))" for i in (0, 8)
             ]
         if how == "copy" and kinds[1] == "prefetch":
-            return []
+            return [f"block.prefetch({at[0]}, {self.operand(parts[1])})"]
         if how == "copy" and kinds[1] == "tensor":
             pattern = r"\[(.*?)\], \[(.*?), \{(.*?)\}\], \[(.*?)\]"
             to, map_, coordinates, barrier = re.match(pattern, rest).groups()

@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import DeviceRef, Graph, TensorType
+from max.graph import DeviceRef, Graph, TensorType, TensorValue
 
 from max_ep.experts import (
     gather_takes,
@@ -19,6 +20,7 @@ from max_ep.experts import (
     linear,
     routed_swiglu,
 )
+from max_ep.serve.hopper import add_norm_anywhere
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -34,10 +36,20 @@ LINEARS = {"output": (2048, 4096), "router": (128, 2048), "odd_k": (256, 2112)}
 # Hidden size, that of an expert, and choices: Qwen3's; odd ones, two batches of `k`.
 LAYERS = {"qwen3": (2048, 768, 8), "two_batches": (2112, 1152, 3)}
 
+# Columns of a block's threads, of some of them, and of some of them twice.
+NORMED, EPSILON = (2048, 1992, 8448), 1e-6
+
 
 def in_fp8(op: Callable) -> Callable:
     """Takes rows and weights with their scales one after another."""
     return lambda x, of_x, w, of_w, *groups: op((x, of_x), (w, of_w), *groups)
+
+
+def add_norm(x: Any, more: Any, weight: Any) -> tuple[TensorValue, TensorValue]:
+    """Returns a sum and its norm, as a layer of a served decoder has them."""
+    plain = dict(eps=EPSILON, weight_offset=0, multiply_before_cast=False)
+    norm: Any = SimpleNamespace(weight=weight, dim=int(weight.shape[0]), **plain)
+    return add_norm_anywhere(norm, x, more)
 
 
 def make_graphs() -> Iterator[tuple[str, Graph]]:
@@ -82,6 +94,10 @@ def make_graphs() -> Iterator[tuple[str, Graph]]:
             TensorType(DType.bfloat16, [n, k], gpu),
         ]
         yield name, Graph(f"linear_{name}", linear, types)
+    for n in NORMED:
+        rows = TensorType(DType.bfloat16, ["n_rows", n], gpu)
+        types = [rows, rows, TensorType(DType.bfloat16, [n], gpu)]
+        yield f"norm_{n}", Graph(f"norm_{n}", add_norm, types)
 
 
 @pytest.fixture(scope="module")
@@ -307,3 +323,17 @@ def test_offsets_of_a_failed_dispatch_reach_nothing(multiply, shape):
     for begin, end, expert in ((0, 4, 3), (4, 9, 0)):
         want = x[begin:end].double() @ weights[expert].double().T
         check_product(y[begin:end], want, k)
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, 300])
+@pytest.mark.parametrize("n", NORMED)
+def test_sums_and_their_norms(multiply, n, n_rows):
+    """A sum has torch's bits. A norm is rounded twice, as transformers' is."""
+    x, more, weight = draw(n_rows, n), draw(n_rows, n), draw(n)
+    total, normed = multiply(f"norm_{n}", x, more, weight)
+    assert torch.equal(total, x + more)
+    wide = total.float()
+    scale = torch.rsqrt(wide.square().mean(1, keepdim=True) + EPSILON)
+    wanted = (wide * scale).bfloat16() * weight
+    torch.testing.assert_close(normed, wanted, rtol=2**-6, atol=0)
+    assert (normed == wanted).float().mean() > 0.99

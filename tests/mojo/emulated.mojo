@@ -25,7 +25,6 @@ from max_ep.protocol.message_sizes import combine_msg_bytes
 from max_ep.launch.setup import set_up_kernel
 from max_ep.launch.sizes import sizes_of
 from max_ep.protocol.token_format import TokenFormat
-from max_ep_experts.heads import heads_kernel
 
 comptime B16 = DType.bfloat16
 comptime F8 = DType.float8_e4m3fn
@@ -332,7 +331,6 @@ def main() raises:
     comptime if ALL_CASES:
         emit_slow()
     emit[set_up_kernel, links=False]("set_up")
-    emit[heads_kernel[B16, 64], links=False]("heads")
     emit_group[small()]("sums")
     # So many experts that several warps count rows, whose last step is whole.
     emit_group[small(n_experts=269, hidden_size=512, has_sums=False)]("rows")

@@ -23,7 +23,7 @@ from ..device.done_words import (
 from ..device.kernel import Kernel
 from ..device.no_result import fill_with_nan
 from ..device.shared import own_of, SharedBuffers
-from ..device.start import await_launch_before, header_word, mask_word
+from ..device.start import header_word, mask_word
 from ..device.warp import in_32_bits
 from ..protocol.arguments import CombinedTokens, GivenRows
 from ..protocol.call import Buffers
@@ -31,6 +31,7 @@ from ..protocol.failures import RECEIVE, SEND
 from ..protocol.kernel_argument import unused
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer
+from ..work.overlap import await_launch_before
 from .reduce import reduce_tokens
 from .roles import ELECTING_WARP, N_CONTROL, N_WARPS_MIN, POLLING_WARP, PUBLISHING_WARP
 from .send import send_rows, SharedPairs

@@ -28,7 +28,7 @@ from ..device.kernel import Kernel
 from ..device.no_result import fill_with_nan
 from ..device.schedule import Schedule
 from ..device.shared import SharedBuffers
-from ..device.start import await_launch_before, header_word, mask_word
+from ..device.start import header_word, mask_word
 from ..device.warp import in_32_bits
 from ..protocol.arguments import CombinedTokens
 from ..protocol.call import Buffers
@@ -36,6 +36,7 @@ from ..protocol.counters import Word
 from ..protocol.failures import Failure, RECEIVE, SEND
 from ..protocol.layout import Group
 from ..protocol.token_format import LocalRows
+from ..work.overlap import await_launch_before
 from .add_for_hosts import add_for_hosts
 from .partials import FEW_TOKENS, LaneSlice, SendSplit, SOME_TOKENS, SumSplit
 from .receive import SumReceiver

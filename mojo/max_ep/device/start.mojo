@@ -1,42 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a launch may start.
-
-Launches overlap by programmatic dependent launch, where there is that. The header of the
-rank's counters shows whether a launch is in order.
-"""
+"""Whether a launch is in order: the header of the rank's counters shows it."""
 import max.gpu.primitives.warp as warp
 from max.gpu import lane_id, WARP_SIZE
 from std.sys import inlined_assembly, is_nvidia_gpu
-from std.sys.info import _is_sm_9x_or_newer
 
 from ..protocol.counters import Counters, N_HEADER_WORDS, wanted_word, Word
 from ..protocol.failures import Failure, record_failure
 from ..protocol.kernel_argument import MutPointer
 from ..protocol.layout import Group
 from .warp import any_lane
-
-
-@always_inline
-def await_launch_before():
-    """Waits until the previous kernel has ended, and lets the next one begin.
-
-    On NVIDIA GPUs since Hopper, the blocks of a kernel may begin before the previous
-    kernel has ended, so nothing may be read before this call. Elsewhere it does nothing.
-    """
-    comptime if _is_sm_9x_or_newer():
-        # The next kernel may begin once a thread of each block has come here.
-        inlined_assembly[
-            "griddepcontrol.launch_dependents;",
-            NoneType,
-            constraints="~{memory}",
-            has_side_effect=True,
-        ]()
-        inlined_assembly[
-            "griddepcontrol.wait;",
-            NoneType,
-            constraints="~{memory}",
-            has_side_effect=True,
-        ]()
 
 
 @always_inline

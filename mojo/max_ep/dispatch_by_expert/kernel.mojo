@@ -25,7 +25,7 @@ from ..device.done_words import (
 )
 from ..device.kernel import Kernel
 from ..device.shared import own_of, SharedBuffers
-from ..device.start import await_launch_before, header_word
+from ..device.start import header_word
 from ..device.warp import in_32_bits
 from ..protocol.arguments import DispatchedRows, GivenTokens, InputScales
 from ..protocol.call import Buffers
@@ -35,6 +35,7 @@ from ..protocol.flags import SharedWord
 from ..protocol.kernel_argument import unused
 from ..protocol.layout import Group
 from ..protocol.token_format import BytePointer, TokenFormat
+from ..work.overlap import await_launch_before
 from .receive import SlotReceiver
 from .roles import ELECTING_WARP, N_CONTROL, N_WARPS_MIN, POLLING_WARP, PUBLISHING_WARP
 from .send import empty_histogram, Sender, SendSchedule

@@ -54,13 +54,14 @@ from ..device.done_words import (
 )
 from ..device.kernel import Kernel
 from ..device.shared import SharedBuffers
-from ..device.start import await_launch_before, header_word, mask_word
+from ..device.start import header_word, mask_word
 from ..device.warp import in_32_bits
 from ..protocol.arguments import DispatchedRows, GivenTokens, n_choices_of
 from ..protocol.call import Buffers
 from ..protocol.failures import RECEIVE, SEND
 from ..protocol.layout import Group
 from ..protocol.token_format import TokenFormat
+from ..work.overlap import await_launch_before
 from .choices import Choices, N_SHARED_CHOICES
 from .index_large import index_by_blocks
 from .index_small import index_one_by_one, LaneIndex

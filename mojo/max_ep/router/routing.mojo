@@ -35,9 +35,11 @@ struct Replicas(KernelArgument, TrivialRegisterPassable):
             return expert
         if expert >= self.n_logical:
             return as_no_expert(expert)
-        var count = UInt32(max(self.logcnt[unsafe_offset=Int(expert)], 1))
-        var replica = Int32(UInt32(choice) % count)
-        return self.log2phy[unsafe_offset=Int(expert * self.max_replicas + replica)]
+        var n = self.logcnt.unsafe_load[invariant=False](Int(expert))
+        var replica = Int32(UInt32(choice) % UInt32(max(n, 1)))
+        return self.log2phy.unsafe_load[invariant=False](
+            Int(expert * self.max_replicas + replica)
+        )
 
 
 @always_inline
@@ -71,6 +73,7 @@ struct ChooseExperts[
     """
 
     comptime by_warp = True
+    comptime overlaps = True
 
     var ids: MutPointer[Int32]
     """Result `[n_tokens][top_k]`, by falling logit, equal ones by id."""
@@ -93,7 +96,9 @@ struct ChooseExperts[
 
     @always_inline
     def _key_of(self, token: Int, expert: Int) -> UInt32:
-        var logit = self.logits[unsafe_offset=token * Self.n_experts + expert]
+        var logit = self.logits.unsafe_load[invariant=False](
+            token * Self.n_experts + expert
+        )
         return _key(logit.cast[DType.float32]())
 
     @always_inline
