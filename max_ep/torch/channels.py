@@ -8,7 +8,7 @@ from typing import Any
 
 from .calls import Call
 from .channel import Channel
-from .communicator import RESET, Communicator
+from .communicator import Communicator
 from .library import Settings, build_all
 
 
@@ -45,8 +45,7 @@ class Channels:
                 for settings in new:
                     self.opened[settings] = Channel(comm, settings, n_regions)
             except BaseException as error:  # other ranks may have what this one lacks
-                what = str(error) or type(error).__name__
-                comm.failure = comm.failure or f"{what}. {RESET}"
+                comm.fail(error)
                 raise
         return [self.opened[settings] for settings in wanted]
 

@@ -218,6 +218,11 @@ class Communicator:
         if not any_strides and not tensor.is_contiguous():
             refuse(name, "is not contiguous; pass .contiguous()")
 
+    def fail(self, error: BaseException) -> None:
+        """Makes later calls raise until :meth:`reset`: other ranks have gone on."""
+        what = str(error) or type(error).__name__
+        self.failure = self.failure or f"{what}. {RESET}"
+
     def end(self, why: str) -> None:
         """Makes later calls raise; the memory is freed."""
         self.failure, self.has_ended = why, True

@@ -16,14 +16,16 @@ import torch
 from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K, checked_int
 from . import sums
 from .calls import EXPANDED, PLAIN, ElasticCall, memory_for
-from .channel import Channel
+from .channel import BOTH, RECEIVE, SEND, Channel
 from .channels import Channels
 from .communicator import check_start, refuse
 from .counts import Counts, count_choices, new_counts
 from .elastic_handle import EPHandle, checked_handle
 from .elastic_layout import (
     MOST,
+    check_columns,
     check_same,
+    most_rows,
     n_worst_rows,
     named,
     outputs,
@@ -74,6 +76,11 @@ class Plan(NamedTuple):
     channel: Channel
     sizes: Sizes
     """With a handle those of one like it."""
+    name: str
+    """What ranks compare before the host waits for sizes; "": it does not."""
+    reads: bool
+    """Whether the kernel writes how many rows come; otherwise they are counted ahead.
+    """
 
 
 class Elastic:
@@ -122,47 +129,55 @@ class Elastic:
             if options[:3] != _OF_HANDLE or options[4]:
                 check_same(handle, *options[:3], options[4])
         plan, given = self._planned(x, topk_idx, topk_weights, routing, options)
-        form, channel, sizes = plan
+        form, channel, sizes, name, reads = plan
         if topk_idx is not None:
             topk_idx = topk_idx.contiguous()
         if topk_weights is not None:
             topk_weights = topk_weights.contiguous()
         if stats is not None:
-            shape, name = (sizes.n_local,), "cumulative_local_expert_recv_stats"
-            comm.check_tensor(name, stats, torch.int32, shape)
-        reads, numbers = False, None
+            shape, what = (sizes.n_local,), "cumulative_local_expert_recv_stats"
+            comm.check_tensor(what, stats, torch.int32, shape)
+        numbers, counts = None, None
         if handle is None:
             check_ids(comm, topk_idx, sizes.n_experts)
-            is_synced, counts = form.is_synced is None or form.is_synced, None
-            if is_synced:
+            if name:
                 if given.words is None:
                     check_start("x", given.rows.data_ptr())
-                in_columns = form.in_columns and sizes.is_plain
-                reads = sizes.is_plain and not in_columns
                 if not reads:
-                    # Far more rows may come, or columns are as long as what comes.
                     wait_for(when[0])
                     wait_for(when[3])
-                    counts = self._send_counts(sizes, given, topk_idx)
-                call = named(sizes, given, in_columns)
-                n_rows = sum(comm.exchange(call, sizes.n_tokens))
-                if counts is not None:
-                    n_rows = sum(listed := counts())
-                sizes = sizes.with_rows(n_rows)
+                    counts = self._send_counts(sizes, topk_idx)
+                n_all = sum(comm.exchange(name, sizes.n_tokens))
+                sizes = sizes.with_rows(most_rows(sizes, n_all))
             routing = Routing(sizes, topk_idx)
             handle = EPHandle(routing, form.num_sms or comm.most_sms)
-            handle.is_synced = is_synced
-            if counts is not None and not sizes.is_plain:
-                handle.num_recv_tokens_per_expert_list = listed
-            elif counts is not None:
+            handle.is_synced = bool(name)
+        if counts is not None:
+            # Tokens are on their way while the host waits for counts, and allocates.
+            launch = channel, routing, given, topk_weights, sums.NOWHERE, topk_idx
+            work = functools.partial(sums.dispatch, *launch, form=SEND)
+            tensors = given.rows, given.words, topk_idx, topk_weights
+            self._run(work, tensors + routing.tensors(), when, form.num_sms)
+            try:
+                n_rows = sum(listed := counts())
+                routing.sizes = sizes = sizes.with_fewer(n_rows)
+                to = outputs(sizes, given, topk_weights, form.in_columns)
+            except BaseException as error:  # other ranks go on
+                comm.fail(error)
+                raise
+            if sizes.is_plain:
                 handle.num_recv_tokens = n_rows
-        to = outputs(routing.sizes, given, topk_weights, form.in_columns)
+            else:
+                handle.num_recv_tokens_per_expert_list = listed
+        else:
+            to = outputs(routing.sizes, given, topk_weights, form.in_columns)
         if form.zeros and not sizes.is_plain:
             to = zeroed(to)
 
-        if reads:
+        if counts is None and name:
             numbers = comm.streams.numbers(comm.n_ranks)
-        launch = channel, routing, given, topk_weights, to, topk_idx, numbers
+        half = BOTH if counts is None else RECEIVE
+        launch = channel, routing, given, topk_weights, to, topk_idx, numbers, half
         if when == _AT_ONCE and form.num_sms == 0 and stats is None:
             sums.dispatch(*launch)
             event = EventOverlap()
@@ -258,21 +273,21 @@ class Elastic:
         return event
 
     def _send_counts(
-        self, sizes: Sizes, given: Given, topk_idx: torch.Tensor
+        self, sizes: Sizes, topk_idx: torch.Tensor
     ) -> Callable[[], list[int]]:
         """Counts what goes to each rank; returns what waits for the rows that come: all
         plain ones, or those of each local expert, rounded up."""
-        comm, call = self._comm, self._call(sizes, given)
+        comm = self._comm
         n_local, n_ranks = sizes.n_local, comm.n_ranks
         if sizes.is_plain:
-            self._counts.open(1, call)
             ranks = torch.div(topk_idx, n_local, rounding_mode="floor").unsqueeze(2)
             goes = (ranks == comm.rank_numbers).any(1)
             return self._counts.send(goes.sum(0, dtype=torch.int32).unsqueeze(1))
-        self._counts.open(n_local, call)
         counts = new_counts(topk_idx, sizes.n_experts)
         of_experts = count_choices(topk_idx, counts, comm.one)
         read = self._counts.send(of_experts.view(n_ranks, n_local))
+        if sizes.alignment == 1:
+            return read
         return lambda: [round_up(n, sizes.alignment) for n in read()]
 
     def forget(self) -> None:
@@ -364,7 +379,17 @@ class Elastic:
                 refuse("do_cpu_sync", "is not for a handle: its sizes are known")
             if n_tokens != sizes.n_tokens:
                 refuse("x", f"has {n_tokens} rows, the handle has {sizes.n_tokens}")
-        plan = Plan(form, self._channel(sizes, given), sizes)
+        if form.in_columns:
+            check_columns(given)
+        channel, name = self._channel(sizes, given), ""
+        # Far more expanded rows may come, and columns are as long as what comes.
+        reads = sizes.is_plain and not form.in_columns
+        if routing is None and (form.is_synced is None or form.is_synced):
+            name = named(sizes, given, sizes.is_plain and not reads)
+            if not reads:
+                n_counts = 1 if sizes.is_plain else sizes.n_local
+                self._counts.open(n_counts, self._call(sizes, given))
+        plan = Plan(form, channel, sizes, name, reads)
         if topk_weights is not None:
             self._comm.check_tensor(
                 *("topk_weights", topk_weights, torch.float32),

@@ -61,14 +61,25 @@ def check_same(
             refuse(name, f"={given!r}, and the handle has {getattr(handle, name)}")
 
 
+def most_rows(sizes: Sizes, n_tokens: int) -> int:
+    """Returns how many rows so many tokens of all ranks may make here."""
+    of_all = sizes.rows, 1, sizes.n_local, n_tokens
+    return n_worst_rows(*of_all, sizes.top_k, sizes.alignment)
+
+
+def check_columns(given: Given) -> None:
+    """Refuses scales that ``use_tma_aligned_col_major_sf`` is not for."""
+    one_byte = 1
+    if given.words is not None and given.scales.element_size() == one_byte:
+        what = "is for scales of 4 bytes, which columns of 16 bytes hold"
+        refuse("use_tma_aligned_col_major_sf", what)
+
+
 def outputs(
     sizes: Sizes, given: Given, weights: torch.Tensor | None, in_columns: bool
 ) -> Received:
     """Allocates what a dispatch delivers."""
-    x, scales, one_byte = given.rows, given.words, 1
-    if in_columns and scales is not None and given.scales.element_size() == one_byte:
-        what = "is for scales of 4 bytes, which columns of 16 bytes hold"
-        refuse("use_tma_aligned_col_major_sf", what)
+    x, scales = given.rows, given.words
     empty, n_rows, top_k = sizes.comm.empty, sizes.n_rows, sizes.top_k
     columns = x.shape[1]
     to = Received(empty((n_rows, columns), (columns, 1), x.dtype))

@@ -19,7 +19,7 @@ import torch
 
 from ..limits import TOKEN_ALIGN_BYTES
 from .calls import PLAIN, Call, ElasticCall
-from .channel import BOTH, Channel, Region
+from .channel import BOTH, RECEIVE, Channel, Region
 from .channels import Channels
 from .communicator import Communicator, check_start, refuse
 from .library import Settings, round_up
@@ -189,6 +189,11 @@ class Received:
         return Received(*(first_rows(one, n_rows) for one in tensors))
 
 
+_NONE = torch.empty(0, device="cpu")
+NOWHERE = Received(_NONE, None, _NONE, _NONE)
+"""What a dispatch that only sends delivers."""
+
+
 def open_channel(channels: Channels, settings: Settings, call: Call) -> Channel:
     """Returns a channel; opens a new one with all other ranks."""
     found = channels.opened.get(settings)
@@ -231,21 +236,27 @@ def dispatch(
     to: Received,
     ids: torch.Tensor | None = None,
     numbers: Numbers | None = None,
+    form: int = BOTH,
 ) -> None:
     """Dispatches tokens; no weights: 0. ``ids`` are copied to those of the routing;
-    None: they are there. ``numbers``: plain rows, where the host reads the ends."""
-    sent = joined(given.rows, given.words) if given.words is not None else given.rows
-    start = sent.data_ptr()
-    if start % TOKEN_ALIGN_BYTES != 0:
-        check_start("x", start)
-    comm, sizes = channel.comm, routing.sizes
-    captures = comm.streams.is_capturing()
-    channel.n_taken += 1
-    turns = channel.turns[captures]
-    region = turns[channel.n_taken % len(turns)]
-    routing.channel, routing.region, routing.use = channel, region, object()
-    region.use, region.is_captured = routing.use, captures
-    region.was_captured |= captures
+    None: they are there. ``numbers``: plain rows, where the host reads the ends.
+    ``form``: ``SEND``, to ``NOWHERE`` and with as many rows as can come, then
+    ``RECEIVE`` as the next of this region, with as many as come."""
+    comm, sizes, start = channel.comm, routing.sizes, 0
+    if form != RECEIVE:
+        words = given.words
+        sent = joined(given.rows, words) if words is not None else given.rows
+        start = sent.data_ptr()
+        if start % TOKEN_ALIGN_BYTES != 0:
+            check_start("x", start)
+        captures = comm.streams.is_capturing()
+        channel.n_taken += 1
+        turns = channel.turns[captures]
+        taken = turns[channel.n_taken % len(turns)]
+        routing.channel, routing.region, routing.use = channel, taken, object()
+        taken.use, taken.is_captured = routing.use, captures
+        taken.was_captured |= captures
+    region: Any = routing.region
     n_rows, top_k, is_plain = sizes.n_rows, sizes.top_k, sizes.is_plain
     # Kernels write all of them.
     recv_weights, local_ids, scales = to.weights, to.local_ids, to.scales
@@ -260,7 +271,7 @@ def dispatch(
     if routing.kept_ids is not None:
         kept_ids = routing.kept_ids.data_ptr() - tables
     region.dispatch(
-        BOTH,
+        form,
         start,
         tables + kept_ids if ids is None else ids.data_ptr(),
         sizes.n_tokens,

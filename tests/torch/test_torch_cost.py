@@ -185,27 +185,33 @@ def test_a_layer_makes_few_operations_of_torch(
     of_v2.destroy()
 
 
-def write_ends(arguments: bytes, n_rows: int) -> int:
-    """Does what a dispatch does of one rank, whose rows are so many."""
+def write_ends(arguments: bytes, n_rows: int, n_counts: int = 8) -> int:
+    """Does what a dispatch does of one rank, whose rows are so many; counts of experts,
+    or of ranks, are those of a call."""
     fields = struct.unpack("19q", arguments)
-    n_tokens, rows, ends = fields[5], fields[6], fields[8]
+    form, n_tokens, rows, ends = fields[2], fields[5], fields[6], fields[8]
+    if form == channel.SEND:
+        return 0
     ctypes.c_int32.from_address(ends).value = n_rows
-    if n_tokens == 1:  # counts of experts
-        ctypes.memmove(rows, fields[3], 4 * 8)
+    if n_tokens == 1:  # counts that go ahead
+        ctypes.memmove(rows, fields[3], 4 * n_counts)
     return 0
 
 
 def test_rows_go_before_the_host_waits_for_their_number(
     launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the GPU has nothing to do while ranks tell each other their counts, if
-    they tell each other what the device knows, or if the host waits for rows where
-    words before them have their number."""
+    """Fails if the GPU has nothing to do while ranks tell each other their counts, or
+    while the host allocates as many rows as come; if they tell each other what the
+    device knows, or if the host waits for rows where words before them have their
+    number."""
     done: list[str] = []
+    n_counts = 8
 
     def dispatch(arguments: bytes) -> int:
-        done.append("dispatch")
-        return write_ends(arguments, 2)
+        form = struct.unpack("19q", arguments)[2]
+        done.append(("send", "receive", "both")[form - 1])
+        return write_ends(arguments, 2, n_counts)
 
     launches["dispatch"] = dispatch
     buffer = Buffer(dist.group.WORLD, device="cpu")
@@ -219,10 +225,23 @@ def test_rows_go_before_the_host_waits_for_their_number(
         return buffer.dispatch(x, None, *layout)
 
     def plain() -> Any:
-        return elastic.dispatch(x, ids, num_experts=8)
+        with torch.inference_mode():
+            rows, *rest, handle, event = elastic.dispatch(x, ids, num_experts=8)
+        # What only the host was told.
+        assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == [2]
+        return rows, *rest, handle, event
 
     def expanded() -> Any:
         return elastic.dispatch(x, ids, num_experts=8, do_expand=True)
+
+    def in_columns() -> Any:
+        nonlocal n_counts
+        n_counts = 4  # one, and what makes 16 bytes of it
+        pair = torch.zeros(3, 512).to(torch.float8_e4m3fn), torch.ones(3, 4)
+        how = dict(num_experts=8, use_tma_aligned_col_major_sf=True)
+        (rows, scales), *rest = elastic.dispatch(pair, ids, **how)
+        assert scales.shape == (2, 4) and scales.stride() == (1, 4)
+        return rows, *rest
 
     def normal_with_ids() -> Any:
         layout = per_rank, None, is_in_rank, per_expert
@@ -241,10 +260,11 @@ def test_rows_go_before_the_host_waits_for_their_number(
     for one in (buffer, elastic):
         noted(one._comm, "exchange")
     for call, wanted, n_rows in (
-        (normal, "exchange dispatch dispatch read read", 2),
-        (normal_with_ids, "exchange dispatch dispatch read read", 2),
-        (plain, "exchange dispatch read", 2),
-        (expanded, "dispatch exchange read dispatch", 4),
+        (normal, "exchange both both read read", 2),
+        (normal_with_ids, "exchange both both read read", 2),
+        (plain, "exchange both read", 2),
+        (expanded, "both exchange send read receive", 4),
+        (in_columns, "both exchange send read receive", 2),
     ):
         call()  # opens the channel
         done.clear()
@@ -253,3 +273,26 @@ def test_rows_go_before_the_host_waits_for_their_number(
         assert rows.shape == (n_rows, 512) and not rows.requires_grad
     buffer.destroy()
     elastic.destroy()
+
+
+def test_rows_without_a_place_end_the_calls(
+    launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a rank that has sent, and cannot allocate what comes, goes on: the next
+    dispatch of the others would wait for its rows."""
+    launches["dispatch"] = lambda arguments: write_ends(arguments, 2)
+    buffer = ElasticBuffer(dist.group.WORLD, None, 0, 4, device="cpu")
+    x, ids = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    how = dict(num_experts=8, do_expand=True)
+    buffer.dispatch(x, ids, **how)
+
+    def outputs(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(elastic, "outputs", outputs)
+        with raises(MemoryError, "no memory"):
+            buffer.dispatch(x, ids, **how)
+    with raises(RuntimeError, "no memory. Call Buffer.reset() in every process"):
+        buffer.dispatch(x, ids, **how)
+    buffer.destroy()
