@@ -193,7 +193,8 @@ class Elastic:
             tensors += routing.tensors()
             event = self._run(work, tensors, when, form.num_sms)
         if numbers is not None:
-            handle.num_recv_tokens = n_rows = sums.n_rows_in(numbers, comm)
+            routing.read_ends = ends = sums.ends_in(numbers, comm)
+            handle.num_recv_tokens = n_rows = int(ends[-1])
             routing.sizes, to = sizes.with_fewer(n_rows), to.first(n_rows)
         rows = to.rows if to.scales is None else given.arrived(to.rows, to.scales)
         return rows, to.local_ids, to.weights, handle, event

@@ -184,8 +184,11 @@ class Normal:
         event = comm.streams.run(work, tensors, when)
         listed: list[int] = []
         if is_synced:
-            listed = [round_up(n, align) for n in counts()]
-            n_rows = sums.n_rows_in(numbers, comm)
+            listed = counts()
+            if align != 1:
+                listed = [round_up(n, align) for n in listed]
+            routing.read_ends = ends = sums.ends_in(numbers, comm)
+            n_rows = int(ends[-1])
             routing.sizes = sizes.with_fewer(n_rows)
             recv_ids = first_rows(recv_ids, n_rows)
             recv_weights = first_rows(recv_weights, n_rows)

@@ -231,10 +231,8 @@ class Streams:
         numbers.clear()
         return numbers
 
-    def launched(self, numbers: Numbers, copy: torch.Tensor | None = None) -> None:
-        """Copies, behind the launch, the words to its device, if that is asked."""
-        if copy is not None:
-            copy.copy_(numbers.words, non_blocking=True)
+    def launched(self, numbers: Numbers) -> None:
+        """Notes that a launch which writes the words is on its way."""
         if numbers.event is not None:
             numbers.event.record(torch.cuda.current_stream(self.device))
 
