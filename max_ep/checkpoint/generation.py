@@ -14,16 +14,9 @@ from typing import Any
 
 from .common import IDS
 from .fields import config_in, json_in
-from .rule import Rule, free, number, only, optional, shown, whole
+from .rule import Rule, free, number, only, optional, shown, whole, within
 
 GENERATION_FILE = "generation_config.json"
-
-
-def _within(least: float, most: float) -> Rule:
-    return Rule(
-        lambda v: type(v) in (int, float) and least <= v <= most,
-        f"a number from {least} to {most}",
-    )
 
 
 _READ_BY_MAX: dict[str, Rule] = {
@@ -31,9 +24,9 @@ _READ_BY_MAX: dict[str, Rule] = {
     "max_new_tokens": optional(whole()),
     "min_new_tokens": optional(whole(least=0)),
     "repetition_penalty": optional(number()),
-    "temperature": optional(_within(0, 2)),
+    "temperature": optional(within(0, 2)),
     "top_k": optional(whole(least=-1)),
-    "top_p": optional(_within(0, 1)),
+    "top_p": optional(within(0, 1)),
 }
 """With what MAX's sampler takes; it answers all requests with an error otherwise."""
 

@@ -53,6 +53,14 @@ def number(default: Any = NEEDED) -> Rule:
     return Rule(is_number, "a number above 0", default)
 
 
+def within(least: float, most: float) -> Rule:
+    """Takes numbers in ``[least, most]``."""
+    return Rule(
+        lambda v: type(v) in (int, float) and least <= v <= most,
+        f"a number from {least} to {most}",
+    )
+
+
 def flag(default: bool) -> Rule:
     return Rule(lambda v: type(v) is bool, "true or false", default)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of MAX that are replaced while a model is built: all of them stand here.
+"""The names of MAX that are replaced: all of them stand here.
 
 MAX's architectures make their group, its memory and its manager themselves, each in
 another place. While a model is built, the classes they use for that are ours wherever
@@ -51,8 +51,13 @@ DEEPSEEK_LAYER = f"{_ARCHITECTURES}deepseekV3.deepseekV3:DeepseekV3DecoderLayer"
 DEEPSEEK_CONFIG = f"{_ARCHITECTURES}deepseekV3.model:DeepseekV3Config"
 """Replaced by one that gives the graph what was checked."""
 
+REQUESTS = "max.serve.router.openai_routes:_parse_openai_request_body"
+ANSWERS = "max.serve.pipelines.llm:TokenGeneratorPipeline.next_token_chunk"
+"""Both are replaced for good where a server makes a tokenizer, by ``requests.py`` and
+``stops.py``."""
 
-def _home_of(place: str) -> tuple[Any, str]:
+
+def home_of(place: str) -> tuple[Any, str]:
     """Returns the module or class that has a name, and the name."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
@@ -65,10 +70,10 @@ def _home_of(place: str) -> tuple[Any, str]:
 def absent() -> list[str]:
     """Returns the names that this version of MAX lacks."""
     lacking = []
-    of_deepseek = DEEPSEEK_LAYER, DEEPSEEK_CONFIG
-    for place in (*EVERYWHERE, *IN_ARCHITECTURES, *OF_A_MODEL, *of_deepseek):
+    others = *OF_A_MODEL, DEEPSEEK_LAYER, DEEPSEEK_CONFIG, REQUESTS, ANSWERS
+    for place in (*EVERYWHERE, *IN_ARCHITECTURES, *others):
         try:
-            home, name = _home_of(place)
+            home, name = home_of(place)
             getattr(home, name)
         except (ImportError, AttributeError):
             lacking.append(place)
@@ -88,11 +93,11 @@ def replaced(of_model: dict[str, Any] | None = None) -> Iterator[None]:
             f"this version of MAX lacks {', '.join(lacking)}, which max_ep.serve "
             "replaces; install max==26.7.*"
         )
-    changes = [(*_home_of(place), ours) for place, ours in EVERYWHERE.items()]
+    changes = [(*home_of(place), ours) for place, ours in EVERYWHERE.items()]
     modules = [sys.modules[name] for name in sys.modules if _ARCHITECTURES in name]
     of_layers = {} if of_model is None else IN_ARCHITECTURES | of_model
     for place, ours in of_layers.items():
-        home, name = _home_of(place)
+        home, name = home_of(place)
         theirs = getattr(home, name)
         changes += [(m, name, ours) for m in modules if vars(m).get(name) is theirs]
     before = [getattr(home, name) for home, name, _ in changes]

@@ -12,13 +12,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from max.pipelines.context import SamplingParams, TextContext
 from max.pipelines.context.exceptions import InputError
 from max.pipelines.lib import TextTokenizer
 from max.pipelines.lib.tokenizer import ReasoningTextTokenizer
 
+from .requests import check_all_requests
 from .source import config_of, ends_of_answers
+from .stops import stop_all_answers
 
 
 class _AllTokens:
@@ -69,11 +70,26 @@ def leave_out_ends(asked: SamplingParams, n_embeddings: int) -> None:
         asked.stop_token_ids = [end for end in asked.stop_token_ids if end in has]
 
 
+def lift_top_k(asked: SamplingParams, n_embeddings: int) -> None:
+    """Takes out of a request a ``top_k`` that leaves all tokens: MAX's sampler asks for
+    memory for so many, and with 2**40 the whole server ends."""
+    if asked.top_k >= n_embeddings > 1:
+        asked.top_k = -1
+
+
 class _Vocabulary:
     """Base class in front of a tokenizer of MAX."""
 
     def __init__(self, model_path: str, pipeline_config: Any, **more: Any) -> None:
-        super().__init__(model_path, pipeline_config, **more)
+        try:
+            super().__init__(model_path, pipeline_config, **more)
+        except ValueError as error:  # MAX's names no cause
+            cause = " ".join(str(error.__cause__ or error).split())
+            raise ValueError(
+                f"{model_path}: its tokenizer cannot be loaded: {cause}"
+            ) from error
+        check_all_requests()
+        stop_all_answers()
         self._n_embeddings = config_of(pipeline_config)["vocab_size"]
         sampling, model = pipeline_config.sampling, pipeline_config.model
         self._flags = {
@@ -81,6 +97,7 @@ class _Vocabulary:
             "enable_min_tokens": sampling.enable_min_tokens,
             "enable_echo": model.enable_echo,
         }
+        self._is_on_cpu = model.device_specs[0].device_type == "cpu"
         lengthen(self.delegate, self._n_embeddings)
         # MAX has ends of config.json, too, where transformers has none of them, and
         # none of its text_config.
@@ -92,7 +109,7 @@ class _Vocabulary:
         """Answers the request with status 400 if there is no template, or it raises."""
         try:
             return super().apply_chat_template(*args, **more)
-        except (TemplateError, ValueError) as error:
+        except Exception as error:  # a template is a program, of the client's, too
             (reason, *_) = str(error).splitlines() or [type(error).__name__]
             raise InputError(
                 f"the tokenizer makes no prompt of this chat: {reason}; correct it, "
@@ -119,6 +136,7 @@ class _Vocabulary:
                 )
         self._check_asked(request.sampling_params, request.echo)
         leave_out_ends(request.sampling_params, self._n_embeddings)
+        lift_top_k(request.sampling_params, self._n_embeddings)
         leave_out_min_tokens(request.sampling_params, self.eos_token_ids)
         context = await super().new_context(request)
         self._check(context.tokens.prompt.tolist())
@@ -140,6 +158,12 @@ class _Vocabulary:
                     f"{flag}; leave it out, or start the server with {flag}"
                 )
 
+        if asked.min_p and self._is_on_cpu:
+            raise InputError(
+                f"the request has min_p={asked.min_p}, which MAX's sampler leaves out "
+                "on the CPU; leave it out, or serve on GPUs"
+            )
+
     def _check(self, ids: list[int]) -> None:
         """Answers the request with status 400 if the model lacks a token."""
         n = self._n_embeddings
@@ -151,9 +175,26 @@ class _Vocabulary:
             )
 
 
+WITHOUT_THOUGHTS = "Start the server with --reasoning-parser none"
+"""What to do where a tokenizer lacks the tokens of thoughts."""
+
+
 class VocabularyTokenizer(_Vocabulary, TextTokenizer):
     """MAX's, for a model of ``vocab_size`` tokens."""
 
 
 class VocabularyReasoningTokenizer(_Vocabulary, ReasoningTextTokenizer):
     """MAX's for models with thoughts, of ``vocab_size`` tokens."""
+
+    def __init__(self, model_path: str, pipeline_config: Any, **more: Any) -> None:
+        self._thinks = pipeline_config.runtime.reasoning_parser is not None
+        super().__init__(model_path, pipeline_config, **more)
+
+    def _resolve_reasoning_delimiters(self, delegate: Any) -> None:
+        """Finds the tokens of thoughts, unless the server was started without."""
+        if not self._thinks:
+            return
+        try:
+            super()._resolve_reasoning_delimiters(delegate)
+        except ValueError as error:
+            raise ValueError(f"{error} {WITHOUT_THOUGHTS}") from error

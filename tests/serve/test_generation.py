@@ -180,6 +180,7 @@ def test_answers_end_as_in_transformers(size, tmp_path):
                 huggingface_config=AutoConfig.from_pretrained(tmp_path),
                 generation_config=GenerationConfig(**(fields or {})),
                 enable_echo=False,
+                device_specs=[SimpleNamespace(device_type="cpu")],
             )
             flags = dict(enable_penalties=False, enable_min_tokens=False)
             of_all = MagicMock(model=model, sampling=SimpleNamespace(**flags))
@@ -226,6 +227,7 @@ def test_what_a_server_was_not_started_for_is_refused():
     tokenizer = VocabularyTokenizer.__new__(VocabularyTokenizer)
     names = "penalties", "min_tokens", "echo"
     tokenizer._flags = dict.fromkeys((f"enable_{name}" for name in names), False)
+    tokenizer._is_on_cpu = True
     plain, longer = SamplingParams(), SamplingParams(min_new_tokens=3)
     tokenizer._check_asked(plain)
     with pytest.raises(InputError, match="has min_tokens, .* --enable-min-tokens$"):
@@ -237,6 +239,20 @@ def test_what_a_server_was_not_started_for_is_refused():
             tokenizer._check_asked(SamplingParams(**{asked: 0.5}))
     tokenizer._flags = dict.fromkeys(tokenizer._flags, True)
     tokenizer._check_asked(SamplingParams(presence_penalty=1.1, min_new_tokens=3), True)
+
+
+def test_min_p_is_refused_on_the_cpu():
+    """MAX's sampler leaves it out there: with 1.0 answers differed."""
+    tokenizer = VocabularyTokenizer.__new__(VocabularyTokenizer)
+    tokenizer._flags = dict.fromkeys(("enable_penalties", "enable_min_tokens"), True)
+    tokenizer._flags["enable_echo"] = True
+    for tokenizer._is_on_cpu in (False, True):
+        tokenizer._check_asked(SamplingParams(min_p=0.0))
+        if not tokenizer._is_on_cpu:
+            tokenizer._check_asked(SamplingParams(min_p=0.5))
+            continue
+        with pytest.raises(InputError, match="has min_p=0.5, which MAX's .* on GPUs"):
+            tokenizer._check_asked(SamplingParams(min_p=0.5))
 
 
 @pytest.mark.parametrize(
@@ -273,10 +289,13 @@ def test_a_chat_without_a_template_is_refused_in_words(tmp_path):
     chat = [TextGenerationRequestMessage(role="user", content="hi")]
     assert "hi<|im_end|>" in tokenizer.apply_chat_template(chat, None)
     said = "no prompt of this chat: .*; correct it, start .* --chat-template"
-    for template in (None, "{{ raise_exception('roles must alternate') }}"):
+    raising = "{{ raise_exception('roles must alternate') }}", "{{ 1 / 0 }}"
+    for template in (None, *raising):
         tokenizer.delegate.chat_template = template
         with pytest.raises(InputError, match=said):
             tokenizer.apply_chat_template(chat, None)
+    with pytest.raises(InputError, match="multiple values for .*'tokenize'; correct"):
+        tokenizer.apply_chat_template(chat, None, tokenize=True)
 
 
 def test_tokens_that_the_tokenizer_lacks_are_generated(tmp_path):

@@ -26,7 +26,7 @@ from max_ep import EPBatchManager, extension_path
 from max_ep.serve import hopper, settings
 from max_ep.serve.hopper import forward_layers
 from max_ep.serve.model import ExpertParallelModel, ServingInitializer
-from max_ep.serve.replaced import EVERYWHERE, OF_A_MODEL, _home_of, absent, replaced
+from max_ep.serve.replaced import EVERYWHERE, OF_A_MODEL, absent, home_of, replaced
 from max_ep.serve.settings import gathers, rank_bytes
 from tests.oracle.cases import Case
 from tests.serve.described import qwen3
@@ -312,7 +312,7 @@ def test_what_stands_while_a_model_is_built(monkeypatch):
     subgraphs, and nothing after."""
     assert len(EVERYWHERE) == 6
     for place, ours in EVERYWHERE.items():
-        home, name = _home_of(place)
+        home, name = home_of(place)
         assert getattr(home, name) is ORIGINALS[name]
         with replaced():
             assert getattr(home, name) is ours
