@@ -18,7 +18,7 @@ from .architectures import (
     what_was_not_compared,
     why_not_balanced,
 )
-from .fields import check_config, config_in
+from .fields import check_config, config_in, json_in
 from .files import Tensor, read_tensors
 from .generation import GENERATION_FILE, check_generation, ends_of, has_penalties
 from .rope import Rope
@@ -42,6 +42,7 @@ __all__ = [
     "described",
     "ends_of",
     "has_penalties",
+    "json_in",
     "kept_in_fp8",
     "loaded_bytes",
     "read_tensors",

@@ -49,6 +49,9 @@ class Architecture(NamedTuple):
     """Fields of ``quantization_config``."""
     compared: tuple[str, ...] = ()
     """Where its answers were compared with those of transformers."""
+    parser: str | None = None
+    """MAX's name for the format of thoughts in answers, and of calls of tools; None:
+    answers are plain text."""
 
     @property
     def fields(self) -> dict[str, Rule]:
@@ -148,6 +151,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_routing_bias": only(True),
         },
         compared=PLACES[:2],
+        parser="minimax_m2",
     ),
     "DeepseekV3ForCausalLM": Architecture(
         PLACES[1:],

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import (
+    ARCHITECTURES,
     GENERATION_FILE,
     Tensor,
     check_config,
@@ -28,6 +29,7 @@ from ..checkpoint import (
     config_in,
     described,
     has_penalties,
+    json_in,
     kept_in_fp8,
     loaded_bytes,
     read_tensors,
@@ -50,6 +52,12 @@ PENALTIES = "--enable-penalties"
 IN_TURN = "--disable-overlap"
 """The flag that makes MAX wait for a token before the next step: its penalties do not
 count the last one otherwise."""
+
+THOUGHTS = "--reasoning-parser"
+"""The flag that says in which format answers have thoughts."""
+
+THOUGHT = "<think>"
+"""The token that begins one."""
 
 _CPU_RANKS = 4
 
@@ -76,6 +84,7 @@ def run_serve(options: Any) -> None:
     # MAX finds no weights behind a slash at the end.
     model = options.model.rstrip("/") or "/"
     config, generation, tensors, n_bytes = checkpoint_of(model, n_gpus, options.dry_run)
+    _check_files_of_tokenizer(Path(model))
     _check_supported(config, gpus[:n_gpus])
     _check_token(config["hidden_size"], n_gpus)
     n_experts = described(config).moe.n_experts
@@ -110,6 +119,9 @@ def run_serve(options: Any) -> None:
     if n_gpus and are_counted and IN_TURN not in options.flags:
         chosen.append(IN_TURN)
     chosen += _weight_paths(options.flags, tensors)
+    if _lacks_thoughts(config, Path(model)) and THOUGHTS not in options.flags:
+        print(f"note       the tokenizer has no {THOUGHT}, so answers have no thoughts")
+        chosen += [THOUGHTS, "none"]
     command = ["max", "serve", "--model-path", model, *chosen, *options.flags]
     environment = _environment(options.balance, config, n_ranks)
     set_before = "".join(f"{name}={text} " for name, text in environment.items())
@@ -283,6 +295,30 @@ def _check_tokenizer(folder: Path) -> None:
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json "
             "of the model into it"
         )
+
+
+def _check_files_of_tokenizer(folder: Path) -> None:
+    """Refuses files that cannot be read; MAX's error would not name them."""
+    for name in _OF_TOKENIZERS:
+        path = folder / name
+        if path.is_file() and not isinstance(json_in(path), dict):
+            raise ValueError(f"{path} holds no names; download it again")
+
+
+_OF_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+def _lacks_thoughts(config: dict[str, Any], folder: Path) -> bool:
+    """Returns whether MAX would look for a token of thoughts that a tokenizer lacks."""
+    paths = [folder / name for name in _OF_TOKENIZERS]
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
+    thinks = ARCHITECTURES[config["architectures"][0]].parser is not None
+    return thinks and bool(texts) and not any(f'"{THOUGHT}"' in text for text in texts)
 
 
 def _check_token(hidden_size: int, n_gpus: int) -> None:

@@ -8,7 +8,7 @@ of them MAX only has to know how to read prompts.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from max.pipelines.architectures.qwen3.arch import qwen3_moe_arch
 
@@ -19,34 +19,17 @@ from .settings import ExpertParallelPlanner
 from .tokens import VocabularyReasoningTokenizer, VocabularyTokenizer
 
 
-class _Prompts(NamedTuple):
-    """How MAX reads prompts and answers of an architecture."""
-
-    thinks: bool = False
-    """Whether answers have thoughts, which MAX's tokenizer tells apart."""
-    parser: str | None = None
-    """MAX's name for the format of thoughts and of calls of tools."""
-
-
-_PROMPTS = {
-    "MiniMaxM2ForCausalLM": _Prompts(thinks=True, parser="minimax_m2"),
-}
-"""Where they are not plain text."""
-
-
 def _ours(name: str) -> Any:
     """Returns the entry of an architecture that our decoder serves."""
-    prompts = _PROMPTS.get(name, _Prompts())
+    parser = ARCHITECTURES[name].parser
     return replace(
         qwen3_moe_arch,
         name=name,
         config=OurConfig,
         pipeline_model=OurModel,
-        tokenizer=(
-            VocabularyReasoningTokenizer if prompts.thinks else VocabularyTokenizer
-        ),
-        tool_parser=prompts.parser,
-        reasoning_parser=prompts.parser,
+        tokenizer=VocabularyReasoningTokenizer if parser else VocabularyTokenizer,
+        tool_parser=parser,
+        reasoning_parser=parser,
         batching=OurBatches,
         memory_planner=ExpertParallelPlanner,
         supported_encodings={"bfloat16", "float32"},

@@ -319,8 +319,42 @@ def test_a_folder_without_a_tokenizer_is_refused(
     said = run_cli("serve", model, status=1)
     assert f"{model} has no tokenizer; copy tokenizer.json and" in said
     monkeypatch.setattr(os, "execv", lambda program, command: print("started"))
-    (Path(model) / "tokenizer.json").touch()
+    (Path(model) / "tokenizer.json").write_text("{}")
     assert run_cli("serve", model).endswith("started\n")
+
+
+@pytest.mark.parametrize(
+    "text, words", [("{", "is not JSON"), ("[]", "holds no names")]
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused(
+    text, words, machine, tmp_path, run_cli
+):
+    """MAX ends with a traceback, after a minute."""
+    model = checkpoint(tmp_path, QWEN)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = Path(model) / name
+        path.write_text(text)
+        assert f"{name} {words}" in run_cli("serve", model, "--dry-run", status=1)
+        path.unlink()
+
+
+def test_a_tokenizer_without_thoughts(machine, tmp_path, run_cli):
+    """MAX's server of a MiniMax-M2 ended with a traceback; others have no thoughts."""
+    flag = " --reasoning-parser none"
+    minimax = PUBLISHED["MiniMax-M2"] | dict(num_hidden_layers=1, attn_type_list=[1])
+    del minimax["quantization_config"]
+    for config, has_flag in ((minimax, True), (QWEN, False)):
+        (folder := tmp_path / str(has_flag)).mkdir()
+        model = checkpoint(folder, config)
+        tokenizer = Path(model) / "tokenizer.json"
+        assert flag not in run_cli("serve", model, "--dry-run")  # there is none
+        tokenizer.write_text('{"model": {"vocab": {"think": 0}}}')
+        said = run_cli("serve", model, "--dry-run")
+        assert (flag in said) == ("has no <think>" in said) == has_flag
+        by_hand = run_cli("serve", model, "--dry-run", "--reasoning-parser", "x")
+        assert flag not in by_hand
+        tokenizer.write_text('{"added_tokens": [{"content": "<think>"}]}')
+        assert flag not in run_cli("serve", model, "--dry-run")
 
 
 @pytest.mark.parametrize(
