@@ -209,7 +209,7 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     ops = json.loads(line.removeprefix("ops: "))
     of_ours = tuple(
         f"max_ep.{x}"
-        for x in ("dispatch", "combine", "softmax", "balance", "routed", "sort", "add")
+        for x in "dispatch combine softmax balance routed sort add_rows".split()
     )
     assert {op: n for op, n in ops.items() if op.startswith(of_ours)} == {
         f"max_ep.{name}": n for name, n in wanted.items()
@@ -220,6 +220,10 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     # One op on GPUs for heads that are normalized and wholly rotated.
     has_one = "gpu" in where and size.startswith(("tiny", "hyv3", "laguna"))
     assert ("max_ep.norm_rope_store" in ops) == has_one
+    # Two sums and their norms a layer of our decoder, but for the first; two layers.
+    n_normed = 3 * ("gpu" in where and not size.startswith(("deepseek", "minimax")))
+    n_gpus = 1 + where.startswith("two")
+    assert ops.get("max_ep.add_norm", 0) == n_normed * n_gpus
     # Gate and up of gpt-oss have biases between.
     is_swiglu = "gpt_oss" not in size and not is_in_place
     assert ("max_ep.gpu_linear" in ops) == ("gpu" in where)
