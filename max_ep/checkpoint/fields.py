@@ -15,7 +15,7 @@ from typing import Any
 from ..limits import MAX_TOP_K
 from .architectures import ARCHITECTURES, described
 from .common import COMMON, MOST_EXPERTS
-from .rule import NEEDED, Rule, named, shown
+from .rule import NEEDED, Rule, free, named, shown
 
 _ALIASES = ("num_experts", "num_local_experts")
 """Names that transformers has for the field with the number of experts."""
@@ -85,8 +85,17 @@ def _text_config(config: dict[str, Any], architecture: str) -> dict[str, Any]:
             f"config.json: text_config={shown(text)} must be an object with the "
             f"fields of the text model of {architecture}"
         )
-    rules = {name: rule._replace(default=None) for name, rule in COMMON.items()}
-    _check_rules(config, rules | outer, architecture)
+    objects = dict.fromkeys(("rope_parameters", "rope_scaling"), free(None, dict))
+    optional_ones = {
+        name: rule._replace(default=None) if rule.default is NEEDED else rule
+        for name, rule in (COMMON | objects).items()
+    }
+    _check_rules(config, optional_ones | outer, architecture)
+    # What transformers parses, though it does not count.
+    kinds = {"architectures": free(None, list), "quantization_config": free(None, dict)}
+    own = ARCHITECTURES[architecture].own_fields[_TIED]
+    parsed = {name: text[name] for name in (*kinds, _TIED) if name in text}
+    _check_rules(parsed, {**kinds, _TIED: own}, f"text_config of {architecture}")
     counting = ("architectures", "quantization_config")
     is_tied = config.get("tie_word_embeddings", False)
     return text | {name: config.get(name) for name in counting} | {_TIED: is_tied}

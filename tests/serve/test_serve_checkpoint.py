@@ -60,6 +60,7 @@ MINIMAX, DEEPSEEK = PUBLISHED["MiniMax-M2"], PUBLISHED["DeepSeek-V3"]
 MIXTRAL, GPT_OSS = PUBLISHED["Mixtral-8x7B-v0.1"], PUBLISHED["gpt-oss-20b"]
 GLM4, OLMOE = PUBLISHED["GLM-4.5-Air"], PUBLISHED["OLMoE-1B-7B-0924"]
 QWEN2 = PUBLISHED["Qwen1.5-MoE-A2.7B"]
+QWEN3_VL = PUBLISHED["Qwen3-VL-30B-A3B-Instruct"]
 HYV3, LAGUNA = PUBLISHED["Hy3"], PUBLISHED["Laguna-XS-2.1"]
 FP8 = {"quant_method": "fp8"}
 
@@ -201,6 +202,17 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
                 }
             ]
         ),
+        # transformers cannot parse them, though they do not count.
+        *(
+            (QWEN3_VL | {"text_config": QWEN3_VL["text_config"] | wrong}, words)
+            for wrong, words in (
+                ({"tie_word_embeddings": 1}, "embeddings=1 is not served with text_c"),
+                ({"architectures": 3}, "architectures=3 is not served with text_conf"),
+                ({"quantization_config": "x"}, "quantization_config='x' is not served"),
+            )
+        ),
+        (QWEN3_VL | {"rope_scaling": 3}, "rope_scaling=3 is not served"),
+        (QWEN3_VL | {"num_labels": None}, "num_labels=None is not served"),
         # What no model has.
         ([], "holds no names"),
         ({}, "'no architecture' is not supported; there are Qwen3MoeForCausalLM"),
