@@ -104,9 +104,8 @@ def run_small(added):
     def run(routing: str, data: str) -> SimpleNamespace:
         groups = added["small"]
         given = {n: make_inputs(c, routing, data) for n, c in groups.cases.items()}
-        if "padded_fp8" in given:
-            of = given["padded_fp8"]
-            of.expert_rows = list(map(moved, of.expert_rows))
+        for name in {"padded_fp8", "padded_mxfp8"}.intersection(given):
+            given[name].expert_rows = list(map(moved, given[name].expert_rows))
         got = groups.run(given)
         # Computed after the run: what the run damaged cannot look right.
         return SimpleNamespace(given=given, got=got)

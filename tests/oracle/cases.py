@@ -257,7 +257,7 @@ SMALL_CASES = CASES | LAYOUT_CASES | BY_RANK_CASES | SUMS_CASES | CAPPED_CASES
 
 
 SMALL_CASES_OF_CI = """
-fp8_sums_back capped_sums padded_fp8 padded_mxfp8 shared_fp8_sums
+fp8_sums_back capped_sums padded_mxfp8 shared_fp8_sums
 row_scales_by_rank forwarded_packed allreduce
 """.split()
 """Each combine, layout of rows and scales, and cap once, of what the forms of

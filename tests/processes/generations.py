@@ -35,6 +35,8 @@ PHASED = in_protocols([SMALL])
 """Groups whose phases are graphs of their own."""
 
 GROUPS = PHASED | in_protocols([LARGE, SHARED]) | {FEW_EXPERTS.name: FEW_EXPERTS}
+SPLITS_ALL = ALL_CASES
+"""Whether groups that are not phased have ops of their own to send and to receive."""
 if not ALL_CASES:
     for name in ("large_by_rank", "shared", "few_experts"):
         del GROUPS[name]

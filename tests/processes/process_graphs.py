@@ -25,7 +25,14 @@ from tests.harness import (
     round_trip,
 )
 from tests.oracle.cases import BF16, Case
-from tests.processes.generations import GROUPS, N_RANKS, PHASED, SMALL, config_of
+from tests.processes.generations import (
+    GROUPS,
+    N_RANKS,
+    PHASED,
+    SMALL,
+    SPLITS_ALL,
+    config_of,
+)
 
 
 def _inputs(config: EPConfig, rank: int = 0) -> list[TensorType]:
@@ -149,5 +156,6 @@ def add_process_graphs(module: Module) -> None:
         elif name.startswith("large"):
             _add_back_to_back(module, name, config_of(case, 0))
         else:
-            _add_round_trip(module, name, config_of(case, 0), round_trip)
+            build = round_trip if SPLITS_ALL else fused_round_trip
+            _add_round_trip(module, name, config_of(case, 0), build)
     gathering.add_layer(ALL_GATHER, dispatcher_of(0), module)
