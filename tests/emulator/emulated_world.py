@@ -27,12 +27,11 @@ _SPLIT = ("many", "shared", "expert", "late_split", "keeps")
 _SPLIT += ("hosts_rows",)
 _FUSED = "sums rows expert_shared fp8_sums late masks drops work fp8 nvfp4".split()
 _FUSED += "hosts_sums hosts_expert hosts_many hosts_relay".split()
-_FUSED += "long wide hosts_relay_long masks_rows mxfp8_sums".split()
-_FUSED += ["padded", "padded_expert"]
+_FUSED += "long wide masks_rows padded padded_expert".split()
 if ALL_CASES:  # `emit_slow` has them
     _SPLIT += "hosts_late_split", "hosts_relay_late_split"
     _FUSED += "hosts_drops hosts_late hosts_fp8_sums hosts_relay_fp8_sums".split()
-    _FUSED += ["drops_rows", "late_wide"]
+    _FUSED += "drops_rows late_wide hosts_relay_long mxfp8_sums".split()
 FORMS = dict.fromkeys(_FUSED, ("",)) | dict.fromkeys(_SPLIT, ("_async", "_wait"))
 """The groups of `emulated.mojo`, and which launches they have."""
 

@@ -40,11 +40,15 @@ def exchanged(what: str, given: list) -> list:
         found = []
         for lane, (value, by, clamp) in enumerate(given):
             segment = clamp >> 8 & 31
-            first, last = lane & segment, lane & segment | clamp & 31 & ~segment
-            source = dict(idx=first | by & ~segment & 31, bfly=lane ^ by, up=lane - by)[
-                what[5:]
-            ]
-            is_there = source >= first if what == "shfl.up" else source <= last
+            first = lane & segment
+            if what == "shfl.up":
+                source, is_there = lane - by, lane - by >= first
+            else:
+                last = first | clamp & 31 & ~segment
+                source = lane ^ by
+                if what == "shfl.idx":
+                    source = first | by & ~segment & 31
+                is_there = source <= last
             found.append(given[source][0] if is_there else value)
         return found
     if what == "vote.ballot":
@@ -77,47 +81,53 @@ class Warp:
         """Runs each lane that is not late to where it waits, or has published; returns
         whether any did more than poll."""
         is_busy = False
+        requests, answers = self.requests, self.answers
         for lane, thread in enumerate(self.threads):
-            if thread is None or self.requests[lane] is not None or late >> lane & 1:
+            if thread is None or requests[lane] is not None or late >> lane & 1:
                 continue
             try:
-                request = thread.send(self.answers[lane])
+                request = thread.send(answers[lane])
             except StopIteration:
                 self.threads[lane] = None
                 self.n_left += 1
                 is_busy = True
                 continue
-            self.answers[lane] = None
-            is_busy |= request is not POLLS
+            answers[lane] = None
+            if request is not POLLS:
+                is_busy = True
             if request:
-                self.requests[lane] = request
+                requests[lane] = request
                 if request[0] == "barrier":
                     self.block.arrive(self, lane, request)
         return self._exchange() or is_busy
 
     def _exchange(self) -> bool:
-        first = self.requests[0]
-        if first is None or any(x is None or x[0] == "barrier" for x in self.requests):
+        requests = self.requests
+        first, kinds = requests[0], ()
+        if first is None or first[0] == "barrier" or None in requests:
             self._check_left()
             return False
-        kinds = {x[0] if x[0] == "meet" else x[:2] for x in self.requests}
+        if requests.count(first) < WARP:  # where lanes only meet, all ask for the same
+            if any(x[0] == "barrier" for x in requests):
+                self._check_left()
+                return False
+            kinds = {x[0] if x[0] == "meet" else x[:2] for x in requests}
         if len(kinds) > 1:
             raise RuntimeError(f"lanes take part in different exchanges: {kinds}")
         if first[0].startswith("wgmma"):
             return self.block.join(self)
         if first[0] == "meet" and self.watched:
             meet(self.watched)
-        self.answers = exchanged(first[0], [x[2] for x in self.requests])
+        self.answers = exchanged(first[0], [x[2] for x in requests])
         self.requests = [None] * WARP
         return True
 
     def _check_left(self) -> None:
+        if not self.n_left:
+            return
         waits = {x[0] for x in self.requests if x is not None} - {"barrier"}
-        if (
-            self.n_left
-            and waits
-            and self.n_left + sum(x is not None for x in self.requests)
-            == len(self.threads)
+        if waits and self.n_left + sum(x is not None for x in self.requests) == len(
+            self.threads
         ):
             raise RuntimeError(f"lanes wait in {waits} for lanes that have left")
 

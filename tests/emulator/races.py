@@ -46,11 +46,6 @@ class Word:
         self.launch = 0
         """That of the observers; the next one polls for what is stored next."""
 
-    def add(self, kind: str, thread: Thread) -> None:
-        if getattr(self, kind) is NOBODY:
-            setattr(self, kind, {})
-        getattr(self, kind).setdefault(thread.number, thread.now)
-
 
 class Unwatched(Word):
     """A word that lanes read without using it."""
@@ -211,18 +206,23 @@ class Watched:
             if order == "nc" and (word.writer >= 0 or word.stores):
                 raise Race(f"{at:#x} is read as a constant, and was written")
             if stores:
-                thread.check(at, order, word.reads.items())
-                if how == "st" and order == "relaxed":
+                if word.reads:
+                    thread.check(at, order, word.reads.items())
+                if how == "st" and order == "relaxed" and word.observers:
                     # Data: what was stored before must have been read.
                     thread.check(at, order, word.observers.items())
                 word.observers, word.launch = NOBODY, 0
-                word.add("stores", thread)
+                if word.stores is NOBODY:
+                    word.stores = {}
                 word.stores[thread.number] = thread.now
             else:
                 if word.stores and word.launch in (0, thread.launch):
                     word.launch = thread.launch
-                    word.add("observers", thread)
-                word.add("loads", thread)
+                    if word.observers is NOBODY:
+                        word.observers = {}
+                    word.observers.setdefault(thread.number, thread.now)
+                if word.loads is NOBODY:
+                    word.loads = {}
                 word.loads[thread.number] = thread.now
         word = self.words[at >> 2]
         if how == "st":

@@ -35,7 +35,10 @@ from tests.emulator.steps import (
 from tests.oracle.row_layouts import kept_rows, scales_of_tiles
 
 
-@pytest.mark.parametrize("name", ["shared", "expert_shared", "fp8_sums", "mxfp8_sums"])
+@pytest.mark.parametrize(
+    "name",
+    ["shared", "expert_shared", "fp8_sums", pytest.param("mxfp8_sums", marks=slow)],
+)
 def test_variants(name):
     world = World(name)
     run_steps(world, [([5, 2, 4], 0), ([0, 5, 1], 2)])
@@ -404,7 +407,9 @@ def test_rows_may_change_after_they_are_sent(name, most):
     check_results(world, world.combine(outputs, given[2]), *given, stays)
 
 
-@pytest.mark.parametrize("name", ["long", "wide", "hosts_relay_long"])
+@pytest.mark.parametrize(
+    "name", ["long", "wide", pytest.param("hosts_relay_long", marks=slow)]
+)
 def test_more_than_goes_at_once(name):
     """Tokens of more steps than a lane loads at once, more pairs and experts than a
     warp has lanes for, more choices than rows in flight. Fails if the second round of a
@@ -461,3 +466,19 @@ def test_rows_are_padded(name):
                 np.testing.assert_array_equal(found[:, 1], n_of)
                 np.testing.assert_array_equal(found[:, 0], np.cumsum([0, *n_of[:-1]]))
     check_header(world, range(s.n_ranks), 2)
+
+
+def test_tokens_are_scaled_for_each_expert():
+    """`scale_of` in `emulated.mojo`: another power of two for each. Fails if a scale is
+    that of another expert, as of one that has the same number on another rank."""
+    world = World("expert_scaled")
+    for step, counts in enumerate([[5, 2, 4], [0, 5, 1]]):
+        tokens, ids, weights = draw(world.sizes, counts, step)
+        for rank, output in world.dispatch(tokens, ids, weights).items():
+            _, rows, info = output.read()
+            of_experts = rows_of(rank, ids, world.sizes)
+            experts = world.sizes.experts_of(rank)
+            flat = [(e, *row) for e, of in zip(experts, of_experts) for row in of]
+            assert info.tolist() == [[token, k] for _, _, token, k in flat]
+            scaled = [tokens[src][token] * 2.0**e for e, src, token, _ in flat]
+            np.testing.assert_array_equal(rows, scaled)

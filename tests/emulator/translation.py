@@ -306,8 +306,10 @@ class Translation:
             return f"f16_to_bits({of[0]})"
         if (to, source) == ("bf16", "f32"):
             return f"to_bf16({of[0]})"
-        if (to, source) == ("f32", "u32"):
+        if to == "f32" and source in ("u32", "u64"):
             return f"to_bits(float({of[0]}))"
+        if (to, source) == ("f32", "s64"):
+            return f"to_bits(float(({of[0]} ^ {1 << 63}) - {1 << 63}))"
         if to[0] in "us" and source[0] in "us":
             mask, half = (1 << int(to[1:])) - 1, 1 << int(source[1:]) - 1
             is_whole = parts[1].startswith("%rd") == (source[1:] == "64")

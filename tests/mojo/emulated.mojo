@@ -8,6 +8,7 @@ from emitting import ALL_CASES, emit
 from max_ep.combine_rows.kernel import CombineRows
 from max_ep.combine_sums.kernel import CombineSums
 from max_ep.protocol.addressing import Addressing
+from max_ep.protocol.arguments import InputScales
 from max_ep.protocol.counters import local_sync_counters_words, masked_word
 from max_ep.device.kernel import Kernel, kernel_entry
 from max_ep.dispatch_by_expert.kernel import DispatchByExpert
@@ -267,6 +268,22 @@ def emit_given[
     describe(all_, name)
 
 
+@__parameter
+def scale_of[dtype: DType](expert_id: Int) -> Scalar[dtype]:
+    return Scalar[dtype](1 << expert_id)
+
+
+def emit_scaled[group: Group](name: String) raises:
+    """Compiles a dispatch by expert with an input scale for each expert."""
+    comptime there = of_phase(group, False)
+    comptime Format = BF16TokenFormat[group.hidden_size, group.top_k]
+    comptime P = DispatchByExpert[there, Format, B16]
+    emit[kernel_entry[P, True, True, InputScales(scale_of)], links=False](
+        String("dispatch.", name)
+    )
+    describe(group, name)
+
+
 def emit_gather(name: String) raises:
     """Compiles the dispatch of an all-gather with four choices of the router."""
     comptime Format = PlainTokenFormat[B16, 264, 3, 4]
@@ -322,6 +339,8 @@ def emit_slow() raises:
     emit_group[late(small(max_tokens=20, n_hosts=2)), splits=True]("hosts_late_split")
     emit_given[True, 3, 4]("hosts_plain")
     emit_given[True, 17, 4]("hosts_plain_many")
+    emit_group[relaying(small(hidden_size=7432, n_hosts=2))]("hosts_relay_long")
+    emit_group[small(hidden_size=384, partial_block=32)]("mxfp8_sums")
     # A rank has more choices than a block has threads.
     comptime late_wide = late(small(n_experts=30, max_tokens=12))
     emit_group[choosing(late_wide, 28)]("late_wide")
@@ -367,7 +386,6 @@ def main() raises:
     # So many steps that a chunk of a token is not loaded at once.
     comptime long = small(hidden_size=7432)
     emit_group[long]("long")
-    emit_group[relaying(small(hidden_size=7432, n_hosts=2))]("hosts_relay_long")
     # More pairs than a warp reads at once, more choices than rows that are in flight.
     comptime wide = small(
         n_experts=269,
@@ -378,13 +396,13 @@ def main() raises:
     )
     emit_group[choosing(wide, 9)]("wide")
     emit_group[small(masks=True, has_sums=False)]("masks_rows")
-    emit_group[small(hidden_size=384, partial_block=32)]("mxfp8_sums")
     emit_group[small(has_sums=False), splits=True, keeps_rows=True]("keeps")
     emit_group[padded(small(hidden_size=264, has_sums=False))]("padded")
     comptime by_expert = small(
         hidden_size=264, addressing=Addressing.BY_EXPERT, has_sums=False
     )
     emit_group[padded(by_expert)]("padded_expert")
+    emit_scaled[by_expert]("expert_scaled")
     emit_group[relaying(small(n_hosts=2))]("hosts_relay")
     emit_given[True, 1]("plain_one")
     emit_given[True, 3]("plain")
