@@ -173,7 +173,6 @@ class HeadsAttention(Module, Shardable):
             TensorValue(self.k_norm),
             kv_collection.page_stride,
             layer_idx.reshape([1]),
-            TensorValue(self.o_proj.weight),
         ]
         size = self._of.head_dim
         result = TensorType(

@@ -16,11 +16,10 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.gpu.primitives import warp
 from std.math import ceildiv, rsqrt
-from std.sys import size_of
 
 from .groups import group_of
-from .overlap import await_kernel_before, overlapping, prefetch
-from .product import Bf16In, In, KernelArgument, Out
+from .overlap import await_kernel_before, overlapping
+from .product import In, KernelArgument, Out
 
 comptime _N_THREADS = 256
 comptime _FOUR = 4
@@ -149,40 +148,13 @@ struct Heads[dtype: DType, size: Int](KernelArgument):
         to.unsafe_store(Self.size // 2 + _FOUR * lane, b.cast[Self.dtype]())
 
 
-@fieldwise_init
-struct Later(KernelArgument):
-    """The weight of the product behind attention. It gets into L2 while attention runs,
-    which reads little."""
-
-    comptime OF_THREAD = 8192
-    comptime OF_BLOCK = 16 * Self.OF_THREAD
-
-    var at: Bf16In
-    var n_bytes: Int
-    """A multiple of 16."""
-
-    def n_blocks(self) -> Int:
-        return ceildiv(self.n_bytes, Self.OF_BLOCK)
-
-    @always_inline
-    def prefetch(self, block: Int):
-        """Asks for a block's part."""
-        var first = block * Self.OF_BLOCK + Int(thread_idx.x) * Self.OF_THREAD
-        var n = min(Self.OF_THREAD, self.n_bytes - first)
-        if Int(thread_idx.x) * Self.OF_THREAD < Self.OF_BLOCK and n > 0:
-            prefetch({unsafe_from_address = Int(self.at) + first}, n)
-
-
-def heads_kernel[dtype: DType, size: Int](heads: Heads[dtype, size], later: Later):
+def heads_kernel[dtype: DType, size: Int](heads: Heads[dtype, size]):
     """Takes `N_LANES` lanes for each head of each token.
 
-    Launch: grid `heads.n_blocks() + later.n_blocks()`, `_N_THREADS` threads.
+    Launch: grid `heads.n_blocks()`, `_N_THREADS` threads.
     """
     comptime n_lanes = heads.N_LANES
     await_kernel_before()
-    if Int(block_idx.x) >= heads.n_blocks():
-        later.prefetch(Int(block_idx.x) - heads.n_blocks())
-        return
     var thread = Int(block_idx.x) * _N_THREADS + Int(thread_idx.x)
     var head, lane = divmod(thread, n_lanes)
     var n_heads = heads.n_tokens * heads.n_heads()
@@ -216,8 +188,7 @@ struct NormRopeStore:
     """Normalizes and rotates heads; keys and values go into the KV cache.
 
     `n_q` heads are queries, and as many are keys as values. The layer and the distance of
-    pages, in elements, are on the host. `epsilon` is one over `epsilon_of_one`. `later` is
-    the weight of the product behind attention, which gets into L2.
+    pages, in elements, are on the host. `epsilon` is one over `epsilon_of_one`.
     """
 
     @staticmethod
@@ -235,7 +206,6 @@ struct NormRopeStore:
         k_weight: InputTensor[dtype=q.dtype, rank=1, ...],
         page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
         layer: InputTensor[dtype=DType.uint32, rank=1, ...],
-        later: InputTensor[rank=2, ...],
         ctx: DeviceContext,
     ) raises:
         var n_q, n_kv = q.dim_size(1), cache.dim_size(4)
@@ -267,16 +237,10 @@ struct NormRopeStore:
         if heads.n_tokens == 0:
             return
         comptime if is_gpu[target]():
-            comptime of_one = size_of[later.dtype]()
-            var weight = Later(
-                {unsafe_from_address = Int(later.unsafe_ptr())},
-                later.dim_size(0) * later.dim_size(1) * of_one // 16 * 16,
-            )
             ctx.enqueue_function(
                 ctx.compile_function[heads_kernel[q.dtype, size]](),
                 heads,
-                weight,
-                grid_dim=heads.n_blocks() + weight.n_blocks(),
+                grid_dim=heads.n_blocks(),
                 block_dim=_N_THREADS,
                 attributes=overlapping(),
             )

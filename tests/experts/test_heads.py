@@ -16,8 +16,6 @@ from tests.oracle.drawn import narrow, widen
 N_Q, N_KV, SIZE, LAYERS, PAGE = 4, 2, 64, 3, 4
 LENGTHS, NEW = [0, 7, 3], [5, 1, 2]
 """For each sequence, tokens in the cache and behind them."""
-LATER = 96, N_Q * SIZE
-"""Shape of a weight that gets into L2: a GPU's threads have some of it each."""
 N_PAGES, N_POSITIONS, N_HEADS = 9, 16, N_Q + 2 * N_KV
 
 
@@ -79,7 +77,6 @@ def heads_graph(kind: str, **where: Module) -> Graph:
         *[TensorType(dtype, [SIZE], device)] * 2,
         TensorType(i64, [1], host),
         TensorType(u32, [1], host),
-        TensorType(dtype, [*LATER], device),
     ]
     with Graph("heads", input_types=types, **where) as graph:
         cache, *tensors = graph.inputs
@@ -114,7 +111,6 @@ def test_heads_are_normalized_rotated_and_cached(request, kind):
         *buffers,
         Buffer.from_numpy(np.array([-1])),
         Buffer.from_numpy(np.array([1], np.uint32)),
-        put(np.zeros(LATER, np.float32)),
     )
     close = dict(rtol=1e-5, atol=1e-5)
     if kind == "gpu":
