@@ -196,6 +196,8 @@ def time_graphs(
         time.sleep(2 * LOOK_EVERY_S)
     most = max((row["requests"] for row in rows), default=0)
     rows = [row for row in rows if row["requests"] == most]
+    if not rows:
+        raise RuntimeError("the server has timed none")
     for name, (n, us) in sorted(rows[-1]["kernels"].items(), key=lambda kv: -kv[1][1]):
         print(f"  {us:8.2f} us in {n:4.0f} launches: {name[:110]}", flush=True)
     return {"graph_ms": [row["ms"] for row in rows]}
