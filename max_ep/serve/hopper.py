@@ -43,6 +43,9 @@ _SIMD = 8
 """Elements that MAX's kernels for Hopper load at once: its matmul does not compile for
 another multiple of columns, nor its activation of experts."""
 
+NORM_COLUMNS = 8
+"""Columns of our norm are a multiple of it: ``LANE`` of product.mojo."""
+
 _PREFILLED_TOKENS = 9
 """A longest prompt for which MAX's latent attention prefills: one more than the
 ``MLA_DECODE_MAX_SEQ_LEN`` of its kernels."""
@@ -217,7 +220,7 @@ def add_norm_anywhere(
     """Returns ``x + more`` and its norm, ``[n_tokens, dim]`` each: on Hopper by an op
     of ours, so that the next product gets its weights meanwhile."""
     is_ours = _is_bfloat16_on_hopper(x) and more.dtype == x.dtype
-    is_plain = norm.dim % _SIMD == 0 == norm.weight_offset
+    is_plain = norm.dim % NORM_COLUMNS == 0 == norm.weight_offset
     if not is_ours or not is_plain or norm.multiply_before_cast:
         total = x + more
         return total, norm(total)

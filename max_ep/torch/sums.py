@@ -122,7 +122,7 @@ class Routing:
     use: object = None
     """What the region was used for last, if that is this."""
     read_ends: np.ndarray | None = None
-    """What a launch has told the host and not written to the tables."""
+    """What the host has read, and is not in the tables."""
 
     def __init__(self, sizes: Sizes, topk_idx: torch.Tensor | None) -> None:
         self.sizes = sizes
@@ -147,7 +147,12 @@ class Routing:
     def ends(self) -> torch.Tensor:
         """Returns int32 ``[n_ranks]``, expanded ``[n_local]``."""
         ends = self._words(0)
-        if self.read_ends is not None:
+        if self.read_ends is None:
+            return ends
+        if self.sizes.comm.streams.is_capturing():  # a replay writes them, not this
+            for word, end in zip(ends, self.read_ends.tolist()):
+                word.fill_(end)
+        else:
             ends.copy_(torch.from_numpy(self.read_ends))
             self.read_ends = None
         return ends

@@ -15,7 +15,7 @@ from std.utils import StaticTuple
 
 from .groups import shared, Smem
 from .overlap import await_kernel_before, overlapping, prefetch
-from .product import Bf16In, Bf16Out, GroupedProduct, In, KernelArgument
+from .product import Bf16In, Bf16Out, GroupedProduct, In, KernelArgument, LANE
 from .tile import silu
 
 comptime MAX_TOKENS = 4
@@ -24,9 +24,7 @@ comptime MAX_ROWS = 2
 """More rows of a product with one weight have other kernels."""
 comptime MAX_TOP_K = 16
 """Warps of a block."""
-comptime _LANE = 8
-"""Elements that a lane loads at once, 16 bytes."""
-comptime STEP = WARP_SIZE * _LANE
+comptime STEP = WARP_SIZE * LANE
 """Elements of a row that a warp loads at once."""
 comptime _Loaded = SIMD[DType.uint32, 4]
 
@@ -44,7 +42,7 @@ def _load(row: Bf16In, offset: Int) -> _Loaded:
 
 
 @always_inline
-def _floats(words: _Loaded) -> SIMD[DType.float32, _LANE]:
+def _floats(words: _Loaded) -> SIMD[DType.float32, LANE]:
     """Widens eight bfloat16."""
     var low = bitcast[DType.float32, 4](words << 16)
     var high = bitcast[DType.float32, 4](words & 0xFFFF0000)
@@ -69,7 +67,7 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
     def _place(self, at: Int, i: Int) -> Int:
         """Returns where a lane loads; behind `k` what was before."""
         var lane = Int(thread_idx.x) % WARP_SIZE
-        return min(at + i * STEP + lane * _LANE, self.k - _LANE)
+        return min(at + i * STEP + lane * LANE, self.k - LANE)
 
     @always_inline
     def prefetch(self):
@@ -102,12 +100,12 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
             comptime for i in range(Self.n_steps):
                 var place = self._place(at, i)
                 var is_there = (
-                    at + i * STEP + Int(thread_idx.x) % WARP_SIZE * _LANE < self.k
+                    at + i * STEP + Int(thread_idx.x) % WARP_SIZE * LANE < self.k
                 )
                 comptime for token in range(Self.n_tokens):
                     # Tokens may be written while this kernel runs, before the wait.
                     var words = bitcast[DType.uint32, 4](
-                        x.unsafe_load[width=_LANE, alignment=16, invariant=False](
+                        x.unsafe_load[width=LANE, alignment=16, invariant=False](
                             token * self.k + place
                         )
                     )
@@ -115,7 +113,7 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
                     comptime for row in range(Self.n_rows):
                         comptime sum = token * Self.n_rows + row
                         var w = _floats(loaded[i * Self.n_rows + row])
-                        comptime for j in range(_LANE):
+                        comptime for j in range(LANE):
                             sums[sum] = fma(w[j], v[j], sums[sum])
             at += self.stride
             if at < self.k:

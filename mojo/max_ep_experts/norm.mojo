@@ -15,10 +15,8 @@ from std.utils import StaticTuple
 
 from .groups import shared
 from .overlap import await_kernel_before, overlapping, prefetch
-from .product import Bf16In, Bf16Out, KernelArgument
+from .product import Bf16In, Bf16Out, KernelArgument, LANE
 
-comptime LANE = 8
-"""Elements that a lane loads at once, 16 bytes."""
 comptime _MAX_THREADS = 1024
 comptime _Floats = SIMD[DType.float32, LANE]
 

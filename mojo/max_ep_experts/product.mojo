@@ -8,6 +8,8 @@ comptime In[dtype: DType] = Pointer[Scalar[dtype], ImmUntrackedOrigin]
 comptime Out[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
 comptime Bf16In = In[DType.bfloat16]
 comptime Bf16Out = Out[DType.bfloat16]
+comptime LANE = 8
+"""Elements in bfloat16 that a lane loads at once, 16 bytes."""
 
 
 trait KernelArgument(DevicePassable, TrivialRegisterPassable):

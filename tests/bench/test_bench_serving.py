@@ -34,6 +34,7 @@ from bench import (
 from graphs.serve.checkpoint import DEEPSEEK_SIZES, make_checkpoint, to_blockwise_fp8
 from max_ep.bench import runs
 from tests.children import slow
+from tests.errors import raises
 from tests.serve.serving import NOISES, Reference, Tally
 
 
@@ -170,6 +171,25 @@ def test_graphs_are_timed_only_while_their_file_is_there(tmp_path, monkeypatch):
     path.unlink()
     assert replay(runner, batch_characteristics=batch) == "outputs"
     assert not path.exists()
+
+
+def test_the_gpu_time_is_that_of_all_clients(tmp_path, monkeypatch, capsys):
+    """A server that replays nothing meanwhile has no time, and the others go on."""
+    monkeypatch.setattr(serving, "LOOK_EVERY_S", 0)
+    path = tmp_path / "times"
+    rows = [(1, 9.0, {}), (2, 0.5, {}), (2, 0.25, {"few": (1, 2.0), "many": (3, 5.0)})]
+
+    def run(*_: Any) -> None:
+        named = ("requests", "ms", "kernels")
+        path.write_text("".join(json.dumps(dict(zip(named, r))) + "\n" for r in rows))
+
+    monkeypatch.setattr(serving, "run_clients", run)
+    assert serving.time_graphs(None, None, 2, path) == {"graph_ms": [0.5, 0.25]}
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in said] == ["many", "few"] and not path.exists()
+    rows.clear()
+    with raises(RuntimeError, "has timed none"):
+        serving.time_graphs(None, None, 2, path)
 
 
 @pytest.mark.parametrize("module", [served_max_ep, max_on_hopper])

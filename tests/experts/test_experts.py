@@ -36,6 +36,8 @@ def test_python_refuses_what_the_kernel_cannot_take(folder):
     wanted = [experts.GPU_COLUMNS, experts.GPU_K_STEP, hopper.TILE_ROWS]
     wanted += [experts.GATHER_COLUMNS, experts.GATHER_EXPERTS]
     assert [int(n) for n in taken] == wanted
+    lane = mojo_constant("LANE", "max_ep_experts/product.mojo")
+    assert hopper.NORM_COLUMNS == lane
 
 
 def test_few_rows_assembly(folder):

@@ -227,7 +227,7 @@ def test_rows_go_before_the_host_waits_for_their_number(
     def plain() -> Any:
         with torch.inference_mode():
             rows, *rest, handle, event = elastic.dispatch(x, ids, num_experts=8)
-        # What only the host was told.
+        # What only the host has read.
         assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == [2]
         return rows, *rest, handle, event
 
@@ -273,6 +273,24 @@ def test_rows_go_before_the_host_waits_for_their_number(
         assert rows.shape == (n_rows, 512) and not rows.requires_grad
     buffer.destroy()
     elastic.destroy()
+
+
+def test_ends_that_only_the_host_has_are_captured(
+    launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture takes no copy from the host, and writes nothing before a replay."""
+    launches["dispatch"] = lambda arguments: write_ends(arguments, 2)
+    buffer = ElasticBuffer(dist.group.WORLD, None, 0, 4, device="cpu")
+    x, ids = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    handle = buffer.dispatch(x, ids, num_experts=8)[3]
+    with monkeypatch.context() as patched:
+        patched.setattr(buffer._comm.streams, "is_capturing", lambda: True)
+        patched.setattr(torch, "from_numpy", None)
+        captured = handle.psum_num_recv_tokens_per_scaleup_rank
+        assert captured.tolist() == [2]
+    captured.zero_()  # no replay has written them
+    assert handle._routing.ends.tolist() == [2]
+    buffer.destroy()
 
 
 def test_rows_without_a_place_end_the_calls(
