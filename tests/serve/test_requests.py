@@ -22,6 +22,7 @@ from max.serve.schemas.openai import (
     CreateCompletionRequest,
 )
 
+from max_ep.serve import requests, stops
 from max_ep.serve.replaced import ANSWERS, REQUESTS, home_of
 from max_ep.serve.requests import (
     FREE,
@@ -167,7 +168,7 @@ def test_texts_of_completions_have_thoughts():
 
 def test_a_server_checks_its_requests(monkeypatch):
     home, name = home_of(REQUESTS)
-    monkeypatch.setattr(home, name, getattr(home, name))  # put back at the end
+    monkeypatch.setattr(home, name, requests._THEIRS)  # another test made a tokenizer
     runtime = SimpleNamespace(allow_extra_request_fields=False)
     pipeline_config = SimpleNamespace(runtime=runtime)
     monkeypatch.setattr(home, "get_app_pipeline_config", lambda _: pipeline_config)
@@ -233,7 +234,7 @@ def test_answers_end_before_what_stops_them(stops, texts):
 
 def test_a_server_stops_its_answers(monkeypatch):
     home, name = home_of(ANSWERS)
-    monkeypatch.setattr(home, name, getattr(home, name))  # put back at the end
+    monkeypatch.setattr(home, name, stops._THEIRS)  # put back at the end
     stop_all_answers()
     chunk = TokenGeneratorOutput(GenerationStatus.ACTIVE, "psedidi")
 
