@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..limits import checked_int, is_integer
 from .calls import sends_sums
 from .communicator import Masks, refuse, refuse_arguments
-from .compiled import Compiled
+from .compiled import Compiled, check_compiled
 from .low_latency import AT_ONCE, Handle, How, LowLatency, Wire
 from .member import Member, not_compiled
 from .normal import Normal
@@ -169,10 +169,12 @@ class Buffer(Member):
             is_flag = format == "fp8" and not isinstance(x, tuple)
             wire = Wire(True) if is_flag else Wire(format=format)
         stats = cumulative_local_expert_recv_stats
+        waits, how = dispatch_wait_recv_cost_stats, AT_ONCE
         if torch.compiler.is_compiling():
+            how = How(waits, async_finish, return_recv_hook)
+            check_compiled("dispatch_wait_recv_cost_stats", how)
             given = x, topk_idx, *sizes, wire, stats, return_recv_hook
             return self._compiled.dispatch(*given)
-        waits, how = dispatch_wait_recv_cost_stats, AT_ONCE
         if waits is not None or async_finish or return_recv_hook:
             how = How(waits, async_finish, return_recv_hook)
         return self._low_latency.dispatch(x, topk_idx, *sizes, wire, stats, how)
@@ -213,13 +215,15 @@ class Buffer(Member):
         if of_forks:
             refuse_arguments("low_latency_combine", of_forks)
         given = x, topk_idx, topk_weights
+        waits, how = combine_wait_recv_cost_stats, AT_ONCE
         if torch.compiler.is_compiling():
+            how = How(waits, async_finish, return_recv_hook)
+            check_compiled("combine_wait_recv_cost_stats", how)
             if zero_copy:
                 raise NotImplementedError("max_ep: zero_copy is not compiled; pass x")
             return self._compiled.combine(*given, handle, out, return_recv_hook)
         if isinstance(handle, tuple) and len(handle) == 6:  # of a compiled dispatch
             handle = self._compiled.stored(handle[5])
-        waits, how = combine_wait_recv_cost_stats, AT_ONCE
         if waits is not None or async_finish or return_recv_hook:
             how = How(waits, async_finish, return_recv_hook)
         return self._low_latency.combine(*given, handle, zero_copy, out, how)

@@ -37,11 +37,21 @@ def refuse(name: str, what: str) -> NoReturn:
     raise ValueError(f"max_ep: {name}{'' if what[0] == '=' else ' '}{what}")
 
 
-def check_start(name: str, address: int) -> None:
-    """Raises unless kernels can move the rows of a tensor that begins there."""
+def check_start(name: str, tensor: torch.Tensor) -> None:
+    """Raises unless kernels can move the rows of a tensor from where they begin."""
+    address = tensor.data_ptr()
+    if not address:
+        check_memory(name, tensor)
     if address % TOKEN_ALIGN_BYTES != 0:
         what = f"begins {address % TOKEN_ALIGN_BYTES} bytes behind whole 16"
         refuse(name, f"{what}, and kernels move 16 at once; pass .clone()")
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raises if a tensor has elements and no memory: kernels would read address 0."""
+    if tensor.numel() > 0 and not tensor.data_ptr():
+        what = "its storage was freed (resize_(0)), or it only stands for others"
+        refuse(name, f"has no memory: {what}; pass a plain tensor, as .to_local()")
 
 
 _SBO = (
@@ -148,6 +158,14 @@ class Communicator:
         self.one = torch.ones(1, dtype=torch.int32, device=self.device)
         self.streams.synchronize()
 
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be pickled or copied, and with it buffers and handles."""
+        raise TypeError(
+            "max_ep: a Buffer, an ElasticBuffer and their handles belong to this "
+            "process, and cannot be pickled or deep-copied; keep the object itself, "
+            "or make a buffer there"
+        )
+
     def raise_failure(self) -> None:
         """Raises what has failed, until :meth:`reset`."""
         if self.failure:
@@ -217,6 +235,8 @@ class Communicator:
             refuse(name, f"must be [{wanted}], got {list(found)}")
         if not any_strides and not tensor.is_contiguous():
             refuse(name, "is not contiguous; pass .contiguous()")
+        if not tensor.data_ptr():
+            check_memory(name, tensor)
 
     def fail(self, error: BaseException) -> None:
         """Makes later calls raise until :meth:`reset`: other ranks have gone on."""

@@ -17,7 +17,7 @@ import torch
 
 from ..limits import FP8_BLOCK
 from .communicator import refuse
-from .low_latency import Handle, LowLatency, Wire
+from .low_latency import Handle, How, LowLatency, Wire, check_ends
 from .streams import EventOverlap
 from .tables import n_table_words, scales_of_rows, split_tables
 
@@ -91,6 +91,15 @@ class Compiled:
 
 _COMPILED: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictionary()
 """By their names: numbers might be symbols."""
+
+
+def check_compiled(name: str, how: How) -> None:
+    """Refuses to measure waits, which no operator does, and what no call takes."""
+    check_ends(how.async_finish, how.return_recv_hook)
+    if how.waits_ns is not None:
+        raise NotImplementedError(
+            f"max_ep: {name} is not compiled; call outside of the compiled function"
+        )
 
 
 def _hook(is_wanted: bool) -> Callable[[], None] | None:

@@ -18,7 +18,7 @@ from . import sums
 from .calls import EXPANDED, PLAIN, ElasticCall, memory_for
 from .channel import BOTH, RECEIVE, SEND, Channel
 from .channels import Channels
-from .communicator import check_start, refuse
+from .communicator import check_memory, check_start, refuse
 from .counts import Counts, count_choices, new_counts
 from .elastic_handle import EPHandle, checked_handle
 from .elastic_layout import (
@@ -132,8 +132,12 @@ class Elastic:
         form, channel, sizes, name, reads = plan
         if topk_idx is not None:
             topk_idx = topk_idx.contiguous()
+            if not topk_idx.data_ptr():
+                check_memory("topk_idx", topk_idx)
         if topk_weights is not None:
             topk_weights = topk_weights.contiguous()
+            if not topk_weights.data_ptr():
+                check_memory("topk_weights", topk_weights)
         if stats is not None:
             shape, what = (sizes.n_local,), "cumulative_local_expert_recv_stats"
             comm.check_tensor(what, stats, torch.int32, shape)
@@ -142,7 +146,7 @@ class Elastic:
             check_ids(comm, topk_idx, sizes.n_experts)
             if name:
                 if given.words is None:
-                    check_start("x", given.rows.data_ptr())
+                    check_start("x", given.rows)
                 if not reads:
                     wait_for(when[0])
                     wait_for(when[3])
@@ -253,7 +257,7 @@ class Elastic:
             self._comm.check_tensor("bias", one, torch.bfloat16, tuple(y.shape), True)
         biases = tuple(one.contiguous() for one in biases)
         for one in biases:
-            check_start("bias", one.data_ptr())
+            check_start("bias", one)
         return biases
 
     def _run(

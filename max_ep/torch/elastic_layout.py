@@ -62,9 +62,12 @@ def check_same(
 
 
 def most_rows(sizes: Sizes, n_tokens: int) -> int:
-    """Returns how many rows so many tokens of all ranks may make here."""
-    of_all = sizes.rows, 1, sizes.n_local, n_tokens
-    return n_worst_rows(*of_all, sizes.top_k, sizes.alignment)
+    """Returns how many rows so many tokens of all ranks may make here, also if a token
+    has an expert twice: what comes is counted, and must fit into the tables."""
+    if sizes.is_plain:
+        return n_tokens
+    n = n_tokens * sizes.top_k + (sizes.alignment - 1) * sizes.n_local
+    return round_up(n, sizes.alignment)
 
 
 def check_columns(given: Given) -> None:

@@ -25,7 +25,7 @@ from ..limits import (
 from .calls import LowLatencyCall
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .channels import Channels
-from .communicator import Communicator, check_start, refuse
+from .communicator import Communicator, check_memory, check_start, refuse
 from .normal_layout import check_choices
 from .quantized import checked_format, joined_pair
 from .streams import EventOverlap, When, check_flag
@@ -129,9 +129,10 @@ class LowLatency:
         if stats is not None:
             name = "cumulative_local_expert_recv_stats"
             self.comm.check_tensor(name, stats, torch.int32, (n_local,))
-        start = x.data_ptr()
-        if start % TOKEN_ALIGN_BYTES != 0:
-            check_start("x", start)
+        start, ids = x.data_ptr(), topk_idx.data_ptr()
+        if not (start and ids) or start % TOKEN_ALIGN_BYTES != 0:
+            check_start("x", x)
+            check_memory("topk_idx", topk_idx)
         region = channel.next_region()
         if self.comm.masks:
             of_x = x.shape[1], x.dtype
@@ -151,7 +152,7 @@ class LowLatency:
             result = (rows, scales_of_rows(scales) if channel.has_columns else scales)
         arguments = (
             start,
-            topk_idx.data_ptr(),
+            ids,
             x.shape[0],
             rows.data_ptr(),
             0 if scales is None else scales.data_ptr(),
@@ -214,8 +215,8 @@ class LowLatency:
             comm.check_tensor("out", out, torch.bfloat16, shape)
         start, to = x.data_ptr(), out.data_ptr()
         if (start | to) % TOKEN_ALIGN_BYTES != 0:
-            check_start("x", start)
-            check_start("out", to)
+            check_start("x", x)
+            check_start("out", out)
         arguments = (
             start,
             handle.tables.data_ptr(),
@@ -255,10 +256,7 @@ class LowLatency:
 
     def _check_how(self, how: How) -> None:
         waits_ns, async_finish, return_recv_hook = how
-        check_flag("async_finish", async_finish)
-        check_flag("return_recv_hook", return_recv_hook)
-        if async_finish and return_recv_hook:
-            refuse("async_finish", "and return_recv_hook exclude each other")
+        check_ends(async_finish, return_recv_hook)
         if waits_ns is not None:
             name, shape = "wait_recv_cost_stats", (self.comm.n_ranks,)
             if self.comm.masks:
@@ -397,6 +395,14 @@ class LowLatency:
         n_ranks = checked_int("max_ep: num_ranks", n_ranks, 1, MAX_RANKS)
         checked_int("max_ep: num_experts", n_experts, 1, MAX_OF_ENTRY)
         return _N_REGIONS * tokens * (n_ranks * (row + 64) + 8 * row)
+
+
+def check_ends(async_finish: Any, return_recv_hook: Any) -> None:
+    """Refuses two ways to end a call, and what is none."""
+    check_flag("async_finish", async_finish)
+    check_flag("return_recv_hook", return_recv_hook)
+    if async_finish and return_recv_hook:
+        refuse("async_finish", "and return_recv_hook exclude each other")
 
 
 def _numbered(ids: torch.Tensor) -> torch.Tensor:

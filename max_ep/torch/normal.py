@@ -115,7 +115,7 @@ class Normal:
         row_bytes = bytes_of_row(comm, given.rows, None)
         n_scales = 0 if given.words is None else given.words.shape[1]
         if n_scales == 0:  # otherwise rows are copied, with their scales
-            check_start("x", given.rows.data_ptr())
+            check_start("x", given.rows)
         n_tokens, columns = given.rows.shape
         is_new = handle is None
         if is_new:
@@ -217,10 +217,10 @@ class Normal:
             raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
         y = x.new_empty((sizes.n_tokens, x.shape[1]))
         biases = sums.listed(bias)
-        check_start("x", x.data_ptr())
+        check_start("x", x)
         for one in biases:
             comm.check_tensor("bias", one, x.dtype, tuple(y.shape))
-            check_start("bias", one.data_ptr())
+            check_start("bias", one)
         channel, call = self._opened_back(routing, x)
         back, weights = None, None
         again = functools.partial(sums.channel_again, self._channels, call=call)

@@ -11,7 +11,6 @@ import torch
 from ..limits import MAX_TOP_K
 from .calls import PLAIN
 from .communicator import Communicator, refuse
-from .library import round_up
 from .sums import Routing, Sizes
 from .tables import LazyTuple, Unchanged, version
 
@@ -187,7 +186,7 @@ def agree(
     if not num_worst_tokens:
         tokens, have_ids = zip(*comm.exchange(what, (n_tokens, has_ids)))
         return max(tokens), sum(tokens), all(have_ids)
-    most = min(round_up(num_worst_tokens, n_ranks) // n_ranks, MOST_TOKENS)
+    most = min(num_worst_tokens // n_ranks, MOST_TOKENS)
     if n_tokens > most:
         what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
         refuse("num_worst_tokens", what)

@@ -258,8 +258,8 @@ def dispatch(
         words = given.words
         sent = joined(given.rows, words) if words is not None else given.rows
         start = sent.data_ptr()
-        if start % TOKEN_ALIGN_BYTES != 0:
-            check_start("x", start)
+        if not start or start % TOKEN_ALIGN_BYTES != 0:
+            check_start("x", sent)
         captures = comm.streams.is_capturing()
         channel.n_taken += 1
         turns = channel.turns[captures]
@@ -334,8 +334,8 @@ def combine(
     """Adds up the rows of each token into ``y``, after the biases. ``again`` returns
     the channel in which a dispatch is repeated; None: in that which is given."""
     sizes, start = routing.sizes, x.data_ptr()
-    if start % TOKEN_ALIGN_BYTES != 0:
-        check_start("x", start)
+    if not start or start % TOKEN_ALIGN_BYTES != 0:
+        check_start("x", x)
     is_latest = routing.is_latest(channel)
     if not is_latest and again is not None:
         channel = again(channel)

@@ -29,7 +29,17 @@ from max_ep.protocol.layout import Group, MESSAGE_ALIGN
 from max_ep.protocol.transport import PeerBuffers
 
 comptime NEXT = " Call Buffer.reset() in every process, or restart the group."
-comptime TORCH = Caller("topk_idx", "num_experts", "Buffer's timeout_s", NEXT, True)
+comptime TORCH = Caller(
+    topk_ids="topk_idx",
+    n_experts="num_experts",
+    timeout_s="Buffer's timeout_s",
+    more_rows=(
+        "pass a larger num_worst_tokens, or the same num_max_tokens_per_rank on all"
+        " ranks; ids of a token must be distinct."
+    ),
+    next=NEXT,
+    has_wide_ids=True,
+)
 
 
 def at[T: AnyType](address: Int) -> MutPointer[T]:

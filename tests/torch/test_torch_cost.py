@@ -9,9 +9,7 @@ import ctypes
 import gc
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,9 +21,7 @@ from max_ep.torch import (
     Buffer,
     ElasticBuffer,
     channel,
-    channels,
     elastic,
-    library,
     normal,
     normal_layout,
     streams,
@@ -43,31 +39,6 @@ def calls_of(work: Callable[[], None]) -> int:
     finally:
         sys.setprofile(None)
     return events.count("call")
-
-
-@pytest.fixture
-def launches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, Callable[..., int]]]:
-    """A group of this process, and functions that do nothing in the place of the
-    kernels'; a test may replace them before it opens a buffer."""
-    sizes = SimpleNamespace(
-        region_bytes=1 << 20,
-        counters_words=64,
-        failure_word=0,
-        n_failure_words=8,
-        masked_word=16,
-    )
-    functions = {name: lambda *_: 0 for name in library._FUNCTIONS}
-    functions |= dict(open=lambda *_: 1, sizes=sizes)
-    monkeypatch.setattr(channel, "load", lambda _: SimpleNamespace(**functions))
-    monkeypatch.setattr(channels, "build_all", lambda _: None)
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        yield functions
-    finally:
-        dist.destroy_process_group()
 
 
 def test_an_eager_layer_makes_few_calls(launches: dict[str, Any]) -> None:

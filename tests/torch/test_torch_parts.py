@@ -158,8 +158,10 @@ def test_build_refuses_what_no_call_takes(
 def test_more_rows_than_there_can_be_take_no_more_memory() -> None:
     """A rank never has more than 32768 tokens; memory would stay for the others."""
     of_group = SimpleNamespace(n_ranks=2)
-    for worst, most in ((2**31 - 1, 32768), (65536, 32768), (65535, 32768), (9, 5)):
+    for worst, most in ((2**31 - 1, 32768), (65536, 32768), (65535, 32767), (11, 5)):
         assert agree(of_group, "dispatch", 5, True, worst) == (most, worst, True)
+    with raises(ValueError, "num_worst_tokens=9 is below 2 ranks x 5 tokens"):
+        agree(of_group, "dispatch", 5, True, 9)  # all 10 may come
 
 
 def test_num_sms_may_be_assigned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ import torch
 
 from max_ep.torch import Buffer, Config, ElasticBuffer, dequantize
 from max_ep.torch import get_logical_domain_size as domain_size
+from tests.errors import raises
 from tests.torch import elastic_case
 from tests.torch.torch_member import (
     CAP,
     COMPILE_S,
     N_NORMAL,
     E,
+    H,
     given_to,
     layout_of,
 )
@@ -309,6 +311,32 @@ def wrong_calls(buffer: Buffer) -> None:
     elastic = ElasticBuffer(buffer.group, **most)
     refused_alone(elastic, elastic_calls_of(elastic), 250)
     elastic.destroy()
+    if buffer.group_size > 1:
+        more_rows_than_places(buffer)
+
+
+def more_rows_than_places(buffer: Buffer) -> None:
+    """Other ranks have more tokens than `num_worst_tokens` of the first is for."""
+    device, n = buffer._comm.device, 2 if buffer.rank == 0 else 5
+    x = torch.ones(n, H, device=device).bfloat16()
+    ids = torch.tensor([[0, 1, -1]] * n, device=device)
+    sent = dict(
+        layout_of(buffer, ids),
+        topk_idx=ids,
+        topk_weights=torch.ones(n, 3, device=device),
+    )
+
+    def call() -> None:
+        buffer.dispatch(x, **sent, num_worst_tokens=n * buffer.group_size)
+        buffer.check()
+
+    if buffer.rank != 0:
+        call()
+    else:
+        said = f"the tensors hold {2 * buffer.group_size}; pass a larger num_worst"
+        with raises(RuntimeError, said + "_tokens, or the same num_max_tokens"):
+            call()
+    buffer.reset()
 
 
 def refused_alone(buffer: Buffer | ElasticBuffer, calls: Calls, least: int) -> None:

@@ -113,13 +113,22 @@ struct Caller(TrivialRegisterPassable):
     var topk_ids: StaticString
     var n_experts: StaticString
     var timeout_s: StaticString
+    var more_rows: StaticString
+    """What makes room for more rows."""
     var next: StaticString
     """A sentence, after a space: how later calls work again."""
     var has_wide_ids: Bool
     """Whether ids have 64 bits; a record has 32 of them."""
 
 
-comptime GRAPH = Caller("topk_ids", "n_experts", "EPConfig.timeout_s", NEXT, False)
+comptime GRAPH = Caller(
+    topk_ids="topk_ids",
+    n_experts="n_experts",
+    timeout_s="EPConfig.timeout_s",
+    more_rows="declare them with EPConfig.n_output_rows rows.",
+    next=NEXT,
+    has_wide_ids=False,
+)
 
 
 def what_failed(
@@ -163,8 +172,7 @@ def what_failed(
         )
     if code == Failure.TOO_MANY_ROWS:
         return String(
-            t"{a} rows arrived and the tensors hold {b}; declare them with"
-            t" EPConfig.n_output_rows rows."
+            t"{a} rows arrived and the tensors hold {b}; {caller.more_rows}"
         )
     if code == Failure.NOTHING_DISPATCHED:
         return (
