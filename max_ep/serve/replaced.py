@@ -53,7 +53,8 @@ DEEPSEEK_CONFIG = f"{_ARCHITECTURES}deepseekV3.model:DeepseekV3Config"
 
 REQUESTS = "max.serve.router.openai_routes:_parse_openai_request_body"
 ANSWERS = "max.serve.pipelines.llm:TokenGeneratorPipeline.next_token_chunk"
-"""Both are replaced for good where a server makes a tokenizer, by ``requests.py`` and
+DETOKENIZER = "max.serve.pipelines.llm:create_buffered_detokenizer"
+"""They are replaced for good where a server makes a tokenizer, by ``requests.py`` and
 ``stops.py``."""
 
 
@@ -70,7 +71,8 @@ def home_of(place: str) -> tuple[Any, str]:
 def absent() -> list[str]:
     """Returns the names that this version of MAX lacks."""
     lacking = []
-    others = *OF_A_MODEL, DEEPSEEK_LAYER, DEEPSEEK_CONFIG, REQUESTS, ANSWERS
+    of_servers = REQUESTS, ANSWERS, DETOKENIZER
+    others = *OF_A_MODEL, DEEPSEEK_LAYER, DEEPSEEK_CONFIG, *of_servers
     for place in (*EVERYWHERE, *IN_ARCHITECTURES, *others):
         try:
             home, name = home_of(place)

@@ -9,7 +9,9 @@ import json
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from max.pipelines.context import GenerationStatus
 from max.pipelines.context.exceptions import InputError
@@ -21,9 +23,13 @@ from max.serve.schemas.openai import (
     CreateChatCompletionRequest,
     CreateCompletionRequest,
 )
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from max_ep.serve import requests, stops
-from max_ep.serve.replaced import ANSWERS, REQUESTS, home_of
+from max_ep.serve.replaced import ANSWERS, DETOKENIZER, REQUESTS, home_of
 from max_ep.serve.requests import (
     FREE,
     KINDS,
@@ -33,7 +39,7 @@ from max_ep.serve.requests import (
     check_all_requests,
     check_request,
 )
-from max_ep.serve.stops import stop_all_answers, stopped
+from max_ep.serve.stops import completed, stop_all_answers, stopped
 from max_ep.serve.tokens import lift_top_k
 
 CHAT = dict(messages=[{"role": "user", "content": "a"}])
@@ -233,9 +239,12 @@ def test_answers_end_before_what_stops_them(stops, texts):
 
 
 def test_a_server_stops_its_answers(monkeypatch):
-    home, name = home_of(ANSWERS)
-    monkeypatch.setattr(home, name, stops._THEIRS)  # put back at the end
+    places = {ANSWERS: stops._THEIRS, DETOKENIZER: stops._THEIR_DETOKENIZER}
+    for place, theirs in places.items():
+        monkeypatch.setattr(*home_of(place), theirs)  # put back at the end
     stop_all_answers()
+    home, name = home_of(ANSWERS)
+    assert all(getattr(*home_of(x)) is not theirs for x, theirs in places.items())
     chunk = TokenGeneratorOutput(GenerationStatus.ACTIVE, "psedidi")
 
     async def theirs(*_: Any, **more: Any) -> Any:
@@ -253,12 +262,66 @@ def test_a_server_stops_its_answers(monkeypatch):
         request = SimpleNamespace(
             sampling_params=SamplingParams(stop=stop), request_id="id"
         )
-        pipeline = SimpleNamespace(model_worker=worker)
+        pipeline = SimpleNamespace(model_worker=worker, tokenizer=MagicMock())
         chunks = await getattr(home, name)(pipeline, request, parse_reasoning=False)
         return [chunk.decoded_tokens async for chunk in chunks]
 
     assert asyncio.run(text_of(None)) == ["psedidi"] and not cancelled
     assert asyncio.run(text_of(["di"])) == ["pse"] and cancelled == ["id"]
+
+
+@pytest.fixture(scope="module")
+def of_bytes() -> Any:
+    """A tokenizer whose tokens are single bytes, and some of two."""
+    tokens = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokens["ab"] = len(tokens)
+    made = Tokenizer(BPE(tokens, [("a", "b")]))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("prompt", ["a", "a123", "a12", "a2"])
+@pytest.mark.parametrize("answer", ["ab", "123 ab 123", "b12", "21ab33", "1", "3ab3ab"])
+def test_texts_of_answers_are_those_of_their_tokens(answer, prompt, size, of_bytes):
+    """Also where they, or the prompt, end within a letter, whose bytes are 123. MAX
+    left out the end, and said words of the prompt again. Where there are thoughts,
+    nobody knows which tokens are not theirs."""
+    letter = of_bytes.encode("\N{SNOWMAN}")
+    assert len(letter) == 3
+
+    def ids_of(text: str) -> list[int]:
+        ids = []
+        for part in re.findall(r"\d|\D+", text):
+            is_byte = part.isdigit()
+            ids += [letter[int(part) - 1]] if is_byte else of_bytes.encode(part)
+        return ids
+
+    asked, ids = np.array(ids_of(prompt)), ids_of(answer)
+
+    async def theirs(thinks: bool) -> Any:
+        tokenizer = SimpleNamespace(delegate=of_bytes)
+        text = stops._new_detokenizer(tokenizer, asked, skip_special_tokens=True)
+        for begin in range(0, len(ids), size):
+            new, is_last = ids[begin : begin + size], begin + size >= len(ids)
+            yield TokenGeneratorOutput(
+                GenerationStatus["MAXIMUM_LENGTH" if is_last else "ACTIVE"],
+                await text.decode(new),
+                token_ids=new,
+                reasoning_token_count=int(thinks),
+            )
+
+    async def decode(tokens: Any, **more: Any) -> str:
+        return of_bytes.decode(tokens.tolist(), **more)
+
+    async def text_of(thinks: bool) -> str:
+        chunks = completed(theirs(thinks), decode)
+        return "".join([chunk.decoded_tokens async for chunk in chunks])
+
+    wanted = of_bytes.decode(ids)
+    assert asyncio.run(text_of(thinks=False)) == wanted
+    assert wanted.startswith(asyncio.run(text_of(thinks=True)))
 
 
 @pytest.mark.parametrize("top_k, left", [(2**40, -1), (512, -1), (511, 511), (1, 1)])
