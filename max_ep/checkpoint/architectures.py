@@ -382,13 +382,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         outer_fields={
             "model_type": needed(only("qwen3_vl_moe")),
-            "image_token_id": free(),
+            "image_token_id": free(151655, int),
             "text_config": free(),
             "tie_word_embeddings": flag(False),
-            "video_token_id": free(),
+            "video_token_id": free(151656, int),
             "vision_config": free(),  # text alone is served
-            "vision_end_token_id": free(),
-            "vision_start_token_id": free(),
+            "vision_end_token_id": free(151653, int),
+            "vision_start_token_id": free(151652, int),
         },
         compared=PLACES[:1],
     ),

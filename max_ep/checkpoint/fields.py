@@ -15,7 +15,7 @@ from typing import Any
 from ..limits import MAX_TOP_K
 from .architectures import ARCHITECTURES, described
 from .common import COMMON, MOST_EXPERTS
-from .rule import NEEDED, Rule, free, named, shown
+from .rule import NEEDED, Rule, free, named, only, shown
 
 _ALIASES = ("num_experts", "num_local_experts")
 """Names that transformers has for the field with the number of experts."""
@@ -85,7 +85,8 @@ def _text_config(config: dict[str, Any], architecture: str) -> dict[str, Any]:
             f"config.json: text_config={shown(text)} must be an object with the "
             f"fields of the text model of {architecture}"
         )
-    objects = dict.fromkeys(("rope_parameters", "rope_scaling"), free(None, dict))
+    # transformers parses them here, too, though they do not count.
+    objects = dict.fromkeys(("rope_parameters", "rope_scaling"), only(None, {}))
     optional_ones = {
         name: rule._replace(default=None) if rule.default is NEEDED else rule
         for name, rule in (COMMON | objects).items()

@@ -40,6 +40,9 @@ DTYPE_BYTES = {
 }
 """Bytes of an element, by a header's name of a dtype."""
 
+SKIPPED = "consolidated"
+"""MAX skips files with this in their path, if there is another one."""
+
 _MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 
@@ -94,6 +97,13 @@ def read_tensors(folder: Path, files: Iterable[Path] = ()) -> dict[str, Tensor]:
     else:
         chosen = [folder / name for name in indexed[1]]
     if given and not {*chosen} <= {*given}:
+        skipped = [x for x in chosen if SKIPPED in str(x) and x not in given]
+        if skipped:
+            raise ValueError(
+                f"{skipped[0]}{and_others(skipped)}: MAX skips files with {SKIPPED!r} "
+                "in their path, and was given others; pass --weight-path for each, or "
+                "rename them"
+            )
         indexed, chosen = None, given
     if not chosen:
         raise ValueError(

@@ -33,7 +33,7 @@ _READ_BY_MAX: dict[str, Rule] = {
 _FREE = (
     "_commit_hash _from_model_config assistant_confidence_threshold "
     "assistant_early_exit assistant_lookbehind bos_token_id cache_config "
-    "cache_implementation compile_config continuous_batching_config "
+    "compile_config continuous_batching_config "
     "decoder_start_token_id disable_compile early_stopping is_assistant length_penalty "
     "low_memory max_length max_matching_ngram_size max_time num_assistant_tokens "
     "num_assistant_tokens_schedule num_return_sequences output_attentions "
@@ -49,6 +49,9 @@ RULES: dict[str, Rule] = {
     "eos_token_id": IDS,
     **dict.fromkeys(("bad_words_ids", "stop_strings"), only(None, [])),
     **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), only(None, [])),
+    "cache_implementation": Rule(
+        lambda v: v != "quantized", 'any but "quantized", which rounds keys and values'
+    ),
     **dict.fromkeys(("constraints", "dola_layers", "force_words_ids"), only(None)),
     "diversity_penalty": only(None, 0),
     "encoder_no_repeat_ngram_size": only(None, 0),

@@ -37,7 +37,7 @@ from ..checkpoint import (
     what_was_not_compared,
     why_not_balanced,
 )
-from ..checkpoint.files import INDEX
+from ..checkpoint.files import INDEX, SKIPPED
 from ..limits import BALANCE_VARIABLE, TOKEN_ALIGN_BYTES
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
@@ -281,7 +281,7 @@ def _weight_paths(flags: Sequence[str], tensors: dict[str, Tensor]) -> list[str]
     dtypes = {tensor.dtype for tensor in tensors.values()}
     files = sorted({str(tensor.file.absolute()) for tensor in tensors.values()})
     is_float16 = "F16" in dtypes and not {"F32", "BF16"} & dtypes
-    are_skipped = any("consolidated" in file for file in files)
+    are_skipped = any(SKIPPED in file for file in files)
     if "--weight-path" in flags or not (is_float16 or are_skipped):
         return []
     return [word for file in files for word in ("--weight-path", file)]

@@ -172,3 +172,19 @@ def test_one_file_counts_alone(tmp_path):
     given = [tmp_path / "old.safetensors"]
     files = {tensor.file.name for tensor in read_tensors(tmp_path, given).values()}
     assert files == {"old.safetensors"}
+
+
+def test_files_that_max_skips_are_not_replaced_by_others(shards):
+    """MAX gives what is beside them: old weights would be served in silence."""
+    first, *more = files_of(shards)
+    skipped = first.rename(shards / "consolidated.00.safetensors")
+    old = shards / "old.safetensors"
+    save_file({Q_PROJ: torch.zeros(1)}, old)
+    index = json.loads((shards / INDEX).read_text())
+    where = {
+        n: x.replace(first.name, skipped.name) for n, x in index["weight_map"].items()
+    }
+    (shards / INDEX).write_text(json.dumps(index | {"weight_map": where}))
+    with pytest.raises(ValueError, match="MAX skips files with 'consolidated' in th"):
+        read_tensors(shards, [old])
+    assert read_tensors(shards, [skipped, *more, old]) == read_tensors(shards)

@@ -96,6 +96,7 @@ def test_what_is_served(name, tmp_path):
         ("min_p", 0.05),
         ("typical_p", 0.9),
         ("penalty_alpha", 0.6),
+        ("cache_implementation", "quantized"),
         ("eos_token_id", "</s>"),
         # MAX answers each request with an error.
         ("temperature", 2.5),

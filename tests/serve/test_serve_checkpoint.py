@@ -212,6 +212,8 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
             )
         ),
         (QWEN3_VL | {"rope_scaling": 3}, "rope_scaling=3 is not served"),
+        (QWEN3_VL | {"rope_parameters": YARN}, "rope_parameters={.* is not served"),
+        (QWEN3_VL | {"image_token_id": None}, "image_token_id=None is not served"),
         (QWEN3_VL | {"num_labels": None}, "num_labels=None is not served"),
         # What no model has.
         ([], "holds no names"),
