@@ -50,8 +50,8 @@ def check_start(name: str, tensor: torch.Tensor) -> None:
 def check_memory(name: str, tensor: torch.Tensor) -> None:
     """Raises if a tensor has elements and no memory: kernels would read address 0."""
     if tensor.numel() > 0 and not tensor.data_ptr():
-        what = "its storage was freed (resize_(0)), or it only stands for others"
-        refuse(name, f"has no memory: {what}; pass a plain tensor, as .to_local()")
+        what = "has no memory: its storage was freed (resize_(0)), or it stands for "
+        refuse(name, f"{what}others; pass a plain tensor, as .to_local() returns")
 
 
 _SBO = (

@@ -171,9 +171,7 @@ def what_failed(
             t" or the number, of all of them."
         )
     if code == Failure.TOO_MANY_ROWS:
-        return String(
-            t"{a} rows arrived and the tensors hold {b}; {caller.more_rows}"
-        )
+        return String(t"{a} rows arrived and the tensors hold {b}; {caller.more_rows}")
     if code == Failure.NOTHING_DISPATCHED:
         return (
             "nothing was dispatched to this rank yet; combine sends back the"
