@@ -390,7 +390,8 @@ class Elastic:
         # Far more expanded rows may come, and columns are as long as what comes.
         reads = sizes.is_plain and not form.in_columns
         if routing is None and (form.is_synced is None or form.is_synced):
-            name = named(sizes, given, sizes.is_plain and not reads)
+            has_weights = topk_weights is not None
+            name = named(sizes, given, has_weights, sizes.is_plain and not reads)
             if not reads:
                 n_counts = 1 if sizes.is_plain else sizes.n_local
                 self._counts.open(n_counts, self._call(sizes, given))

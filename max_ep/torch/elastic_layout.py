@@ -29,13 +29,16 @@ def n_worst_rows(
     return round_up(n, alignment)
 
 
-def named(sizes: Sizes, given: Given, in_columns: bool) -> str:
+def named(sizes: Sizes, given: Given, has_weights: bool, in_columns: bool) -> str:
     """Names a dispatch whose ranks tell each other numbers, so that all make it."""
     n_scales = 0 if given.words is None else given.words.shape[1]
     what = f"rows of {bytes_of_row(sizes.comm, given.rows, None)} bytes"
     call = f"ElasticBuffer.dispatch of {what}, {n_scales} scales, "
     call += f"num_experts={sizes.n_experts}, top_k={sizes.top_k}, "
     call += f"do_expand={not sizes.is_plain}, {MOST}={sizes.most}"
+    if not sizes.is_plain:
+        call += f", expert_alignment={sizes.alignment}"
+    call += "" if has_weights else ", topk_weights=None"
     return call + (", use_tma_aligned_col_major_sf=True" if in_columns else "")
 
 

@@ -295,15 +295,21 @@ class LowLatency:
         streams = self.comm.streams
         if return_recv_hook:
             send()
-            stream = streams.current()
+            stream, has_received = streams.current(), False
 
             def hook() -> None:
+                nonlocal has_received
+                if has_received:
+                    return
                 if region.hook is not hook:
-                    return  # called before
+                    self.comm.raise_failure()
+                    what = "has not received, and reset() has taken its memory"
+                    refuse("hook", f"{what}; make its call again")
                 region.hook = None
                 if streams.current() != stream:
                     streams.keep(tensors)
                 receive()
+                has_received = True
 
             region.hook, region.hook_is_of_dispatch = hook, not is_combine
             return EventOverlap(None, tensors), hook

@@ -111,6 +111,35 @@ def test_what_comes_fits_into_the_tables(launches: dict[str, Any]) -> None:
     buffer.destroy()
 
 
+def test_ranks_compare_what_must_be_alike(
+    launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if ranks meet of which one sends no weights, so that the others' experts
+    multiply by 0, or of which one expands rows with another alignment."""
+    buffer = ElasticBuffer(dist.group.WORLD, None, 0, 4, device="cpu")
+    x, ids = torch.zeros(3, H).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    names: list[str] = []
+
+    def exchange(what: str, note: Any = None) -> list[Any]:
+        if what.startswith("ElasticBuffer.dispatch"):
+            names.append(what)
+            raise KeyboardInterrupt
+        return [note]
+
+    monkeypatch.setattr(buffer._comm, "exchange", exchange)
+    for weights in (None, torch.ones(3, 2)):
+        for expands, alignment in ((False, 1), (True, 1), (True, 4)):
+            how = dict(num_experts=E, do_expand=expands, expert_alignment=alignment)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.dispatch(x, ids, weights, **how)
+    assert len({*names}) == 6
+    without = [", topk_weights=None" in name for name in names]
+    assert without == 3 * [True] + 3 * [False]
+    fours = [", expert_alignment=4" in name for name in names]
+    assert fours == 2 * [False, False, True]
+    buffer.destroy()
+
+
 def test_what_a_compiled_call_cannot_do_is_refused(
     launches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +162,30 @@ def test_what_a_compiled_call_cannot_do_is_refused(
             call(**both)
         with raises(ValueError, "async_finish='no' must be True or False"):
             call(async_finish="no")
+    buffer.destroy()
+
+
+def test_a_hook_receives_or_raises(launches: dict[str, Any]) -> None:
+    """Fails if a result that nobody has written is taken for one, after `reset()`."""
+    buffer = Buffer(dist.group.WORLD, device="cpu")
+    x, ids = torch.zeros(3, H).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    how = dict(return_recv_hook=True)
+    given = x, ids, 4, E, None, None, False
+    *_, received = buffer.low_latency_dispatch(*given, **how)
+    received()
+    rows, _, handle, _, hook = buffer.low_latency_dispatch(*given, **how)
+    hook()
+    back = rows, ids, torch.ones(3, 2), handle
+    of_combine = buffer.low_latency_combine(*back, **how)[2]
+    replaced = buffer.low_latency_combine(*back, **how)[2]
+    of_combine()  # the next combine has received for it
+    of_dispatch = buffer.low_latency_dispatch(*given, **how)[4]
+    buffer.reset()
+    received()
+    of_combine()
+    for lost in (replaced, of_dispatch):
+        with raises(ValueError, "hook has not received, and reset() has taken"):
+            lost()
     buffer.destroy()
 
 
