@@ -77,6 +77,11 @@ def lift_top_k(asked: SamplingParams, n_embeddings: int) -> None:
         asked.top_k = -1
 
 
+def _reason(error: Exception) -> str:
+    """Returns the first line of what an error says."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class _Vocabulary:
     """Base class in front of a tokenizer of MAX."""
 
@@ -110,17 +115,25 @@ class _Vocabulary:
         try:
             return super().apply_chat_template(*args, **more)
         except Exception as error:  # a template is a program, of the client's, too
-            (reason, *_) = str(error).splitlines() or [type(error).__name__]
             raise InputError(
-                f"the tokenizer makes no prompt of this chat: {reason}; correct it, "
-                "start the server with --chat-template, or ask /v1/completions"
+                f"the tokenizer makes no prompt of this chat: {_reason(error)}; "
+                "correct it, start the server with --chat-template, or ask "
+                "/v1/completions"
             ) from error
 
     async def encode(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True
     ) -> np.ndarray:
         """Returns token ids of a text, or those that were given."""
-        ids = await super().encode(prompt, add_special_tokens)
+        try:
+            ids = await super().encode(prompt, add_special_tokens)
+        except InputError:
+            raise
+        except Exception as error:  # some have no token for what they do not know
+            raise InputError(
+                f"the tokenizer cannot encode {prompt!r:.60}: {_reason(error)}; give "
+                "another text, or token ids"
+            ) from error
         if add_special_tokens and not len(ids):
             raise InputError("the prompt has no token; it must have one or more")
         self._check(ids.tolist())

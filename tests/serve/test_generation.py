@@ -25,7 +25,14 @@ from max.pipelines.modeling.types.pipeline_variants.text_generation import (
     TextGenerationRequest,
     TextGenerationRequestMessage,
 )
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from graphs.serve.checkpoint import make_checkpoint
 from max_ep.checkpoint import GENERATION_FILE, check_generation
@@ -297,6 +304,19 @@ def test_a_chat_without_a_template_is_refused_in_words(tmp_path):
             tokenizer.apply_chat_template(chat, None)
     with pytest.raises(InputError, match="multiple values for .*'tokenize'; correct"):
         tokenizer.apply_chat_template(chat, None, tokenize=True)
+
+
+def test_a_text_without_tokens_is_refused_in_words():
+    """MAX answers with status 500."""
+    words = Tokenizer(WordLevel({"a": 0}))
+    tokenizer = VocabularyTokenizer.__new__(VocabularyTokenizer)
+    tokenizer.delegate = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.max_length, tokenizer._n_embeddings = 8, 4
+    assert asyncio.run(tokenizer.encode("a")).tolist() == [0]
+    with pytest.raises(InputError, match=r"cannot encode 'b': .*\[UNK\].*; give"):
+        asyncio.run(tokenizer.encode("b"))
+    with pytest.raises(InputError, match="has the token id 4; the model's vocab_size"):
+        asyncio.run(tokenizer.encode([4]))
 
 
 def test_tokens_that_the_tokenizer_lacks_are_generated(tmp_path):
