@@ -300,13 +300,16 @@ def test_a_routed_layer(multiply, layer, n_tokens):
     weights = torch.rand(n_tokens, top_k, device="cuda")
     y = multiply(layer, x, ids, weights, gate_up, down)
     want = torch.zeros(n_tokens, hidden, device="cuda").double()
+    sizes = torch.zeros_like(want)
     for token, choice in ((ids >= 0) & (ids < N_EXPERTS)).nonzero().tolist():
         expert = ids[token, choice]
         gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
         activated = torch.nn.functional.silu(gate) * up
         row = down[expert].double() @ activated
         want[token] += weights[token, choice].double() * row
-    assert float((y.double() - want).abs().max()) < 2e-2
+        sizes[token] += weights[token, choice].double() * row.abs()
+    # A row and the sum are rounded; so is what is activated.
+    assert ((y.double() - want).abs() <= sizes * 2**-7 + 1e-2).all()
     assert torch.equal(y, multiply(layer, x, ids, weights, gate_up, down))
 
 
