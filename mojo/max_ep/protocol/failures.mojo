@@ -114,7 +114,7 @@ struct Caller(TrivialRegisterPassable):
     var n_experts: StaticString
     var timeout_s: StaticString
     var more_rows: StaticString
-    """What makes room for more rows."""
+    """What to change so that more rows fit."""
     var next: StaticString
     """A sentence, after a space: how later calls work again."""
     var has_wide_ids: Bool
