@@ -13,6 +13,7 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType, TensorValue
 
+from bench.few_rows import MAX_TOKENS
 from max_ep.experts import (
     gather_takes,
     grouped_gate_up,
@@ -300,16 +301,15 @@ def test_a_routed_layer(multiply, layer, n_tokens):
     weights = torch.rand(n_tokens, top_k, device="cuda")
     y = multiply(layer, x, ids, weights, gate_up, down)
     want = torch.zeros(n_tokens, hidden, device="cuda").double()
-    sizes = torch.zeros_like(want)
     for token, choice in ((ids >= 0) & (ids < N_EXPERTS)).nonzero().tolist():
         expert = ids[token, choice]
         gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-        activated = torch.nn.functional.silu(gate) * up
-        row = down[expert].double() @ activated
+        activated = (torch.nn.functional.silu(gate) * up).bfloat16()
+        row = down[expert].double() @ activated.double()
+        if n_tokens > MAX_TOKENS:  # otherwise it is not stored, and so not rounded
+            row = row.bfloat16().double()
         want[token] += weights[token, choice].double() * row
-        sizes[token] += weights[token, choice].double() * row.abs()
-    # A row and the sum are rounded; so is what is activated.
-    assert ((y.double() - want).abs() <= sizes * 2**-7 + 1e-2).all()
+    assert float((y.double() - want).abs().max()) < 2e-2
     assert torch.equal(y, multiply(layer, x, ids, weights, gate_up, down))
 
 

@@ -10,6 +10,7 @@ import ctypes
 import pickle
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,10 +150,9 @@ def test_what_a_compiled_call_cannot_do_is_refused(
     waits = torch.zeros(1, dtype=torch.int64)
     both = dict(async_finish=True, return_recv_hook=True)
     rows, _, handle, *_ = buffer.low_latency_dispatch(x, ids, 4, E, use_fp8=False)
-    to = lambda **how: buffer.low_latency_dispatch(x, ids, 4, E, **how)  # noqa: E731
-    back = lambda **how: buffer.low_latency_combine(  # noqa: E731
-        rows, ids, torch.ones(3, 2), handle, **how
-    )
+    to = partial(buffer.low_latency_dispatch, x, ids, 4, E)
+    given = rows, ids, torch.ones(3, 2), handle
+    back = partial(buffer.low_latency_combine, *given)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for call, name in ((to, "dispatch"), (back, "combine")):
         name += "_wait_recv_cost_stats"
