@@ -12,7 +12,9 @@ FAULTS ?= 1000
 SEED ?= $(shell date +%s)
 
 BIN := .venv/bin
-# Python compiles what it imports; pip would compile all of MAX and torch.
+# Python compiles what it imports, and keeps it: tests start some hundred processes.
+# pip would compile all of MAX and torch.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 UV := $(BIN)/uv pip install -q --python $(BIN)/python
 
