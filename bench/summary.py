@@ -98,20 +98,9 @@ def _others(data: dict) -> list[str]:
     return table([*columns, *map(str, TOKENS)], lines, 5)
 
 
-def _steps(data: dict) -> dict[tuple, dict[int, float]]:
-    """Finds the newest median step of each machine, run, layers and server."""
-    found: dict[tuple, dict[int, float]] = {}
-    for row in data["serving"]:
-        if "step_ms" in row and "dtype" not in row:
-            run = data["runs"][row["run"]]
-            key = run["n_gpus"], run["gpu"], run["layers"], row["run"], row["peer"]
-            found.setdefault(key, {})[row["clients"]] = row["step_ms"][1]
-    return found
-
-
-def ratios(data: dict) -> list[str]:
-    """Lays out times of max_ep over those of MAX, of one run each: steps, and the
-    prefill of a prompt that is not cached."""
+def _served(data: dict) -> dict[tuple, dict[tuple[str, int], float]]:
+    """Finds the medians of each machine, layers and run, by server and clients: of a
+    step, and with 0 clients the prefill of a prompt that is not cached."""
     times: dict[tuple, dict[tuple[str, int], float]] = {}
     for row in data["serving"]:
         run = data["runs"][row["run"]]
@@ -123,6 +112,13 @@ def ratios(data: dict) -> list[str]:
         name = "step_ms" if "clients" in row else name
         if name in row and "dtype" not in row:
             of_run[row["peer"], row.get("clients", 0)] = row[name][1]
+    return times
+
+
+def ratios(data: dict) -> list[str]:
+    """Lays out times of max_ep over those of MAX, of one run each: steps, and the
+    prefill of a prompt that is not cached."""
+    times = _served(data)
     lines = []
     for (n, gpu, layers, _), of_run in sorted(times.items()):
         for peer, parallelism in _PARALLELISM.items():
@@ -159,15 +155,14 @@ def _slower(data: dict) -> list[str]:
                 what = f"{n} tokens, {SHAPES[shape].model}, {dtype}, {routing}"
                 times = [number(us), number(min(ours)), f"{min(ours) / us:.2f}"]
                 lines.append([machine(gpu, ranks), _OTHERS[peer], what, *times])
-    steps = _steps(data)
-    for (*of, peer), ms in sorted(steps.items()):
-        ours_ms = steps.get((*of, "max_ep"), {})
-        for n in ms:
-            if peer != "max_ep" and n in ours_ms and ms[n] < ours_ms[n]:
-                what = f"a step of {n} client{'s' * (n > 1)}, {of[2]} layers, ms"
-                times = [f"{ms[n]:.2f}", f"{ours_ms[n]:.2f}"]
-                times.append(f"{ours_ms[n] / ms[n]:.2f}")
-                lines.append([machine(of[1], of[0]), SERVING_PEERS[peer], what, *times])
+    for (ranks, gpu, layers, _), of_run in sorted(_served(data).items()):
+        for (peer, n), ms in sorted(of_run.items(), key=itemgetter(0)):
+            ours_ms = of_run.get(("max_ep", n), 0.0)
+            if peer in _PARALLELISM and ms < ours_ms:
+                what = f"a step of {n} client{'s' * (n > 1)}" if n else "a prefill"
+                times = [f"{ms:.2f}", f"{ours_ms:.2f}", f"{ours_ms / ms:.2f}"]
+                what = f"{what}, {layers} layers, ms"
+                lines.append([machine(gpu, ranks), SERVING_PEERS[peer], what, *times])
     columns = ["machine", "system", "what", "its time", "max_ep", "ratio"]
     return table(columns, lines, 3)
 

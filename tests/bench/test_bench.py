@@ -268,7 +268,7 @@ def test_a_chain_of_experts_is_its_layers(torch_layers):
 
 def test_the_summary_says_where_others_are_faster():
     """A made-up row of MAX that is faster than ours appears, and one that is slower
-    does not."""
+    does not; so do steps and prefills of servers."""
     of = dict(run="r", ranks=2, shape="h7168_e256_k8", dtype="bfloat16", form="fused")
     rows = [
         of | dict(peer=peer, routing="uniform", tokens=n, us=us)
@@ -280,3 +280,16 @@ def test_the_summary_says_where_others_are_faster():
     (line,) = lines[2:-1]
     assert line.startswith("| Two H100s | MAX 26.7 | 8 tokens, ")
     assert line.endswith("| 2.00 | 3.00 | 1.50 |")
+    data["runs"]["r"]["layers"] = 16
+    serving = []
+    for peer, ms in dict(max_ep=3.0, max_tensor_parallel=2.0).items():
+        of = dict(run="r", peer=peer)
+        serving.append(of | dict(clients=1, step_ms=[ms] * 3))
+        serving.append(of | dict(clients=16, step_ms=[5 - ms] * 3))
+        serving.append(of | dict(prompt=4096, execution_ms=[2 * ms] * 3))
+    lines = summary.tables(data | {"serving": serving})["slower"][3:-1]
+    whats = [line.split(" | ")[2:] for line in lines]
+    assert whats == [
+        ["a prefill, 16 layers, ms", "4.00", "6.00", "1.50 |"],
+        ["a step of 1 client, 16 layers, ms", "2.00", "3.00", "1.50 |"],
+    ]

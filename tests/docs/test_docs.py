@@ -107,8 +107,9 @@ def test_names_of_the_guide_are_on_the_api_page():
                 assert own in last or {name, home} & shown, (name_of(page), name)
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+@pytest.mark.parametrize("page, most", [("README.md", 180), ("docs/performance.md", 120)])
+def test_pages_are_short(page, most):
+    assert len((ROOT / page).read_text().splitlines()) <= most
 
 
 def test_what_systems_deliver_is_said():
