@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -96,6 +97,22 @@ def test_overlap(compiled, capsys):
 def test_own_experts(compiled, capsys):
     own_experts.main([])
     assert "57 tokens on 3 ranks of the CPU agree" in capsys.readouterr().out
+
+
+@slow
+def test_several_hosts():
+    """Two processes, each with a rank on the CPU. Fails if what a process takes for its
+    own ranks is not what comes back."""
+    program = "graphs/several_hosts.py --hosts 2 --gpus 0".split()
+    how = dict(cwd=ROOT, PYTHONPATH=WHERE_WE_IMPORT)
+    how["MAX_EP_GROUP"] = f"hosts{os.getpid()}"
+
+    def of_node(node: str) -> str:
+        return printed(sys.executable, *program, MAX_EP_NODE_ID=node, **how)
+
+    with ThreadPoolExecutor(2) as pool:
+        for said in pool.map(of_node, "01"):
+            assert said == "16 tokens of this process came back doubled\n"
 
 
 @pytest.mark.parametrize(
