@@ -192,7 +192,7 @@ def moved(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("routing", ["uniform", "full", "masked"])
 def test_large_launches(added, routing):
     """Launches spread over worker threads and writing past the caches. `make test` has
-    them in `test_processes`."""
+    those of sums in `test_processes`."""
     given = {}
     for name, case in LARGE_CASES.items():
         counts = [case.max_tokens_per_rank, case.max_tokens_per_rank - 3]

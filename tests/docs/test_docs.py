@@ -421,6 +421,7 @@ def test_what_only_test_all_runs_is_listed():
     of_helpers = {"faults.py": "test_faults.py", "scenarios.py": "test_processes.py"}
     of_helpers |= dict.fromkeys(("torch_member.py", "torch_misuse.py"), "test_torch.py")
     of_helpers["generations.py"] = "test_processes.py"
+    of_helpers["process_graphs.py"] = "test_processes.py"
     of_helpers["kernels.py"] = "test_codegen_resources.py"
     of_helpers["emulated_world.py"] = "test_emulated.py"
     assert set(listed) == {of_helpers.get(name, name) for name in using}

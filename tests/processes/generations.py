@@ -38,7 +38,7 @@ GROUPS = PHASED | in_protocols([LARGE, SHARED]) | {FEW_EXPERTS.name: FEW_EXPERTS
 SPLITS_ALL = ALL_CASES
 """Whether groups that are not phased have ops of their own to send and to receive."""
 if not ALL_CASES:
-    for name in ("large_by_rank", "shared", "few_experts"):
+    for name in ("large", "large_by_rank", "shared", "few_experts"):
         del GROUPS[name]
 
 

@@ -244,7 +244,7 @@ SCENARIOS: dict[str, Callable[[Member, str], Any]] = {
     "silent_rank": _silent_rank,
     **{n: _back_to_back for n in GROUPS if n.startswith("large")},
     **{n: _with_delays for n in GROUPS if n.startswith(("few", "shared"))},
-    ALL_GATHER: _all_gather,
+    **({ALL_GATHER: _all_gather} if ALL_CASES else {}),
     **{f"dispatch_only_{n}": _one_phase_only for n in PHASED},
     **{f"combine_only_{n}": _one_phase_only for n in PHASED},
     "stopped": _stopped,
