@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 
 from max_ep import LaunchError, launch
-from tests.children import names_of, ran
+from tests.children import names_of, ran, slow
 from tests.errors import raises, refused
 from tests.processes import process_graphs, scenarios
 from tests.processes.generations import N_RANKS, PHASED
@@ -108,7 +108,7 @@ def test_two_processes_of_two_ranks(graphs):
         ("combine_async", "combine_wait|count"),
         # In a program that only dispatches the killed rank has sent; what is
         # missing is its done word.
-        ("dispatch_wait", "dispatch_async|done word"),
+        pytest.param("dispatch_wait", "dispatch_async|done word", marks=slow),
     ],
 )
 def test_killed_rank_is_named(graphs, tmp_path, monkeypatch, where, missed):
