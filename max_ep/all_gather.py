@@ -22,6 +22,7 @@ from .graph.checks import check_one_a_rank, check_same_rows, check_value
 from .graph.manager import EPBatchManager
 from .limits import MAX_TOP_K, checked_int
 from .memory.initializer import EPCommInitializer
+from .plural import counted
 
 
 class AllGatherTokenDispatcher:
@@ -53,7 +54,7 @@ class AllGatherTokenDispatcher:
         n_gpus_per_node = checked_int("n_gpus_per_node", n_gpus_per_node)
         n_ranks = n_gpus_per_node * checked_int("n_nodes", n_nodes)
         if n_ranks > MAX_TOP_K:
-            product = f"n_gpus_per_node * n_nodes = {n_ranks} ranks"
+            product = f"n_gpus_per_node * n_nodes = {counted(n_ranks, 'rank')}"
             raise ValueError(f"{product}; an all-gather has at most {MAX_TOP_K}")
         self.top_k = top_k = checked_int("top_k", top_k)
         self.config = EPConfig(

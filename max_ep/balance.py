@@ -22,6 +22,7 @@ import numpy as np
 from .limits import checked_int, is_integer
 from .npz import read_npz
 from .packing import SLACK, in_place, pack_hosts, replica_counts, swap
+from .plural import counted
 
 _NEAR = 1e-3
 """When a plan without an old one is good: the busiest rank is so near to the mean."""
@@ -91,7 +92,8 @@ class Placement:
         most = int(logcnt.max())
         if 0 < max_replicas < most:
             raise ValueError(
-                f"an expert has {most} replicas, above max_replicas={max_replicas}"
+                f"an expert has {counted(most, 'replica')}, above "
+                f"max_replicas={max_replicas}"
             )
         table = np.full((*logcnt.shape, max_replicas or most), -1, np.int32)
         for layer, row in enumerate(self.phy2log):
@@ -200,13 +202,14 @@ def plan(
     if n_replicas > n_logical * (most - 1):
         raise ValueError(
             f"n_replicas={n_replicas} must be in [0, {n_logical * (most - 1)}]: "
-            f"{n_logical} experts have at most {most} replicas each, one on a rank"
+            f"{counted(n_logical, 'expert')} have at most {counted(most, 'replica')} "
+            "each, one on a rank"
         )
     n_physical = n_logical + n_replicas
     if n_physical < n_ranks:
         raise ValueError(
             f"n_replicas={n_replicas} must be at least {n_ranks - n_logical}: there "
-            f"are {n_logical} experts for n_ranks={n_ranks}"
+            f"are {counted(n_logical, 'expert')} for n_ranks={n_ranks}"
         )
     n_local = -(-n_physical // n_ranks)
     places = np.clip(n_physical - n_local * np.arange(n_ranks), 0, n_local)

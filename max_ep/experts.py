@@ -15,6 +15,7 @@ from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
 from .extension import add_op
 from .limits import FP8_BLOCK, FP8_COLUMNS, fp8_takes
+from .plural import counted
 
 Quantized = tuple[TensorValue, TensorValue]
 """Values in float8_e4m3fn and their float32 scales."""
@@ -202,9 +203,9 @@ def add_rows(
     hidden_size, top_k = rows.shape[1], int(row_of_choice.shape[1])
     if int(hidden_size) * rows.dtype.size_in_bytes % 16 or weights.shape[1] != top_k:
         raise ValueError(
-            f"rows have {hidden_size} elements of {rows.dtype}, and weights "
-            f"{weights.shape[1]} columns; add_rows takes rows in multiples of 16 bytes "
-            f"and a weight for each of {top_k} choices"
+            f"rows have {counted(hidden_size, 'element')} of {rows.dtype}, and weights "
+            f"{counted(weights.shape[1], 'column')}; add_rows takes rows in multiples "
+            f"of 16 bytes and a weight for each of {counted(top_k, 'choice')}"
         )
     result = TensorType(rows.dtype, [weights.shape[0], hidden_size], rows.device)
     return _op("add_rows", [rows, row_of_choice, weights], [result], top_k=top_k)[0]
@@ -331,8 +332,8 @@ def _check_groups(row_offsets: TensorValue, expert_ids: TensorValue) -> None:
     are_known = isinstance(n_offsets, StaticDim) and isinstance(n_groups, StaticDim)
     if are_known and int(n_offsets) != int(n_groups) + 1:
         raise ValueError(
-            f"row_offsets have {n_offsets} elements and expert_ids {n_groups}; "
-            "pass one offset more than experts, as dispatch gives them"
+            f"row_offsets have {counted(n_offsets, 'element')} and expert_ids "
+            f"{n_groups}; pass one offset more than experts, as dispatch gives them"
         )
 
 
@@ -385,4 +386,6 @@ def _check(op: str, rows: TensorValue, weights: TensorValue) -> None:
         raise TypeError(f"rows are {rows.dtype} and weights {weights.dtype}; cast one")
     has, needs = rows.shape[1], weights.shape[-1]
     if has != needs:
-        raise ValueError(f"rows have {has} columns, weights [{sizes}] need {needs}")
+        raise ValueError(
+            f"rows have {counted(has, 'column')}, weights [{sizes}] need {needs}"
+        )

@@ -61,8 +61,8 @@ def run_mojo(*args: str) -> str:
         done = subprocess_run_mojo(list(args), cwd=mojo_dir(), **how)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(
-            f"max_ep: mojo {' '.join(args)} took more than {timeout_s:g} seconds. If "
-            f"the machine is slow or busy, set {_TIMEOUT_VARIABLE} to more"
+            f"max_ep: mojo {' '.join(args)} took more than {timeout_s:g} s. If the "
+            f"machine is slow or busy, set {_TIMEOUT_VARIABLE} to more"
         ) from error
     if done.returncode != 0:
         raise RuntimeError(f"max_ep: mojo {' '.join(args)} failed:\n{done.stderr}")

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .limits import MAX_EXPERTS
+from .plural import counted
 from .quantize import bfloat16_to_float32 as bfloat16_to_float32
 from .quantize import float8_e4m3fn_to_float32 as float8_e4m3fn_to_float32
 from .quantize import float32_to_bfloat16 as float32_to_bfloat16
@@ -421,7 +422,7 @@ def _check_combine(
     choice that has a row has a weight."""
     for rank, (rows, result) in enumerate(zip(expert_rows, results)):
         if len(rows) != (n := len(result.src_ranks)):
-            raise ValueError(f"rank {rank}: {len(rows)} rows, needs {n}")
+            raise ValueError(f"rank {rank}: {counted(len(rows), 'row')}, needs {n}")
     for rank, weights in enumerate(topk_weights):
         for result in results:
             choices = result.src_info[result.src_ranks == rank]

@@ -16,6 +16,7 @@ import numpy as np
 from . import install
 from .limits import is_integer
 from .npz import read_npz
+from .plural import counted
 
 _LINE, BAR = 80, 40  # characters of a line, and of the longest bar
 _MOST_ROWS = 2**31 - 1  # of an expert in a run: counts are int32
@@ -57,7 +58,7 @@ class Statistics:
         if not n_ranks <= self.n_experts <= n_ranks * n_local_experts:
             raise ValueError(
                 f"n_experts={self.n_experts}, but received has {n_local_experts} on "
-                f"each of {n_ranks} ranks"
+                f"each of {counted(n_ranks, 'rank')}"
             )
         if not 0 <= self.received.min() <= self.received.max() <= _MOST_ROWS:
             raise ValueError(
@@ -147,8 +148,8 @@ def _table(name: str, ns: np.ndarray) -> list[str]:
 def _histogram(rows: np.ndarray) -> list[str]:
     n_each, most = -(-len(rows) // _MOST_BARS), max(1, int(rows.max()))
     lines = [
-        f"received: {rows.sum()} rows, {len(rows)} experts, the fullest has "
-        f"{rows.max() / max(rows.mean(), 1e-9):.1f} times the mean"
+        f"received: {counted(rows.sum(), 'row')}, {counted(len(rows), 'expert')}, the "
+        f"fullest has {rows.max() / max(rows.mean(), 1e-9):.1f} times the mean"
     ]
     for first in range(0, len(rows), n_each):
         few = rows[first : first + n_each]

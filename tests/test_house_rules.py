@@ -15,6 +15,7 @@ from mojo.run import subprocess_run_mojo
 
 from max_ep import install
 from max_ep.extension import mojo_dir
+from max_ep.plural import counted
 from tests.children import ROOT, ran
 from tests.docs.test_docs import DOCS, MOJO_FILES, PAGES, PYTHON_FILES, name_of
 
@@ -28,9 +29,9 @@ LAYERS = (
 
 # Each module or folder of the Python package may import only those to its left.
 PYTHON_LAYERS = (
-    "limits install npz quantize checkpoint processes cache first_import "
-    "launch max_ep shmem_parts extension formats packing balance stats config "
-    "agreement waits experts reference graph memory all_gather torch bench serve cli"
+    "plural limits install npz quantize checkpoint processes cache first_import launch "
+    "max_ep shmem_parts extension formats packing balance stats config agreement waits "
+    "experts reference graph memory all_gather torch bench serve cli"
 ).split()
 
 
@@ -309,6 +310,33 @@ def test_files_are_short():
     lengths = {name_of(p): len(p.read_text().splitlines()) for p in SIZED_FILES}
     long = {name for name, length in lengths.items() if length > MOST_LINES}
     assert not long, f"above {MOST_LINES} lines: divide them"
+
+
+THINGS = (
+    "GPUs ranks hosts processes experts replicas layers groups tokens choices tables "
+    "rows columns elements values scales tensors"
+).split()
+
+
+def plain_counts(path: Path) -> Iterator[str]:
+    """Yields what would print `1 ranks`, unless the number is a constant."""
+    for text in ast.walk(ast.parse(path.read_text())):
+        parts = text.values if isinstance(text, ast.JoinedStr) else []
+        for given, behind in zip(parts, parts[1:]):
+            if isinstance(given, ast.FormattedValue):
+                said, after = ast.unparse(given.value), getattr(behind, "value", "")
+                thing = re.match(r" (?:local |logical )?(\w+)", str(after))
+                is_known = re.search(r"\b_?[A-Z][A-Z0-9_]+$|\bupper\(\)$", said)
+                if thing and thing[1] in THINGS and not is_known:
+                    yield f"{name_of(path)}:{given.lineno}: {said}{thing[0]}"
+
+
+def test_numbers_agree_with_what_they_count():
+    """`counted` says `1 rank` and `2 ranks`. Fails if a text has `{n} ranks`."""
+    assert [counted(1, "GPU"), counted(2, "process")] == ["1 GPU", "2 processes"]
+    core = [path for path in PYTHON_FILES if path.is_relative_to(ROOT / "max_ep")]
+    core = [path for path in core if path.parent != ROOT / "max_ep/serve"]
+    assert not [text for path in core for text in plain_counts(path)]
 
 
 def parts_of(text: str, start: int) -> tuple[list[str], int]:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from max.driver import accelerator_count
 
+from max_ep.plural import counted
+
 from .checkpoint import make_checkpoint
 from .server import Server
 
@@ -34,7 +36,7 @@ _PROMPTS = ["A rank", "The router sends", "Each token has", "Dispatch and combin
 
 def main() -> None:
     n_gpus = accelerator_count()
-    where = f"{n_gpus} GPUs" if n_gpus else "four ranks of the CPU"
+    where = counted(n_gpus, "GPU") if n_gpus else "four ranks of the CPU"
     with tempfile.TemporaryDirectory() as folder:
         model, log = Path(folder) / "model", Path(folder) / "server.log"
         begin = time.monotonic()

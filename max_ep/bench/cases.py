@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import mxfp8_quant_config, reference
 from ..formats import BY_NAME
+from ..plural import counted
 
 TAG_COLUMNS = 16
 """Leading columns of a token whose signs spell its number in the group."""
@@ -215,7 +216,9 @@ class Case:
     @property
     def name(self) -> str:
         config = self.config.name
-        return f"{config} {self.form}, {self.n_tokens} tokens, {self.routing}"
+        return (
+            f"{config} {self.form}, {counted(self.n_tokens, 'token')}, {self.routing}"
+        )
 
     def row(self) -> dict:
         """Returns what docs/performance.json says of the case, without times."""
@@ -240,7 +243,7 @@ def max_tokens_for(n_tokens: int, peer: str) -> int:
     for size in sizes:
         if n_tokens <= size:
             return size
-    raise ValueError(f"{n_tokens} tokens a rank: at most {max(sizes)}")
+    raise ValueError(f"{counted(n_tokens, 'token')} a rank: at most {max(sizes)}")
 
 
 # -------------------------------------------------------------------------- data
@@ -282,7 +285,7 @@ def tokens(
     two tokens are alike. Bits are ``uint16 [n_tokens, hidden_size]`` a rank.
     """
     if n_ranks * n_tokens > 1 << TAG_COLUMNS:
-        raise ValueError(f"{n_ranks} x {n_tokens} tokens do not fit the tag")
+        raise ValueError(f"{n_ranks} x {counted(n_tokens, 'token')} do not fit the tag")
     one, sign = np.uint16(0x3F80), np.uint16(0x8000)
     step = 8
     made = []

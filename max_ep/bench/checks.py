@@ -22,6 +22,7 @@ import torch
 from .. import reference
 from ..formats import BY_NAME
 from ..limits import FP8_BLOCK
+from ..plural import counted
 from .cases import TAG_COLUMNS, Shape, expert_row
 
 _CHUNK_ROWS = 8192
@@ -122,8 +123,8 @@ def check_dispatch(
     _require(
         offsets[0] == 0
         and np.array_equal(np.diff(offsets), -(-counts // filled_to) * filled_to),
-        f"{where}: {int(offsets[-1])} rows, needs {n_rows}, or an expert's are "
-        "not as many as were sent to it",
+        f"{where}: {counted(int(offsets[-1]), 'row')}, needs {n_rows}, or an expert's "
+        "are not as many as were sent to it",
     )
     if exact:
         _require(np.array_equal(offsets, want_offsets), f"{where}: row_offsets differ")
@@ -186,7 +187,7 @@ def check_rows(
 ) -> None:
     """Compares bfloat16 rows, in any order, with the tokens of these numbers; ``x_all``
     is :func:`stack_tokens` of the group."""
-    message = f"{where}: {len(rows)} rows, needs {len(numbers)}"
+    message = f"{where}: {counted(len(rows), 'row')}, needs {len(numbers)}"
     _require(len(rows) == len(numbers), message)
     got = token_numbers(rows)
     want = torch.from_numpy(numbers).to(rows.device)
@@ -207,7 +208,10 @@ def check_chain(
         check_near(where, got, want)
         return
     same = got == want.to(torch.bfloat16)  # by value: 0 may have either sign
-    _require(same.all(), f"{where}: {int((~same).sum())} elements of the chain differ")
+    _require(
+        same.all(),
+        f"{where}: {counted(int((~same).sum()), 'element')} of the chain differ",
+    )
 
 
 def check_near(where: str, got: torch.Tensor, want: torch.Tensor) -> None:

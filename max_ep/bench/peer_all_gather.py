@@ -12,6 +12,7 @@ from max.graph import Graph, TensorValue
 
 from .. import AllGatherTokenDispatcher, reference
 from ..memory.setup_graph import setup_graph
+from ..plural import counted
 from .cases import Case
 from .checks import check_chain, check_same, from_bits, stack_tokens
 from .peer_graphs import Data, GraphPeer, token_types
@@ -96,6 +97,6 @@ class Peer(GraphPeer):
         for rank, got in enumerate(sums):
             device = self.torch_device(rank)
             x = from_bits(self._scaled(data.x[rank]), device).double()
-            where = f"{case.name} rank {rank}, {n_layers} layers"
+            where = f"{case.name} rank {rank}, {counted(n_layers, 'layer')}"
             want = x * float(self.config.n_ranks) ** n_layers
             check_chain(where, self.tensor(got, rank), want)

@@ -22,6 +22,7 @@ from max.graph import Graph, Module, TensorType, TensorValue, ops
 from .. import reference
 from ..formats import BY_NAME
 from ..memory.setup_graph import setup_graph
+from ..plural import counted
 from . import cases as _cases
 from . import checks
 from .cases import OURS, Case, Config
@@ -208,7 +209,7 @@ class Peer(GraphPeer):
         for rank in range(config.n_ranks):
             given = config.shape, config.n_ranks, ids[rank], weights[rank]
             want = checks.expert_sums(*given, self.torch_device(rank))
-            where = f"{case.name} rank {rank}, {config.n_layers} layers"
+            where = f"{case.name} rank {rank}, {counted(config.n_layers, 'layer')}"
             checks.check_chain(where, self.tensor(outputs[rank], rank), want)
 
 

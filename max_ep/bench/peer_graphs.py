@@ -32,6 +32,7 @@ from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType
 
 from .. import reference
+from ..plural import counted
 from . import cases as _cases
 from .cases import LAYER_FACTORS, Case, Config
 from .checks import check_chain, from_bits
@@ -124,7 +125,7 @@ class GraphPeer:
         layers = self.config.n_layers
         for rank in range(self.config.n_ranks):
             x = from_bits(data.x[rank], self.torch_device(rank)).double()
-            where = f"{case.name} rank {rank}, {layers} layers"
+            where = f"{case.name} rank {rank}, {counted(layers, 'layer')}"
             want = x * _cases.chain_factor(layers)
             check_chain(where, self.tensor(outputs[rank], rank), want)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..limits import MAX_TOP_K
+from ..plural import counted
 from .architectures import ARCHITECTURES, described
 from .common import COMMON, MOST_EXPERTS
 from .rule import NEEDED, Rule, free, named, only, shown
@@ -174,7 +175,7 @@ def _check_sizes(config: dict[str, Any], n_experts: int, architecture: str) -> N
     for of_layers in _OF_LAYERS:
         values = config.get(of_layers)
         if values is not None and len(values) != n_layers:
-            what = f"{of_layers} has {len(values)} elements, which"
+            what = f"{of_layers} has {counted(len(values), 'element')}, which"
             _refuse(what, f"num_hidden_layers={n_layers}")
     for of_layer in config.get("num_attention_heads_per_layer") or ():
         if of_layer % kv_heads:
@@ -244,8 +245,11 @@ def _check_groups(config: dict[str, Any], n_experts: int, top_k: int) -> None:
     if chosen > n_groups:
         _refuse(f"topk_group={chosen}", f"n_group={n_groups}")
     if top_k > chosen * n_experts // n_groups:
-        of_groups = f"topk_group={chosen} of n_group={n_groups} groups"
-        _refuse(f"num_experts_per_tok={top_k}", f"{of_groups} of {n_experts} experts")
+        of_groups = f"topk_group={chosen} of n_group={counted(n_groups, 'group')}"
+        _refuse(
+            f"num_experts_per_tok={top_k}",
+            f"{of_groups} of {counted(n_experts, 'expert')}",
+        )
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
         n_layers = f"num_hidden_layers={config['num_hidden_layers']}"
         _refuse(f"first_k_dense_replace={config['first_k_dense_replace']}", n_layers)

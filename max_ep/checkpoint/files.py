@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..plural import counted
 from .rule import named, shown
 
 INDEX = "model.safetensors.index.json"
@@ -267,4 +268,4 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
 def and_others(names: list[Any]) -> str:
     """Says of how many more than the first an error is."""
     n = len(names) - 1
-    return f" and {n} other{'s' * (n > 1)}" if n else ""
+    return f" and {counted(n, 'other')}" if n else ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..plural import counted
 from .rule import NEEDED, Rule, flag, free, named, number, only, optional, shown, whole
 
 _DEFAULT_THETA = {
@@ -240,8 +241,8 @@ def _rotated(
             )
     if dim < 2 or dim % 2:
         raise ValueError(
-            f"config.json: {dim} elements of a head are rotated, of head_dim {head}; "
-            "it must be an even number"
+            f"config.json: {counted(dim, 'element')} of a head are rotated, of "
+            f"head_dim {head}; it must be an even number"
         )
     return dim
 

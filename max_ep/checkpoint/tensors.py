@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..plural import counted
 from .architectures import described
 from .decoder import Attention, Decoder, LatentAttention, Moe, Names
 from .files import Tensor, and_others, are_equal
@@ -282,8 +283,8 @@ def _scales_of(
         return Stored(scales, here)
     if part.begin % block[0]:
         raise ValueError(
-            f"{scales} has a scale for {block[0]} rows, of gate and of up; store each "
-            "in a tensor of its own"
+            f"{scales} has a scale for {counted(block[0], 'row')}, of gate and of up; "
+            "store each in a tensor of its own"
         )
     begin, n_rows = part.begin // block[0], -(-needed.shape[0] // block[0])
     own = Part(scales.name, scales.shape, part.expert, begin)

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from ..balance import Placement, default_replicas, plan, unbalanced
+from ..plural import counted
 from ..stats import BAR, Statistics, new_figure
 from .plan import in_options
 from .stats import draw
@@ -28,10 +29,11 @@ def run_balance(options: argparse.Namespace) -> None:
         before = Placement.load(options.current)
         if (*before.phy2log.shape, before.n_ranks) != (*counts.shape, n_ranks):
             raise ValueError(
-                f"{options.current} is for {len(before.phy2log)} layers, "
-                f"{before.phy2log.shape[1]} experts and {before.n_ranks} ranks, "
-                f"the statistics for {n_layers}, {n_experts} and {n_ranks}; if "
-                "they were measured without replicas, omit --current"
+                f"{options.current} is for {counted(len(before.phy2log), 'layer')}, "
+                f"{counted(before.phy2log.shape[1], 'expert')} and "
+                f"{counted(before.n_ranks, 'rank')}, the statistics for {n_layers}, "
+                f"{n_experts} and {n_ranks}; if they were measured without replicas, "
+                "omit --current"
             )
         n_replicas = n_experts - before.n_logical
         counts = before.logical_counts(counts)
@@ -79,9 +81,9 @@ def text(counts: np.ndarray, before: Placement, after: Placement) -> str:
     n_physical, logcnt = after.phy2log.shape[1], after.logcnt
     pairs = np.stack([before.imbalance(counts), after.imbalance(counts)], 1)
     lines = [
-        f"{after.n_logical} experts on {after.n_ranks} ranks, "
-        f"{n_physical - after.n_logical} replicas more: {after.n_local} a rank, at "
-        f"most {logcnt.max()} of one",
+        f"{counted(after.n_logical, 'expert')} on {counted(after.n_ranks, 'rank')}, "
+        f"{counted(n_physical - after.n_logical, 'replica')} more: {after.n_local} a "
+        f"rank, at most {logcnt.max()} of one",
         "",
         "predicted rows of the busiest rank, times the mean",
         f"{'layer':>8}{'before':>10}{'after':>10}",

@@ -35,6 +35,7 @@ from ..bench.cases import (
 )
 from ..bench.systems import BY_PEER, DELIVERS, FIRST, OURS, SYSTEMS, System
 from ..bench.tables import draw, number, table
+from ..plural import counted
 
 _COMPILE_SHARE = 0.6
 """The most of the time limit that compiling takes."""
@@ -218,21 +219,22 @@ def _head(plan: Plan) -> Iterator[str]:
     """Says what is measured, how, and what is not installed."""
     shape, about = shape_of(plan.shape), plan.about
     if plan.target == "cpu":
-        where = f"NO GPUs: {plan.n_ranks} ranks on the CPU, which say nothing of GPUs"
+        ranks = counted(plan.n_ranks, "rank")
+        where = f"NO GPUs: {ranks} on the CPU, which say nothing of GPUs"
     else:
         where = f"{plan.n_ranks} x {about['gpu']}, driver {about['driver']}"
     yield f"max_ep {runs.commit()}, MAX {about['max']}, {about['date']}, {where}"
     yield (
-        f"hidden {shape.hidden_size}, top-{shape.top_k} of {shape.n_experts} experts, "
-        f"bfloat16, {plan.routing} routing; µs of one dispatch and one combine, by "
-        "tokens per rank"
+        f"hidden {shape.hidden_size}, top-{shape.top_k} of "
+        f"{counted(shape.n_experts, 'expert')}, bfloat16, {plan.routing} routing; µs "
+        "of one dispatch and one combine, by tokens per rank"
     )
     how = "launched one by one, by the host's clock"
     if plan.target == "gpu":
         how = "a captured graph, by CUDA events on the rank that takes longest"
     yield (
-        f"{plan.n_layers} layers, each with ids of its own, {how}; "
-        f"median of {about['samples']}; results are checked before and after"
+        f"{counted(plan.n_layers, 'layer')}, each with ids of its own, {how}; median "
+        f"of {about['samples']}; results are checked before and after"
     )
     yield from _not_installed(plan)
 
@@ -322,7 +324,7 @@ class _Results:
         if left_s < 10:
             self._errors[system.name] = "the time limit"
             return
-        self.say(f"{system.name}: {sizes} tokens")
+        self.say(f"{system.name}, tokens per rank: {sizes}")
         results = folder / "results"
         results.unlink(missing_ok=True)
         about = self._plan.about
@@ -344,7 +346,8 @@ class _Results:
         """Takes rows of a system, and why its process did not end."""
         for row in rows:
             if "error" in row:
-                error = error or f"{row['tokens']} tokens: {row['error']}"
+                n = counted(row["tokens"], "token")
+                error = error or f"{n}: {row['error']}"
                 self.is_wrong |= row["error"].startswith("CheckError")
             else:
                 self._rows.append(row)
@@ -362,7 +365,9 @@ class _Results:
         yield from self._table("us", steady)
         if any("idle_us" in row for row in self._rows):
             n = self._plan.n_layers
-            yield from self._table("idle_us", f"one replay of {n} layers, from idle")
+            yield from self._table(
+                "idle_us", f"one replay of {counted(n, 'layer')}, from idle"
+            )
         for word in dict.fromkeys(system.delivers for system in self._plan.systems):
             yield f"delivers {word}: {DELIVERS[word]}"
         for name, error in self._errors.items():

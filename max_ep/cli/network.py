@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb
 
+from ..plural import counted
+
 
 @dataclass(frozen=True)
 class Links:
@@ -100,9 +102,9 @@ def ways(layer: Layer) -> Iterator[Way]:
 def report(layer: Layer, links: Links) -> str:
     """Returns a table of the three ways."""
     lines = [
-        f"{layer.n_tokens} tokens a rank, {layer.n_hosts} hosts of "
-        f"{layer.n_ranks // layer.n_hosts} ranks, {links.network_gb_s:g} GB/s a rank, "
-        f"{links.latency_us:g} us a step",
+        f"{counted(layer.n_tokens, 'token')} a rank, {counted(layer.n_hosts, 'host')} "
+        f"of {counted(layer.n_ranks // layer.n_hosts, 'rank')}, {links.network_gb_s:g} "
+        f"GB/s a rank, {links.latency_us:g} us a step",
         f"{'':<11}{'over the network, MB a rank':>29}{'predicted time, us':>29}",
         f"{'':<11}" + f"{'dispatch':>14}{'combine':>15}" * 2,
     ]

@@ -39,6 +39,7 @@ from ..checkpoint import (
 )
 from ..checkpoint.files import INDEX, SKIPPED
 from ..limits import BALANCE_VARIABLE, TOKEN_ALIGN_BYTES
+from ..plural import counted
 
 CUSTOM_ARCHITECTURES = ("--custom-architectures", "max_ep.serve")
 """The flag that makes MAX serve with max_ep."""
@@ -94,18 +95,22 @@ def run_serve(options: Any) -> None:
         n_ranks = max(n for n in range(1, _CPU_RANKS + 1) if n_experts % n == 0)
     if n_ranks < 1 or n_experts % n_ranks:
         name = "--gpus" if n_gpus else "--ranks"
-        raise ValueError(f"{name} {n_ranks} does not divide {n_experts} experts")
+        raise ValueError(
+            f"{name} {n_ranks} does not divide {counted(n_experts, 'expert')}"
+        )
     where = "the CPU"
     if n_gpus:
+        are = "is" if n_gpus == 1 else "are"
         where = (
             f"{n_gpus} of {len(gpus)} x {gpus[0].name}"
             if gpus
-            else f"{n_gpus} GPUs that are not here"
+            else f"{counted(n_gpus, 'GPU')} that {are} not here"
         )
     size = _gigabytes(n_bytes) if n_bytes else "unknown size"
     print(f"machine    {where}")
     print(f"model      {config['architectures'][0]}, {size} of weights")
-    print(f"experts    {n_experts}, {n_experts // n_ranks} on each of {n_ranks} ranks")
+    ranks = "1 rank" if n_ranks == 1 else f"each of {counted(n_ranks, 'rank')}"
+    print(f"experts    {n_experts}, {n_experts // n_ranks} on {ranks}")
     if n_gpus:
         print(f"memory     {_memory(config, n_gpus, gpus[:n_gpus])}")
     not_compared = what_was_not_compared(config["architectures"][0], n_gpus)

@@ -14,6 +14,7 @@ from .. import limits
 from ..balance import Placement
 from ..formats import PLAIN_DTYPES
 from ..limits import checked_int, shown
+from ..plural import counted
 from ..processes.store import store_of_environment
 from .fields import ConfigFields
 from .protocol import USUAL
@@ -107,7 +108,7 @@ def check_sizes(config: ConfigFields) -> None:
         above = f"top_k={config.top_k} is above n_experts={config.n_experts}"
         raise ValueError(f"{above}: a token's experts are distinct")
     if config.n_ranks > limits.MAX_RANKS:
-        product = f"n_gpus_per_node * n_nodes = {config.n_ranks} ranks"
+        product = f"n_gpus_per_node * n_nodes = {counted(config.n_ranks, 'rank')}"
         raise ValueError(f"{product}, at most {limits.MAX_RANKS} are supported")
     if config.n_gpus_per_node % config.ranks_per_gpu != 0:
         raise ValueError(
@@ -118,8 +119,9 @@ def check_sizes(config: ConfigFields) -> None:
     is_apart = config.target == "gpu" and config.n_nodes > 1
     if is_apart and not config.uses_shmem and config.n_gpus_per_node > 1:
         raise ValueError(
-            f"n_gpus_per_node={config.n_gpus_per_node} with n_nodes={config.n_nodes} "
-            "processes of one host: each has one rank; pass n_gpus_per_node=1"
+            f"n_gpus_per_node={config.n_gpus_per_node} with "
+            f"n_nodes={counted(config.n_nodes, 'process')} of one host: each has one "
+            "rank; pass n_gpus_per_node=1"
         )
     if config.uses_shmem and config.ranks_per_gpu > 1:
         raise ValueError(
@@ -156,10 +158,10 @@ def _check_masks_of_hosts(config: ConfigFields) -> None:
     """Refuses masks where processes cannot leave and join, or cannot agree."""
     if config.target == "gpu":
         raise ValueError(
-            f"on_timeout='mask' with n_nodes={config.n_nodes} hosts of GPUs: they "
-            "reach each other through NVSHMEM, which no process can leave or join. All "
-            "processes start and end it together, and keep their numbers meanwhile. "
-            "Pass 'raise', and start all processes again after one has died"
+            f"on_timeout='mask' with n_nodes={counted(config.n_nodes, 'host')} of "
+            "GPUs: they reach each other through NVSHMEM, which no process can leave "
+            "or join. All processes start and end it together, and keep their numbers "
+            "meanwhile. Pass 'raise', and start all processes again after one has died"
         )
     if config.protocol == "by_expert":
         raise ValueError(
@@ -211,9 +213,9 @@ def check_hierarchical(config: ConfigFields) -> None:
     n_before = config.n_local_experts * (config.n_ranks - 1)
     if config.relays and config.n_experts <= n_before:
         raise ValueError(
-            f"hierarchical=True with n_experts={config.n_experts} on {config.n_ranks} "
-            "ranks: the last rank has none, and a rank that has none relays nothing; "
-            "pass hierarchical=False"
+            f"hierarchical=True with n_experts={config.n_experts} on "
+            f"{counted(config.n_ranks, 'rank')}: the last rank has none, and a rank "
+            "that has none relays nothing; pass hierarchical=False"
         )
 
 
@@ -376,9 +378,9 @@ def check_balance(config: ConfigFields) -> None:
     if placement.phy2log.shape != shape or not has_all:
         raise ValueError(
             f"eplb_phy2log_plan has {list(placement.phy2log.shape)} entries and "
-            f"{placement.n_logical} logical experts; it must have [num_moe_layers, "
-            f"n_experts] = {list(shape)} and num_logical_experts="
-            f"{config.num_logical_experts}"
+            f"{counted(placement.n_logical, 'logical expert')}; it must have "
+            f"[num_moe_layers, n_experts] = {list(shape)} and "
+            f"num_logical_experts={config.num_logical_experts}"
         )
     placement.log2phy(config.max_replicas)  # raises if there are more
     config.eplb_phy2log_plan = placement.phy2log

@@ -9,6 +9,7 @@ from max.driver import accelerator_api, accelerator_architecture_name
 from max.support.human_readable_formatter import to_human_readable_bytes as human
 
 from .. import limits
+from ..plural import counted
 from .fields import ConfigFields
 
 
@@ -136,7 +137,7 @@ def check_protocol(config: ConfigFields) -> None:
     if config.masks and config.target == "gpu" and not can_mask:
         raise ValueError(
             f"on_timeout='mask' on GPUs with protocol={config.protocol!r} and "
-            f"{config.n_ranks} ranks: it is for 'by_rank', and at most "
+            f"{counted(config.n_ranks, 'rank')}: it is for 'by_rank', and at most "
             f"{limits.MAX_MASKING_GPUS} ranks; pass on_timeout='raise'"
         )
     if not config.is_by_rank:

@@ -22,6 +22,7 @@ from max.graph import (
 
 from ..config import EPConfig, check_is_config
 from ..limits import NUM_GROUPS
+from ..plural import counted
 from .routing import Replicas
 
 DISPATCH, COMBINE = range(NUM_GROUPS)
@@ -95,8 +96,8 @@ class GraphBuffers:
         wanted = self.input_types()
         if len(values) != len(wanted):
             raise ValueError(
-                f"fetch_buffers got {len(values)} values, input_types() declares "
-                f"{len(wanted)}; pass exactly the graph inputs of those types"
+                f"fetch_buffers got {counted(len(values), 'value')}, input_types() "
+                f"declares {len(wanted)}; pass exactly the graph inputs of those types"
             )
         for i, (value, type_) in enumerate(zip(values, wanted)):
             expected = BufferValue if isinstance(type_, BufferType) else TensorValue

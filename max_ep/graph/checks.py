@@ -12,6 +12,7 @@ from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorValue, Value
 
 from ..config import EPConfig
+from ..plural import counted
 
 
 def check_value(
@@ -55,8 +56,9 @@ def differ(a: Dim, b: Dim) -> bool:
 def check_n_tokens(config: EPConfig, what: str, n_tokens: Dim) -> None:
     if isinstance(n_tokens, StaticDim) and int(n_tokens) > config.max_tokens_per_rank:
         raise ValueError(
-            f"{what} has {int(n_tokens)} tokens, EPConfig.max_tokens_per_rank is "
-            f"{config.max_tokens_per_rank}; send fewer at a time, or raise it"
+            f"{what} has {counted(int(n_tokens), 'token')}, "
+            f"EPConfig.max_tokens_per_rank is {config.max_tokens_per_rank}; send fewer "
+            "at a time, or raise it"
         )
 
 
@@ -66,8 +68,8 @@ def check_same_rows(
     a, b = value.shape[0], other_value.shape[0]
     if differ(a, b):
         raise ValueError(
-            f"{what} has {a} rows and {other} has {b}; pass as many rows of both, "
-            "one a token"
+            f"{what} has {counted(a, 'row')} and {other} has {b}; pass as many rows of "
+            "both, one a token"
         )
 
 
@@ -76,7 +78,7 @@ def check_all_ranks(
 ) -> None:
     """Raises unless all local ranks are named, and each list has a value for each."""
     if sorted(device_ids) != list(range(config.n_gpus_per_node)):
-        all_ = f"all {config.n_gpus_per_node} ranks of this process"
+        all_ = f"all {counted(config.n_gpus_per_node, 'rank')} of this process"
         raise ValueError(f"device_ids={device_ids} must name {all_}")
     check_one_a_rank(len(device_ids), **lists)
 
@@ -87,10 +89,10 @@ def check_one_a_rank(n_ranks: int, **lists: Sequence[TensorValue] | None) -> Non
         if isinstance(values, TensorValue):
             raise TypeError(
                 f"{what} is one TensorValue; pass a list, with a tensor for each of "
-                f"the {n_ranks} local ranks"
+                f"the {counted(n_ranks, 'local rank')}"
             )
         if values is not None and len(values) != n_ranks:
-            n = f"{len(values)} tensors for {n_ranks} local ranks"
+            n = f"{counted(len(values), 'tensor')} for {counted(n_ranks, 'local rank')}"
             raise ValueError(f"{what} has {n}; pass one for each")
 
 

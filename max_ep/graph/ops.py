@@ -28,6 +28,7 @@ from ..config import EPConfig
 from ..extension import add_op
 from ..formats import PLAIN_DTYPES
 from ..limits import SOURCE_INFO_BYTES
+from ..plural import counted
 from .checks import check_n_tokens, check_same_rows, check_value, differ
 
 _order_buffers: WeakKeyDictionary[Graph, dict[DeviceRef, BufferValue]] = (
@@ -260,9 +261,9 @@ def rows_for_op(
         have, want = input_tokens.shape[0], src_info.shape[0]
         if differ(have, want):
             raise ValueError(
-                f"input_tokens of combine has {have} rows and src_info of the dispatch "
-                f"has {want}; pass the experts' rows of what dispatch delivered, all "
-                f"{want}, each where it was"
+                f"input_tokens of combine has {counted(have, 'row')} and src_info of "
+                f"the dispatch has {want}; pass the experts' rows of what dispatch "
+                f"delivered, all {want}, each where it was"
             )
         values.append(src_info)
     return [v.reshape([-1, v.shape[-1]]) if config.is_padded else v for v in values]
@@ -294,8 +295,8 @@ def weights_for_op(
     check_n_tokens(config, "router_weights", n_rows)
     if differ(n_rows, num_tokens):
         raise ValueError(
-            f"router_weights has {n_rows} rows, num_tokens is {num_tokens}; pass "
-            "the weights of the tokens that were dispatched, a row each"
+            f"router_weights has {counted(n_rows, 'row')}, num_tokens is {num_tokens}; "
+            "pass the weights of the tokens that were dispatched, a row each"
         )
     return ops.cast(router_weights, DType.float32)
 

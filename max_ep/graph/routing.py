@@ -11,6 +11,7 @@ from max.graph import BufferValue, DeviceRef, StaticDim, TensorType, TensorValue
 from ..extension import add_op
 from ..formats import PLAIN_DTYPES
 from ..limits import MAX_TOP_K, is_integer
+from ..plural import counted
 
 MAX_GPU_EXPERTS = 1024
 """A lane of a warp has 32 of them in registers."""
@@ -112,12 +113,12 @@ def softmax_top_k(
     n_tokens, n_experts = logits.shape[0], int(logits.shape[1])
     if not is_integer(top_k) or not 1 <= top_k <= min(n_experts, MAX_TOP_K):
         raise ValueError(
-            f"top_k={top_k!r} of {n_experts} experts; it must be an integer, at least "
-            f"1, and at most {MAX_TOP_K} and the number of experts"
+            f"top_k={top_k!r} of {counted(n_experts, 'expert')}; it must be an "
+            f"integer, at least 1, and at most {MAX_TOP_K} and the number of experts"
         )
     if n_experts > MAX_GPU_EXPERTS and not logits.device.is_cpu():
         raise ValueError(
-            f"{n_experts} experts; on GPUs softmax_top_k takes up to "
+            f"{counted(n_experts, 'expert')}; on GPUs softmax_top_k takes up to "
             f"{MAX_GPU_EXPERTS}: use ops.softmax and ops.top_k"
         )
     shape, dtypes = [n_tokens, top_k], (DType.int32, DType.float32)

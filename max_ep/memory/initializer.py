@@ -18,6 +18,7 @@ from ..config import EPConfig, check_is_config
 from ..config.checks import check_tables
 from ..extension import run_mojo
 from ..limits import GROUP_VARIABLE, NODE_VARIABLE
+from ..plural import counted
 from ..processes import presence
 from ..processes.meeting import check_group
 from ..processes.rendezvous import named_store
@@ -177,8 +178,8 @@ class EPCommInitializer:
         group = self._name()
         if not group:
             raise ValueError(
-                f"n_nodes={config.n_nodes} processes need the name of their "
-                f"group: pass EPCommInitializer(config, group=...), or set "
+                f"n_nodes={counted(config.n_nodes, 'process')} need the name of their "
+                "group: pass EPCommInitializer(config, group=...), or set "
                 f"{GROUP_VARIABLE} (max_ep.launch does)"
             )
         if config.target == "gpu":
@@ -352,8 +353,8 @@ class EPCommInitializer:
         for name, given, wanted in given_tables:
             if len(given) != config.n_gpus_per_node:
                 raise ValueError(
-                    f"{name} has {len(given)} tables; there must be one for each of "
-                    f"the {config.n_gpus_per_node} local ranks"
+                    f"{name} has {counted(len(given), 'table')}; there must be one for "
+                    f"each of the {counted(config.n_gpus_per_node, 'local rank')}"
                 )
             for table, device in zip(given, devices_of_ranks(config, self._devices)):
                 if isinstance(table, np.ndarray):
@@ -391,7 +392,7 @@ def _devices(config: EPConfig) -> list[Device]:
     if n_there < n_wanted:
         raise ValueError(
             f"target='gpu' with n_gpus_per_node={config.n_gpus_per_node} and "
-            f"ranks_per_gpu={config.ranks_per_gpu} needs {n_wanted} GPUs, this "
-            f"machine shows {n_there}; put more ranks on one, or pass target='cpu'"
+            f"ranks_per_gpu={config.ranks_per_gpu} needs {counted(n_wanted, 'GPU')}, "
+            f"this machine shows {n_there}; put more ranks on one, or pass target='cpu'"
         )
     return [Accelerator(i) for i in range(n_wanted)]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from ..plural import counted
 from . import presence
 from .messages import said, taken
 from .sockets import (
@@ -331,9 +332,10 @@ class Meeting:
         return TimeoutError(
             f"max_ep: node {self.node_id} waited {timeout_s:g} s for nodes "
             f"{sorted(missing)} of group {self.group!r} to start: "
-            f"{self._what_they_do(missing)}. Start all {self.n_nodes} processes, as "
-            "one user, or raise EPConfig.start_timeout_s; what has ended, as with "
-            "another configuration, has said why"
+            f"{self._what_they_do(missing)}. Start all "
+            f"{counted(self.n_nodes, 'process')}, as one user, or raise "
+            "EPConfig.start_timeout_s; what has ended, as with another configuration, "
+            "has said why"
         )
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..limits import MAX_EXPERTS, TOKEN_ALIGN_BYTES, checked_int
 from ..memory.gpu_shared import GpuSharedMemory
 from ..memory.symmetric_memory import SharedMemory
+from ..plural import counted
 from ..processes.meeting import differing
 from ..waits import RankWait, Waits
 from .board import Board
@@ -43,7 +44,7 @@ def check_start(name: str, tensor: torch.Tensor) -> None:
     if not address:
         check_memory(name, tensor)
     if address % TOKEN_ALIGN_BYTES != 0:
-        what = f"begins {address % TOKEN_ALIGN_BYTES} bytes behind whole 16"
+        what = f"begins {counted(address % TOKEN_ALIGN_BYTES, 'byte')} behind whole 16"
         refuse(name, f"{what}, and kernels move 16 at once; pass .clone()")
 
 

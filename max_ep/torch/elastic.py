@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..limits import MAX_GPU_PAIRS, MAX_OF_ENTRY, MAX_TOP_K, checked_int
+from ..plural import counted
 from . import sums
 from .calls import EXPANDED, PLAIN, ElasticCall, memory_for
 from .channel import BOTH, RECEIVE, SEND, Channel
@@ -383,7 +384,10 @@ class Elastic:
             if form.is_synced:
                 refuse("do_cpu_sync", "is not for a handle: its sizes are known")
             if n_tokens != sizes.n_tokens:
-                refuse("x", f"has {n_tokens} rows, the handle has {sizes.n_tokens}")
+                refuse(
+                    "x",
+                    f"has {counted(n_tokens, 'row')}, the handle has {sizes.n_tokens}",
+                )
         if form.in_columns:
             check_columns(given)
         channel, name = self._channel(sizes, given), ""
@@ -430,7 +434,11 @@ class Elastic:
         alignment = 1 if alignment is None else alignment
         alignment = checked_int("max_ep: expert_alignment", alignment)
         if n_tokens > most:
-            refuse("x", f"has {n_tokens} rows, {MOST}={most}; raise that on all ranks")
+            refuse(
+                "x",
+                f"has {counted(n_tokens, 'row')}, {MOST}={most}; raise that on all "
+                "ranks",
+            )
         check_ids(comm, topk_idx, n_experts)
         cap = max(self._channels.cap, memory_for(most))
         if cap > self._channels.cap:

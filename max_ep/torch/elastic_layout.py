@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..plural import counted
 from .calls import PLAIN
 from .communicator import refuse
 from .elastic_handle import EPHandle
@@ -33,7 +34,7 @@ def named(sizes: Sizes, given: Given, has_weights: bool, in_columns: bool) -> st
     """Names a dispatch whose ranks tell each other numbers, so that all make it."""
     n_scales = 0 if given.words is None else given.words.shape[1]
     what = f"rows of {bytes_of_row(sizes.comm, given.rows, None)} bytes"
-    call = f"ElasticBuffer.dispatch of {what}, {n_scales} scales, "
+    call = f"ElasticBuffer.dispatch of {what}, {counted(n_scales, 'scale')}, "
     call += f"num_experts={sizes.n_experts}, top_k={sizes.top_k}, "
     call += f"do_expand={not sizes.is_plain}, {MOST}={sizes.most}"
     if not sizes.is_plain:

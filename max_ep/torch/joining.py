@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..extension import sources_hash
 from ..limits import LINK_VARIABLE, checked_timeout_s, timeout_s_of_environment
 from ..memory.answering import answer_for
+from ..plural import counted
 from ..processes.meeting import differing
 from .board import Board, SharedNotes, StoredNotes
 from .communicator import Communicator, refuse
@@ -128,7 +129,9 @@ def checked_device(wanted: torch.device | str | None) -> torch.device:
         refuse(name, f"={wanted!r}, and torch finds no GPU; pass 'cpu'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         n = torch.cuda.device_count()
-        refuse(name, f"={wanted!r}, and torch finds {n} GPUs, numbered from 0")
+        refuse(
+            name, f"={wanted!r}, and torch finds {counted(n, 'GPU')}, numbered from 0"
+        )
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cuda":

@@ -22,6 +22,7 @@ from ..limits import (
     TOKEN_ALIGN_BYTES,
     checked_int,
 )
+from ..plural import counted
 from .calls import LowLatencyCall
 from .channel import BOTH, RECEIVE, SEND, Channel, Region
 from .channels import Channels
@@ -354,7 +355,10 @@ class LowLatency:
         most = MAX_GPU_PAIRS if comm.is_gpu else MAX_OF_ENTRY
         n_experts = comm.check_experts(n_experts, most)
         if n_tokens > cap:
-            refuse("x", f"has {n_tokens} rows, {CAP}={cap}; raise that on all ranks")
+            refuse(
+                "x",
+                f"has {counted(n_tokens, 'row')}, {CAP}={cap}; raise that on all ranks",
+            )
         top_k = topk_idx.shape[1]
         check_choices(top_k, min(MAX_TOP_K, n_experts))
         call = LowLatencyCall(
@@ -369,7 +373,9 @@ class LowLatency:
         )
         multiple = call.row_multiple()
         if hidden == 0 or hidden % multiple != 0:
-            refuse("x", f"has {hidden} columns, not a multiple of {multiple}")
+            refuse(
+                "x", f"has {counted(hidden, 'column')}, not a multiple of {multiple}"
+            )
         (channel,) = self._channels.open([call.settings()], _N_REGIONS, call)
         self._found[key] = channel
         return channel

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..limits import checked_int
+from ..plural import counted
 from . import sums
 from .calls import NormalCall, first_tokens, power_of_two, words_of_row
 from .channel import Channel
@@ -120,7 +121,9 @@ class Normal:
         is_new = handle is None
         if is_new:
             top_k, n_experts = check_layout(comm, n_tokens, layout)
-            what = f"dispatch of rows of {row_bytes} bytes, {n_scales} scales, "
+            what = (
+                f"dispatch of rows of {row_bytes} bytes, {counted(n_scales, 'scale')}, "
+            )
             what += f"top_k={top_k}, num_experts={n_experts}"
             has_ids = topk_idx is not None
             has_ids = has_ids and is_layout_of(layout.mask, topk_idx, n_experts)
@@ -136,7 +139,7 @@ class Normal:
         routing, is_synced = handle.routing, is_new and not worst
         sizes = routing.sizes
         if n_tokens != sizes.n_tokens:
-            what = f"has {n_tokens} rows, those of the handle are"
+            what = f"has {counted(n_tokens, 'row')}, those of the handle are"
             refuse("x", f"{what} {sizes.n_tokens}")
         has_words = is_new and topk_idx is not None and not has_ids
         n_words = words_of_row(n_scales, top_k) if has_words else n_scales
@@ -263,7 +266,7 @@ class Normal:
         # Any strides will do: matmuls want columns.
         self.comm.check_tensor("scales of x", scales, None, (len(rows), None), True)
         if not 0 < scales.shape[1] <= rows.shape[1]:
-            refuse("scales of x", f"have {scales.shape[1]} columns")
+            refuse("scales of x", f"have {counted(scales.shape[1], 'column')}")
         return Given(rows, scales.view(torch.int32), scales)
 
     def _checked(self, handle: Any) -> NormalHandle:

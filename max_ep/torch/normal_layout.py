@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..limits import MAX_TOP_K
+from ..plural import counted
 from .calls import PLAIN
 from .communicator import Communicator, refuse
 from .sums import Routing, Sizes
@@ -132,7 +133,8 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> tuple[int
     comm.check_tensor("is_token_in_rank", mask, torch.bool, shape)
     comm.check_tensor("num_tokens_per_expert", per_expert, torch.int32, (None,))
     if per_expert.numel() % n_ranks != 0 or per_expert.numel() == 0:
-        what = f"has {per_expert.numel()} experts, no multiple of {n_ranks} ranks"
+        ranks = counted(n_ranks, "rank")
+        what = f"has {counted(per_expert.numel(), 'expert')}, no multiple of {ranks}"
         refuse("num_tokens_per_expert", what)
     top_k = 0
     if topk_idx is not None:
@@ -147,14 +149,14 @@ def check_layout(comm: Communicator, n_tokens: int, layout: Layout) -> tuple[int
     if n_ranks > MAX_TOP_K:
         refuse("dispatch", f"is for at most {MAX_TOP_K} ranks, not {n_ranks}")
     if n_tokens > MOST_TOKENS:
-        refuse("x", f"has {n_tokens} rows, at most {MOST_TOKENS} go")
+        refuse("x", f"has {counted(n_tokens, 'row')}, at most {MOST_TOKENS} go")
     return top_k, per_expert.numel()
 
 
 def check_choices(top_k: int, most: int = MAX_TOP_K) -> None:
     """Refuses more choices of a token than kernels take, and none."""
     if not 1 <= top_k <= most:
-        refuse("topk_idx", f"has {top_k} columns; it must have 1 to {most}")
+        refuse("topk_idx", f"has {counted(top_k, 'column')}; it must have 1 to {most}")
 
 
 def check_ids(comm: Communicator, topk_idx: torch.Tensor, n_experts: int) -> None:
@@ -188,7 +190,8 @@ def agree(
         return max(tokens), sum(tokens), all(have_ids)
     most = min(num_worst_tokens // n_ranks, MOST_TOKENS)
     if n_tokens > most:
-        what = f"={num_worst_tokens} is below {n_ranks} ranks x {n_tokens} tokens"
+        tokens = f"{counted(n_ranks, 'rank')} x {counted(n_tokens, 'token')}"
+        what = f"={num_worst_tokens} is below {tokens}"
         refuse("num_worst_tokens", what)
     return most, num_worst_tokens, has_ids
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..plural import counted
 from ..quantize import FP8_MAX, FP8_MIN_AMAX, float4_e2m1fn_to_float32
 from .communicator import Communicator, refuse
 from .library import round_up
@@ -85,7 +86,8 @@ def quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"max_ep: x must be bfloat16 or float32, got {x.dtype}")
     if x.shape[1] == 0 or x.shape[1] % block != 0:
-        refuse("x", f"has {x.shape[1]} columns; {format} needs a multiple of {block}")
+        has = counted(x.shape[1], "column")
+        refuse("x", f"has {has}; {format} needs a multiple of {block}")
     # Numbers are divided by tensors: a GPU multiplies by the inverse of a number.
     n, hidden = x.shape
     row = n, hidden // wire.per_byte
@@ -174,7 +176,7 @@ def dequantize(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if list(scales.shape) != wanted or hidden % (block * per_word) != 0:
         raise ValueError(
             f"max_ep: scales of rows {list(rows.shape)} are {list(scales.shape)}; "
-            f"there must be one for {block * per_word} elements: {wanted}"
+            f"there must be one for {counted(block * per_word, 'element')}: {wanted}"
         )
     if per_word > 1:
         scales = scales.contiguous().view(torch.float8_e8m0fnu)
@@ -253,13 +255,16 @@ def checked_pair(comm: Communicator, pair: Any) -> Given:
     n_scales = scales.shape[1]
     if scales.element_size() == 4:
         if not 0 < n_scales <= rows.shape[1]:
-            refuse("scales of x", f"have {n_scales} columns")
+            refuse("scales of x", f"have {counted(n_scales, 'column')}")
         return Given(rows.contiguous(), scales.view(torch.int32), scales)
     block = _BLOCKS[found]
     per_byte = 2 if rows.dtype == torch.uint8 else 1
     hidden = rows.shape[1] * per_byte
     if n_scales * block != hidden:
-        what = f"have {n_scales} columns; of {hidden} elements there must be one for"
+        what = (
+            f"have {counted(n_scales, 'column')}; of {counted(hidden, 'element')} "
+            "there must be one for"
+        )
         refuse("scales of x", f"{what} {block}")
     padded = scales.new_zeros((rows.shape[0], round_up(n_scales, 4)), dtype=torch.uint8)
     padded[:, :n_scales].copy_(scales.view(torch.uint8))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..limits import TOKEN_ALIGN_BYTES
+from ..plural import counted
 from .calls import PLAIN, Call, ElasticCall
 from .channel import BOTH, RECEIVE, Channel, Region
 from .channels import Channels
@@ -308,7 +309,9 @@ def listed(bias: Any) -> tuple[torch.Tensor, ...]:
     biases = bias if isinstance(bias, (tuple, list)) else (bias,)
     biases = tuple(one for one in biases if one is not None)
     if len(biases) > 2:
-        refuse("bias", f"has {len(biases)} tensors; add them up to at most two")
+        refuse(
+            "bias", f"has {counted(len(biases), 'tensor')}; add them up to at most two"
+        )
     return biases
 
 

@@ -272,7 +272,7 @@ def test_what_one_system_lacks_leaves_the_others(group, tmp_path, monkeypatch, c
     assert bench.run_bench(options) == bench.NOT_IN_FULL
     said = capsys.readouterr().out
     assert "| NCCL all-gather, reduce-scatter | all | 8.00 | 8.00 |" in said
-    assert "not measured in full: TensorRT-LLM, one-sided: 1 tokens: flashinfer" in said
+    assert "not measured in full: TensorRT-LLM, one-sided: 1 token: flashinfer" in said
     assert len(json.loads(options.out.read_text())["gpu"]) == 2
     plan.systems = two[:1]
     assert bench.run_bench(options) == 0

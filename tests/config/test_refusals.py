@@ -236,7 +236,7 @@ SUMS | m.ep_dispatch_async(x.tokens, x.ids, 0, router_weight=x.short) | \
 router_weights; [t, 2]; [any, 3]
 SUMS | m.ep_dispatch_all(*all, [x.weights] * 2) | input_scales; router_weights; by name
 SUMS | m.ep_dispatch_all(*all, router_weights=[x.weights]) | router_weights; \
-1 tensors; 2 local ranks
+1 tensor; 2 local ranks
 SUMS | m.ep_dispatch_all(*all, router_weights=[x.narrow] * 2); backs(); \
 m.ep_combine_wait(x.weights, 0) | combine; combine_mode='sums'; \
 takes no router weights; dispatch takes them
@@ -259,9 +259,9 @@ ROWS_OF | send(2) | device_id=2; [0, n_gpus_per_node=2)
 ROWS_OF | wait(-1) | device_id=-1
 ROWS_OF | m.ep_dispatch_all(*all[:2], [0]) | device_ids=[0]; all 2 ranks
 ROWS_OF | m.ep_dispatch_all(*all[:2], [0, 0]) | device_ids=[0, 0]; all 2 ranks
-ROWS_OF | m.ep_dispatch_all(all[0], [x.ids], [0, 1]) | topk_ids; 1 tensors; \
+ROWS_OF | m.ep_dispatch_all(all[0], [x.ids], [0, 1]) | topk_ids; 1 tensor; \
 2 local ranks
-ROWS_OF | m.ep_dispatch_all(*all, [x.scales]) | input_scales; 1 tensors; 2 local ranks
+ROWS_OF | m.ep_dispatch_all(*all, [x.scales]) | input_scales; 1 tensor; 2 local ranks
 ROWS_OF | m.ep_dispatch_all(x.tokens, *all[1:]) | input_tokens; one TensorValue; \
 pass a list
 ROWS_OF | m.ep_received(dispatch()[0][0]) | TensorValue; tuple of a rank

@@ -90,8 +90,8 @@ def test_everything_is_gathered_and_added_up(layer, counts):
 
 # In a group of one rank or of two; what each call must not be given.
 CALLS = """
-two.token_dispatch([x], [x, x], [x, x]) | hidden_states has 1 tensors; 2 local
-two.token_dispatch([x, x], [x], [x, x]) | probs has 1 tensors; 2 local
+two.token_dispatch([x], [x, x], [x, x]) | hidden_states has 1 tensor; 2 local
+two.token_dispatch([x, x], [x], [x, x]) | probs has 1 tensor; 2 local
 two.token_dispatch([x, x], [x, x], [x, x]) | probs; bfloat16; float32
 two.token_dispatch(x, [x, x], [x, x]) | hidden_states is one Tensor; 2 local
 two.token_combine([x, x]) | before token_dispatch; call that

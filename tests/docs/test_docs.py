@@ -18,6 +18,7 @@ from max_ep.bench.systems import DELIVERS
 from max_ep import limits
 from max_ep.config import EPConfig
 from max_ep.formats import BY_NAME, TokenFormat
+from max_ep.plural import counted
 from max_ep.torch import Buffer, ElasticBuffer, normal_layout
 from max_ep.torch.communicator import FEWEST_SMS
 
@@ -127,6 +128,18 @@ def test_who_in_the_readme_is_the_guides():
     assert parts == ["who", "speed", "example"]
 
 
+MOST_LETTERS_OF_A_LINE = 150
+
+
+@pytest.mark.parametrize("path", GUIDE, ids=name_of)
+def test_lines_are_short(path):
+    """But for tables, code, and what a program writes."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+    text = re.sub(r"^<!-- made by .*?^<!-- end -->", "", text, flags=re.S | re.M)
+    lines = [line for line in text.splitlines() if not line.startswith("|")]
+    assert not [line for line in lines if len(line) > MOST_LETTERS_OF_A_LINE]
+
+
 MOST_LINES_OF_A_DECISION = 60
 
 
@@ -136,7 +149,8 @@ def test_decisions_are_short():
     for path in decisions:
         lines = path.read_text().splitlines()
         assert len(lines) <= MOST_LINES_OF_A_DECISION, name_of(path)
-        assert f"(decisions/{path.name})" in (DOCS / "index.md").read_text()
+    linked = re.findall(r"\(decisions/([^)]+)\)", (DOCS / "index.md").read_text())
+    assert linked == [path.name for path in decisions]  # in the order of their numbers
 
 
 def test_readme_commands_are_run():
@@ -440,6 +454,11 @@ def test_quoted_errors_are_those_of_the_sources():
     files = [*(ROOT / "max_ep").rglob("*.py"), *MOJO_FILES]
     joints, quoted = re.compile(r'["\']\s*[ft]?["\']'), quoted_errors()
     sources = [joints.sub("", path.read_text()) for path in files]
+    counts = re.compile(r"\{counted\(([^{}]+), '([\w ]+)'\)\}")
+    sources = [
+        counts.sub(lambda of: f"{{{of[1]}}}{counted(2, of[2])[1:]}", text)
+        for text in sources
+    ]
     assert len(quoted) >= 35
     for quotation in quoted:
         parts = (re.escape(part.strip()) for part in quotation.split("…"))

@@ -399,7 +399,7 @@ def test_a_layer_gives_the_same(session, one_module):
             balanced.set_eplb_placement(*of_ranks)
             check()  # runs a step
         assert placement.phy2log.tolist() == new.phy2log.tolist()
-        with pytest.raises(ValueError, match="log2phy has 1 tables; .* 4 local ranks"):
+        with pytest.raises(ValueError, match="log2phy has 1 table; .* 4 local ranks"):
             balanced.set_eplb_placement([tables[0]], [tables[1]])
         with pytest.raises(ValueError, match=r"logcnt has a table .* int32 \[2, 16\]"):
             balanced.set_eplb_placement(*([tables[0]] * N_RANKS for _ in range(2)))
@@ -503,7 +503,7 @@ def test_command_says_what_is_wrong(tmp_path, run_cli):
         assert said.startswith(f"8 experts on 4 ranks, {n_replicas} replicas more")
     for words, says in (
         ([good, other], "differ in (experts, ranks): [(8, 4), (12, 4)]"),
-        ([good, "--current", f"{tmp_path}/placement.npz"], "for 1 layers, 12 experts"),
+        ([good, "--current", f"{tmp_path}/placement.npz"], "for 1 layer, 12 experts"),
         ([good, "--replicas", "99"], "--replicas 99 must be in [0, 24]"),
         ([good, "--hosts", "3"], "n_ranks=4 must be a multiple of --hosts 3"),
         ([good, "--top-k", "0"], "--top-k 0 must be an integer >= 1"),

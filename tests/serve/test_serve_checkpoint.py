@@ -119,7 +119,7 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (QWEN | {"n_shared_experts": 1}, "n_shared_experts=1 is not on"),
         (QWEN | {"shared_expert_intermediate_size": 64}, "shared_expert_inter"),
         (QWEN | {"layer_types": ["sliding_attention"] * 48}, "layer_types="),
-        (QWEN | {"layer_types": ["full_attention"]}, "layer_types has 1 elements"),
+        (QWEN | {"layer_types": ["full_attention"]}, "layer_types has 1 element,"),
         (QWEN | {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not served"),
         (QWEN | {"num_local_experts": 64}, "num_local_experts=64 does not fit to"),
         (QWEN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -169,7 +169,7 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
         (LAGUNA | {"mlp_only_layers": True}, "mlp_only_layers=True is not served"),
         (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not served"),
         (GPT_OSS | {"experts_per_token": 2}, "experts_per_token=2 does not fit"),
-        (GPT_OSS | {"layer_types": ["full_attention"]}, "layer_types has 1 elements"),
+        (GPT_OSS | {"layer_types": ["full_attention"]}, "layer_types has 1 element,"),
         (GPT_OSS | {"quantization_config": FP8}, "quant_method='fp8' is not served"),
         (
             GLM4 | {"rope_scaling": YARN | HALF, "partial_rotary_factor": 1.0},

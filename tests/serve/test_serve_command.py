@@ -200,6 +200,13 @@ def test_what_eight_gpus_hold_is_said_of_config_and_index(
     assert [float(x) for x in re.findall(r"([\d.]+) GB", line)] == numbers[:3]
 
 
+def test_one_gpu_that_is_not_here(machine, tmp_path, run_cli):
+    machine()
+    said = run_cli("serve", checkpoint(tmp_path, QWEN), "--dry-run", "--gpus", "1")
+    assert "machine    1 GPU that is not here" in said
+    assert re.search(r"experts    (\d+), \1 on 1 rank$", said, re.M)
+
+
 def test_float32_is_halved_on_gpus(machine, tmp_path, run_cli):
     machine("NVIDIA H100, 2400, 9.0")
     said = run_cli("serve", checkpoint(tmp_path, QWEN, "F32"), "--dry-run")
