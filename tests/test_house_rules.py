@@ -314,7 +314,7 @@ def test_files_are_short():
 
 THINGS = (
     "GPUs ranks hosts processes experts replicas layers groups tokens choices tables "
-    "rows columns elements values scales tensors"
+    "rows columns elements values scales tensors cores configurations regions"
 ).split()
 
 
@@ -325,7 +325,7 @@ def plain_counts(path: Path) -> Iterator[str]:
         for given, behind in zip(parts, parts[1:]):
             if isinstance(given, ast.FormattedValue):
                 said, after = ast.unparse(given.value), getattr(behind, "value", "")
-                thing = re.match(r" (?:local |logical )?(\w+)", str(after))
+                thing = re.match(r" (?:local |logical |GPU |NVIDIA )?(\w+)", str(after))
                 is_known = re.search(r"\b_?[A-Z][A-Z0-9_]+$|\bupper\(\)$", said)
                 if thing and thing[1] in THINGS and not is_known:
                     yield f"{name_of(path)}:{given.lineno}: {said}{thing[0]}"

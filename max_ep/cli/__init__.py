@@ -181,7 +181,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     build.add_argument("--dispatch", **how)
     # What is not given has the default of `max_ep/torch/calls.py`.
     also = build.add_argument_group("arguments of these calls", argument_default=_UNSET)
-    about = "what tokens are quantized to, or given as: fp8, mxfp8, nvfp4 or mxfp4"
+    about = (
+        "what tokens are quantized to, or given as: bfloat16 (default), fp8, mxfp8, "
+        "nvfp4 or mxfp4; normal: also the dtype of x, such as float32"
+    )
     also.add_argument("--format", help=about)
     also.add_argument("--hosts", metavar="N", type=int, help="hosts of the ranks")
     about = "low-latency: tokens are given as values and scales"

@@ -133,9 +133,8 @@ def _plan(options: argparse.Namespace) -> Plan:
     asked = fit[-1] if options.gpus is None else options.gpus
     if asked not in fit:
         fits = ", ".join(["0 (the CPU)", *map(str, fit[1:])])
-        raise ValueError(
-            f"--gpus {asked}: this machine has {n_gpus} NVIDIA GPUs; give one of {fits}"
-        )
+        has = counted(n_gpus, "NVIDIA GPU")
+        raise ValueError(f"--gpus {asked}: this machine has {has}; give one of {fits}")
     is_cpu = asked == 0
     for name, default in (_ON_CPU if is_cpu else _ON_GPUS).items():
         if getattr(options, name) is None:
@@ -201,7 +200,8 @@ def _look_at_gpus() -> tuple[int, str]:
 
 def _about(plan: Plan) -> dict:
     if plan.target == "cpu":
-        machine = {"cpu": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"}
+        cores = counted(len(os.sched_getaffinity(0)), "core")
+        machine = {"cpu": f"{cores}, {platform.machine()}"}
     else:
         machine = runs.gpus(plan.n_ranks)
     versions = {s.package: s.version() for s in plan.systems if s.package != "max"}
@@ -289,7 +289,8 @@ def _compile(plan: Plan, found: _Results, left: Callable[[], float]) -> Path | N
         extension_path()
         cores = len(os.sched_getaffinity(0))
         n_workers = max(1, min(len(todo), cores // _CORES_OF_COMPILER))
-        found.say(f"compiling for {len(todo)} configurations, {n_workers} at a time")
+        what = counted(len(todo), "configuration")
+        found.say(f"compiling for {what}, {n_workers} at a time")
         with ThreadPoolExecutor(n_workers) as pool:
             list(pool.map(compile_one, todo))
     return mefs

@@ -14,6 +14,7 @@ from typing import Any
 
 from .. import install
 from ..cache import cache_dir, check_folder
+from ..plural import counted
 from ..shmem_parts import missing_parts, versions
 
 _WANTED_MAX = "26.7."
@@ -69,7 +70,8 @@ def run_doctor(_: Any = None) -> int:
         say("compile cache", True, f"{cache} (MAX_EP_CACHE_DIR puts it elsewhere)")
     except RuntimeError as error:
         say("compile cache", False, str(error))
-    say("cpu", True, f"{len(os.sched_getaffinity(0))} cores for MAX's workers")
+    cores = counted(len(os.sched_getaffinity(0)), "core")
+    say("cpu", True, f"{cores} for MAX's workers")
     say("gpu", True, f"{n_gpus}, one rank each with target='gpu'" if n_gpus else "none")
     if n_gpus > 1:
         say("peer access", *_peer_access(n_gpus), is_needed=False)

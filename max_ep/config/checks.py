@@ -149,8 +149,9 @@ def check_sizes(config: ConfigFields) -> None:
     n_pairs = config.n_local_experts * config.exchange_ranks
     if config.target == "gpu" and n_pairs > limits.MAX_GPU_PAIRS:
         raise ValueError(
-            f"n_experts={config.n_experts} on {config.n_ranks} GPU ranks is above "
-            f"{limits.MAX_GPU_PAIRS}, the most that fit into a block's shared memory"
+            f"n_experts={config.n_experts} on {counted(config.n_ranks, 'GPU rank')} is "
+            f"above {limits.MAX_GPU_PAIRS}, the most that fit into a block's shared "
+            "memory"
         )
 
 

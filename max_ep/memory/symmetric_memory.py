@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
+from ..plural import counted
 from ..processes.meeting import Meeting, Owner
 from ..processes.notes import Notes, damaged
 
@@ -49,7 +50,7 @@ class LocalMemory:
         try:
             self._maps = [mmap.mmap(-1, region_bytes) for _ in range(n_ranks)]
         except OSError as error:
-            what = f"{n_ranks} regions of {region_bytes} bytes"
+            what = f"{counted(n_ranks, 'region')} of {region_bytes} bytes"
             raise no_memory(what, error.strerror) from error
 
     def local_addresses(self) -> list[int]:
