@@ -101,6 +101,34 @@ def words(*numbers: int) -> bytes:
     return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
+@functools.cache
+def printed(name: str) -> tuple[Sizes, SimpleNamespace]:
+    """Returns what is printed of a group: its sizes, and the words of its regions."""
+    lines = (compiled("emulated.mojo") / "printed").read_text().splitlines()
+    (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
+    (said,) = (x.split(" ", 1)[1] for x in lines if x.split()[0] == f"{name}.sizes")
+    return Sizes(*map(int, line)), sizes_in(said)
+
+
+@functools.cache
+def kinds_at(name: str) -> list[dict[int, set[str]]]:
+    """Finds for each rank the kinds of each word that peers write into its region."""
+    sizes, words = printed(name)
+    all_: list[dict[int, set[str]]] = [{} for _ in range(sizes.n_ranks)]
+    ranks = range(sizes.n_ranks)
+    for kind, reader, peer in itertools.product(_awaited_kinds(words), ranks, ranks):
+        i = np.arange(n_words(words, kind, reader, peer))
+        for number in range(kind.n_runs):
+            for at in place(kind, peer, i, number).tolist():
+                all_[reader].setdefault(at, set()).add(kind.name)
+    return all_
+
+
+def _awaited_kinds(words: SimpleNamespace) -> list[SimpleNamespace]:
+    """Kinds of words; one more shows others what a rank awaits."""
+    return [kind for kind in words.gpu if kind.name != "begin of combine"]
+
+
 class World:
     """The memory of all ranks of a group, and its launches."""
 
@@ -110,11 +138,8 @@ class World:
     n_blocks = N_BLOCKS
 
     def __init__(self, name: str, timeout_ms=LONG_MS, finds_races=True):
-        lines = (compiled("emulated.mojo") / "printed").read_text().splitlines()
-        (line,) = (x.split()[1:] for x in lines if x.split()[0] == name)
-        self.sizes = s = Sizes(*map(int, line))
-        (said,) = (x.split(" ", 1)[1] for x in lines if x.split()[0] == f"{name}.sizes")
-        self.words, self.polled = sizes_in(said), set()
+        (self.sizes, self.words), self.polled = printed(name), set()
+        s = self.sizes
         self.name, self.seed = name, 0
         self.is_padded = name.startswith("padded")
         self.has_sums = s.protocol % MASKS_BIT in (3, 7)
@@ -225,30 +250,14 @@ class World:
         for of_rank, region in enumerate(self.regions):
             inside = range(region, region + self.sizes.region)
             for at in filter(inside.__contains__, addresses):
-                kinds = self._kinds_at[rank].get(at - region)
+                kinds = kinds_at(self.name)[rank].get(at - region)
                 where = f"rank {rank} polls {at - region} of rank {of_rank}"
                 assert of_rank == rank and kinds, f"{where}, which is in no list"
                 self.polled |= kinds
 
-    @functools.cached_property
-    def _kinds_at(self) -> list[dict[int, set[str]]]:
-        """Finds the kinds of each word that peers write into a rank's region."""
-        all_: list[dict[int, set[str]]] = [{} for _ in self.regions]
-        ranks = range(self.sizes.n_ranks)
-        for kind, reader, peer in itertools.product(self._kinds(), ranks, ranks):
-            i = np.arange(n_words(self.words, kind, reader, peer))
-            for number in range(kind.n_runs):
-                for at in place(kind, peer, i, number).tolist():
-                    all_[reader].setdefault(at, set()).add(kind.name)
-        return all_
-
-    def _kinds(self) -> list[SimpleNamespace]:
-        """Kinds of words; one more shows others what a rank awaits."""
-        return [kind for kind in self.words.gpu if kind.name != "begin of combine"]
-
     def awaited(self) -> set[str]:
         """Names the kinds that a phase awaits."""
-        return {kind.name for kind in self._kinds() if kind.phase}
+        return {kind.name for kind in _awaited_kinds(self.words) if kind.phase}
 
     def word(self, rank: int, name: str) -> int:
         return self.memory.load(self.counters[rank] + 4 * counter_word(name), 4)

@@ -30,10 +30,17 @@ LATE_SHARE = 0.3
 """How often half of its lanes are late."""
 
 
-def exchanged(what: str, given: list) -> list:
+def exchanged(name: str, given: list) -> list:
     """Returns what each lane gets of an exchange of a whole warp."""
-    if what == "meet":
+    what = name.rpartition(" ")[0]
+    if name == "meet":
         return [None] * WARP
+    if what.startswith("lane."):
+        return [given[int(what[5:])]] * WARP
+    if what == "several":
+        names = given[0][0]
+        columns = zip(*(values for _, values in given))
+        return [*zip(*map(exchanged, names, columns))]
     if what == "mma":
         return mma(given)
     if what.startswith("shfl"):
@@ -52,7 +59,7 @@ def exchanged(what: str, given: list) -> list:
             found.append(given[source][0] if is_there else value)
         return found
     if what == "vote.ballot":
-        return [sum(bool(x) << i for i, x in enumerate(given))] * WARP
+        return [sum([bool(x) << i for i, x in enumerate(given)])] * WARP
     if what == "match.any":
         return [sum((x == y) << i for i, x in enumerate(given)) for y in given]
     if what == "redux.add":
@@ -73,6 +80,8 @@ class Warp:
     block: Block
     requests: list = field(default_factory=lambda: [None] * WARP)
     answers: list = field(default_factory=lambda: [None] * WARP)
+    n_waiting: int = 0
+    """How many requests there are."""
     n_left: int = 0
     is_slow: bool = False
     watched: list[Thread] = field(default_factory=list)
@@ -83,7 +92,9 @@ class Warp:
         is_busy = False
         requests, answers = self.requests, self.answers
         for lane, thread in enumerate(self.threads):
-            if thread is None or requests[lane] is not None or late >> lane & 1:
+            if requests[lane] is not None or thread is None:
+                continue
+            if late and late >> lane & 1:
                 continue
             try:
                 request = thread.send(answers[lane])
@@ -93,34 +104,34 @@ class Warp:
                 is_busy = True
                 continue
             answers[lane] = None
-            if request is not POLLS:
-                is_busy = True
+            if request is POLLS:
+                continue
+            is_busy = True
             if request:
                 requests[lane] = request
+                self.n_waiting += 1
                 if request[0] == "barrier":
                     self.block.arrive(self, lane, request)
         return self._exchange() or is_busy
 
     def _exchange(self) -> bool:
         requests = self.requests
-        first, kinds = requests[0], ()
-        if first is None or first[0] == "barrier" or None in requests:
+        kinds = {x[0] for x in requests} if self.n_waiting == WARP else {"barrier"}
+        if "barrier" in kinds:
             self._check_left()
             return False
-        if requests.count(first) < WARP:  # where lanes only meet, all ask for the same
-            if any(x[0] == "barrier" for x in requests):
-                self._check_left()
-                return False
-            kinds = {x[0] if x[0] == "meet" else x[:2] for x in requests}
         if len(kinds) > 1:
             raise RuntimeError(f"lanes take part in different exchanges: {kinds}")
-        if first[0].startswith("wgmma"):
+        (name,) = kinds
+        if name.startswith("wgmma"):
             return self.block.join(self)
-        if first[0] == "meet" and self.watched:
+        if name == "meet" and self.watched:
             meet(self.watched)
-        self.answers = exchanged(first[0], [x[2] for x in requests])
-        self.requests = [None] * WARP
+        self.answer(exchanged(name, [x[1] for x in requests]))
         return True
+
+    def answer(self, answers: list) -> None:
+        self.answers, self.requests, self.n_waiting = answers, [None] * WARP, 0
 
     def _check_left(self) -> None:
         if not self.n_left:
@@ -140,7 +151,7 @@ class Block:
     arrived: dict[int | str, list] = field(default_factory=dict)
 
     def arrive(self, warp: Warp, lane: int, request: tuple) -> None:
-        _, which, n_wanted, _ = request
+        _, which, n_wanted = request
         of = self
         if which == "cluster":
             of, n_wanted = (
@@ -155,20 +166,22 @@ class Block:
                 meet([other.watched[of_lane] for other, of_lane in there])
             for other, of_lane in there:
                 other.requests[of_lane] = None
+                other.n_waiting -= 1
 
     def join(self, warp: Warp) -> bool:
         """Runs a `wgmma` when all four warps of a warpgroup are there."""
         group = self.warps.index(warp) // 4
         warps = self.warps[4 * group : 4 * group + 4]
-        if any(None in x.requests for x in warps):
+        if any(x.n_waiting < WARP for x in warps):
             return False
         requests = [request for x in warps for request in x.requests]
-        if len({x[:2] for x in requests}) > 1:
+        names = {x[0] for x in requests}
+        if len(names) > 1:
             return False
-        found = self.hopper.multiply(group, requests[0][0], [x[2] for x in requests])
+        shape = names.pop().rpartition(" ")[0]
+        found = self.hopper.multiply(group, shape, [x[1] for x in requests])
         for i, x in enumerate(warps):
-            x.answers = found[WARP * i : WARP * i + WARP]
-            x.requests = [None] * WARP
+            x.answer(found[WARP * i : WARP * i + WARP])
         return True
 
 
@@ -183,6 +196,18 @@ class Launch:
     maps: list[TensorMap | None] = field(default_factory=list)
 
 
+class Params(dict):
+    """Numbers in parameters, by the parameter and by where a number begins and ends."""
+
+    def __init__(self, given: Sequence[bytes]) -> None:
+        self._given = given
+
+    def __missing__(self, key: tuple[int, int, int]) -> int:
+        which, begin, end = key
+        self[key] = int.from_bytes(self._given[which][begin:end], "little")
+        return self[key]
+
+
 class Emulated:
     """A kernel that can be launched."""
 
@@ -192,7 +217,7 @@ class Emulated:
         if trials:
             names |= dict(is_open=trials.is_open, begins=trials.begins)
             self._translation.trials = trials.of(self._translation.kernel)
-        exec(compile(self._translation.source(), "kernel", "exec"), names)
+        exec(compile(self._translation.program(), "kernel", "exec"), names)
         self._thread: Callable[..., Generator] = names["thread"]
 
     def warps(
@@ -206,6 +231,7 @@ class Emulated:
     ) -> list[Warp]:
         blocks: list[Block] = []
         watched = found.begin(rank) if found else []
+        params = Params(launch.params)
         for block_idx in range(launch.n_blocks):
             shared = Memory(1 << 18, gap=16)
             for begin, n_bytes in self._translation.shared.values():
@@ -219,7 +245,7 @@ class Emulated:
             threads = [
                 self._thread(
                     *(tid, block_idx, launch.n_threads, launch.n_blocks),
-                    *(launch.params, *seen[tid], clock, block.hopper),
+                    *(params, *seen[tid], clock, block.hopper),
                 )
                 for tid in range(launch.n_threads)
             ]

@@ -53,9 +53,9 @@ def statements(place: int, name: str, of: Sequence[str]) -> list[str]:
         return [f"block.link.signal(mem, {to}, {word}, {how}, {rank})"]
     assert name in ("nvshmemx_putmem_nbi_warp", "nvshmemx_putmem_signal_nbi_warp"), name
     return [
-        f"_ = yield ('vote.ballot', {place}, True, 0)",
+        f"_ = yield ('vote.ballot {place}', True)",
         f"block.link.read(mem, tid & 31, {of[1]}, {of[2]})",
-        f"_ = yield ('vote.ballot', {place}, True, 0)",
+        f"_ = yield ('vote.ballot {place}', True)",
         f"if tid & 31 == 0: block.link.put(mem, {', '.join(of)})",
     ]
 
@@ -141,19 +141,19 @@ class Link:
             for at in range(0, len(was), _WORD_BYTES):
                 word = int.from_bytes(was[at : at + _WORD_BYTES], "little")
                 if watched is None:
-                    memory.stores[8](to + at, word)
+                    memory.store_8(to + at, word)
                 elif put.signal is None:  # words that announce themselves
                     watched.order(to + at, 8, "st", "relaxed", "sys", None)
-                    memory.stores[8](to + at, word)
+                    memory.store_8(to + at, word)
                 else:
-                    watched.stores[8](to + at, word)
+                    watched.store_8(to + at, word)
         elif put.signal is not None:
             to, word = put.signal
             if watched is not None:
                 watched.order(to, 8, "st", "release", "sys", None)
                 of = self.found.words[to >> 2]
                 of.releases = ((put.carrier, "sys", put.released),)
-            memory.stores[8](to, word)
+            memory.store_8(to, word)
             put.signal = None
         if not put.pieces and put.signal is None:
             del self._pending[i]
@@ -194,7 +194,7 @@ class End:
     def read(self, memory, lane: int, from_: int, n_bytes: int) -> None:
         """Reads a lane's words of what is put."""
         for at in range(from_ + lane * _WORD_BYTES, from_ + n_bytes, 32 * _WORD_BYTES):
-            memory.loads[8](at)
+            memory.load_8(at)
 
     def put(self, memory, to: int, from_: int, n_bytes: int, *more: int) -> None:
         """Begins a put; the rank comes last, and before it a signal may stand."""

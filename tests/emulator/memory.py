@@ -24,14 +24,20 @@ class Memory:
         access = {n: self._access(n) for n in SIZES}
         self.loads = {n: load for n, (load, _) in access.items()}
         self.stores = {n: store for n, (_, store) in access.items()}
+        # Kernels find them so.
+        self.load_1, self.load_2, self.load_4, self.load_8 = self.loads.values()
+        self.store_1, self.store_2, self.store_4, self.store_8 = self.stores.values()
 
     @property
     def unordered(self) -> Memory:
         """Itself, for ordered accesses; of memory that is watched what is below."""
         return self
 
+    def poll(self, *_: object) -> None:
+        """Is called at each ordered load."""
+
     def order(self, *_: object) -> None:
-        """Is called at each ordered access."""
+        """Is called at each other ordered access."""
 
     def allocate(self, n_bytes: int, align: int = 256) -> int:
         begin = -(-self._end // align) * align

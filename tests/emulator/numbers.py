@@ -4,6 +4,7 @@
 import math
 import operator
 import struct
+from array import array
 from collections.abc import Callable
 from functools import partial
 
@@ -11,8 +12,7 @@ import numpy as np
 
 from max_ep.quantize import float8_e4m3fn_to_float32, float32_to_float8_e4m3fn
 
-_FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
-_float_in, _bytes_of = _FLOAT.unpack, _WORD.pack
+_float_in, _bytes_of = struct.Struct("<f").unpack, struct.Struct("<I").pack
 
 
 class _Floats(dict):
@@ -23,13 +23,16 @@ class _Floats(dict):
         return made
 
 
-to_float = _Floats().__getitem__
+floats = _Floats()
+to_float = floats.__getitem__
+cell = array("f", [0.0])
+"""Rounds what is stored in it to float32; `cell_bits` reads its bits."""
+cell_bits = memoryview(cell).cast("B").cast("I")
 
 
 def to_bits(x: float) -> int:
-    if abs(x) > 3.4028235677973366e38:
-        x = math.copysign(math.inf, x)
-    return _WORD.unpack(_FLOAT.pack(x))[0]
+    cell[0] = x
+    return cell_bits[0]
 
 
 def quotient(a: float, b: float) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from .memory import Memory
+from .memory import SIZES, Memory
 
 ORDERS = ("nc", "relaxed", "acquire", "release", "acq_rel")
 SCOPES = ("cta", "gpu", "sys")
@@ -32,9 +32,12 @@ class Word:
     """Accesses to a word (by whom, when) since an ordinary store has written it."""
 
     __slots__ = "writer written reads loads stores observers launch releases".split()
-    is_watched = has_one_writer = True
+    __slots__ += "is_watched", "has_one_writer"
 
-    def __init__(self) -> None:
+    def __init__(self, is_watched: bool = True, has_one_writer: bool = True) -> None:
+        """`is_watched`: not a word that lanes read without using it. `has_one_writer`:
+        only one thread may write it at a time."""
+        self.is_watched, self.has_one_writer = is_watched, has_one_writer
         self.releases: tuple[tuple[Thread, str, array], ...] = ()
         """Releases of what is there: the thread, its scope, and its clocks."""
         self.write(-1, 0)
@@ -47,20 +50,10 @@ class Word:
         """That of the observers; the next one polls for what is stored next."""
 
 
-class Unwatched(Word):
-    """A word that lanes read without using it."""
-
-    is_watched = has_one_writer = False
-
-
-class Unread(Unwatched):
-    """One that still only one thread may write."""
-
-    has_one_writer = True
-
-
 class Thread:
     """A thread of a launch; the next launch of the rank has the same ones."""
+
+    __slots__ = "number rank block now seen launch polled".split()
 
     def __init__(self, number: int, rank: int, block: int, n_threads: int) -> None:
         self.number, self.rank, self.block = number, rank, block
@@ -106,19 +99,58 @@ def meet(threads: list[Thread]) -> None:
         thread.seen = joined
 
 
-class Access(dict):
-    """Functions by the number of bytes, made when they are asked for."""
+def _load(n_bytes: int) -> Callable[[Watched, int], int]:
+    """Makes the method of ordinary loads of so many bytes."""
+    offsets = (0, 1)[: 1 + n_bytes // 8]
 
-    def __init__(self, make: Callable[[int], Callable]) -> None:
-        self._make = make
+    def load(self: Watched, at: int) -> int:
+        thread, words = self.thread, self.words
+        for i in offsets:
+            word = words[(at >> 2) + i]
+            if word.is_watched:
+                if thread.seen[word.writer] < word.written:
+                    thread.check(at, "reads", [(word.writer, word.written)])
+                if word.stores:
+                    thread.check(at, "reads", word.stores.items())
+                if word.reads is NOBODY:
+                    word.reads = {}
+                word.reads[thread.number] = thread.now
+        return self.unordered.loads[n_bytes](at)
 
-    def __missing__(self, n_bytes: int) -> Callable:
-        self[n_bytes] = self._make(n_bytes)
-        return self[n_bytes]
+    return load
+
+
+def _store(n_bytes: int) -> Callable[[Watched, int, int], None]:
+    """Makes the method of ordinary stores of so many bytes."""
+    offsets, mask = (0, 1)[: 1 + n_bytes // 8], (1 << 8 * n_bytes) - 1
+
+    def store(self: Watched, at: int, value: int) -> None:
+        thread, words, memory = self.thread, self.words, self.unordered
+        if self.lets_equal and memory.loads[n_bytes](at) == value & mask:
+            return
+        number = thread.number
+        for i in offsets:
+            word = words[(at >> 2) + i]
+            if word.has_one_writer:
+                if thread.seen[word.writer] < word.written:
+                    thread.check(at, "writes", [(word.writer, word.written)])
+                for others in (word.reads, word.loads):
+                    if others:
+                        thread.check(at, "writes", others.items())
+                if word.stores and number not in word.observers:
+                    thread.check(at, "writes", word.stores.items())
+                word.write(number, thread.now)
+        memory.stores[n_bytes](at, value)
+
+    return store
 
 
 class Watched:
     """Memory as a thread sees it."""
+
+    __slots__ = "thread", "words", "unordered", "lets_equal"
+    load_1, load_2, load_4, load_8 = map(_load, SIZES)
+    store_1, store_2, store_4, store_8 = map(_store, SIZES)
 
     def __init__(
         self,
@@ -129,55 +161,37 @@ class Watched:
     ) -> None:
         self.thread, self.words, self.unordered = thread, words, memory
         self.lets_equal = lets_equal
-        # Made when they are asked for: there are many threads.
-        self.loads, self.stores = Access(self._load), Access(self._store)
 
-    def _load(self, n_bytes: int) -> Callable:
-        """Makes the function of ordinary loads of so many bytes."""
-        load_it = self.unordered.loads[n_bytes]
+    def poll(self, at: int, n_bytes: int, order: str, scope: str) -> None:
+        """Is called at each ordered load."""
         thread, words = self.thread, self.words
-        number, offsets = thread.number, (0, 1)[: 1 + n_bytes // 8]
+        number, now, launch = thread.number, thread.now, thread.launch
+        if scope == "sys":
+            thread.polled.add(at)
+        for place in range(at >> 2, at + n_bytes + 3 >> 2):
+            word = words[place]
+            if not word.is_watched:
+                break
+            if thread.seen[word.writer] < word.written:
+                thread.check(at, order, [(word.writer, word.written)])
+            if order == "nc" and (word.writer >= 0 or word.stores):
+                raise Race(f"{at:#x} is read as a constant, and was written")
+            if word.stores and word.launch in (0, launch):
+                word.launch = launch
+                if word.observers is NOBODY:
+                    word.observers = {}
+                word.observers.setdefault(number, now)
+            if word.loads is NOBODY:
+                word.loads = {}
+            word.loads[number] = now
+        if order == "acquire":
+            self._acquire(words[at >> 2], scope)
 
-        def load(at: int) -> int:
-            for i in offsets:
-                word = words[(at >> 2) + i]
-                if word.is_watched:
-                    if thread.seen[word.writer] < word.written:
-                        thread.check(at, "reads", [(word.writer, word.written)])
-                    if word.stores:
-                        thread.check(at, "reads", word.stores.items())
-                    if word.reads is NOBODY:
-                        word.reads = {}
-                    word.reads[number] = thread.now
-            return load_it(at)
-
-        return load
-
-    def _store(self, n_bytes: int) -> Callable:
-        """Makes the function of ordinary stores of so many bytes."""
-        load_it, store_it = (
-            of[n_bytes] for of in (self.unordered.loads, self.unordered.stores)
-        )
-        thread, words = self.thread, self.words
-        number, offsets = thread.number, (0, 1)[: 1 + n_bytes // 8]
-
-        def store(at: int, value: int) -> None:
-            if self.lets_equal and load_it(at) == value & (1 << 8 * n_bytes) - 1:
-                return
-            for i in offsets:
-                word = words[(at >> 2) + i]
-                if word.has_one_writer:
-                    if thread.seen[word.writer] < word.written:
-                        thread.check(at, "writes", [(word.writer, word.written)])
-                    for others in (word.reads, word.loads):
-                        if others:
-                            thread.check(at, "writes", others.items())
-                    if word.stores and number not in word.observers:
-                        thread.check(at, "writes", word.stores.items())
-                    word.write(number, thread.now)
-            store_it(at, value)
-
-        return store
+    def _acquire(self, word: Word, scope: str) -> None:
+        thread = self.thread
+        for there, scope_there, clocks in word.releases:
+            if thread.is_in(scope, there) and there.is_in(scope_there, thread):
+                thread.hear(there, clocks)
 
     def order(
         self,
@@ -188,10 +202,8 @@ class Watched:
         scope: str,
         stored: int | None,
     ) -> None:
-        """Is called at each ordered access; some say what is stored."""
-        thread, stores = self.thread, how != "ld"
-        if scope == "sys" and how == "ld":
-            thread.polled.add(at)
+        """Is called at each other ordered access; some say what is stored."""
+        thread = self.thread
         if self.lets_equal and stored is not None and order == "relaxed":
             loads = self.unordered.loads
             there = [loads[min(n_bytes, 8)](at + i) for i in range(0, n_bytes, 8)]
@@ -203,35 +215,21 @@ class Watched:
                 break
             if thread.seen[word.writer] < word.written:
                 thread.check(at, order, [(word.writer, word.written)])
-            if order == "nc" and (word.writer >= 0 or word.stores):
-                raise Race(f"{at:#x} is read as a constant, and was written")
-            if stores:
-                if word.reads:
-                    thread.check(at, order, word.reads.items())
-                if how == "st" and order == "relaxed" and word.observers:
-                    # Data: what was stored before must have been read.
-                    thread.check(at, order, word.observers.items())
-                word.observers, word.launch = NOBODY, 0
-                if word.stores is NOBODY:
-                    word.stores = {}
-                word.stores[thread.number] = thread.now
-            else:
-                if word.stores and word.launch in (0, thread.launch):
-                    word.launch = thread.launch
-                    if word.observers is NOBODY:
-                        word.observers = {}
-                    word.observers.setdefault(thread.number, thread.now)
-                if word.loads is NOBODY:
-                    word.loads = {}
-                word.loads[thread.number] = thread.now
+            if word.reads:
+                thread.check(at, order, word.reads.items())
+            if how == "st" and order == "relaxed" and word.observers:
+                # Data: what was stored before must have been read.
+                thread.check(at, order, word.observers.items())
+            word.observers, word.launch = NOBODY, 0
+            if word.stores is NOBODY:
+                word.stores = {}
+            word.stores[thread.number] = thread.now
         word = self.words[at >> 2]
         if how == "st":
             word.releases = ()
-        elif word.releases and order in ("acquire", "acq_rel"):
-            for there, scope_there, clocks in word.releases:
-                if thread.is_in(scope, there) and there.is_in(scope_there, thread):
-                    thread.hear(there, clocks)
-        if stores and order in ("release", "acq_rel"):
+        elif order in ("acquire", "acq_rel"):
+            self._acquire(word, scope)
+        if order in ("release", "acq_rel"):
             word.releases += ((thread, scope, thread.clocks()),)
 
 
@@ -256,8 +254,10 @@ class Races:
             [Thread(rank * n + i, rank, i // n_threads, n_all) for i in range(n)]
             for rank in range(n_ranks)
         ]
-        self.words = defaultdict(Word, {at >> 2: Unwatched() for at in unwatched})
-        self.words |= {at >> 2: Unread() for at in unread}
+        self.words = defaultdict(
+            Word, {at >> 2: Word(False, False) for at in unwatched}
+        )
+        self.words |= {at >> 2: Word(False) for at in unread}
         self.lets_equal = lets_equal
 
     def begin(self, rank: int) -> list[Thread]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from tests.codegen.assembly import Op, parse_ptx
@@ -11,6 +12,7 @@ from . import link
 from .hopper import FIRST_MAP, RANK_SHIFT
 from .memory import Memory
 from .races import ORDERS, SCOPES
+from .simpler import chosen, simplified
 
 POLLS = None
 """What a thread yields that polls; others yield an exchange, or 0 to go on later."""
@@ -40,8 +42,8 @@ _WAIT = (
     r"LAB_WAIT:\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 P1, (\[.*?\]), (%r\d+);"
     r"\s*@P1 bra DONE;\s*bra LAB_WAIT;\s*DONE:"
 )
-_ACCESS = dict(load="loads", store="stores")
-_ACCESS |= dict(get="unordered.loads", set="unordered.stores")
+_ACCESS = dict(load="load", store="store")
+_ACCESS |= dict(get="unordered.load", set="unordered.store")
 _SPECIAL = {
     "%cluster_ctarank": "(ctaid & 1)",
     "%tid.x": "tid",
@@ -98,7 +100,8 @@ class Translation:
             return base
         return f"({base} + {int(offset)} & {M64})"
 
-    def source(self) -> str:
+    def blocks(self) -> list[list[str]]:
+        """Returns statements; `b` says which block comes next."""
         ops = self.ops
         leaders = {0}
         for i, op in enumerate(ops):
@@ -114,35 +117,28 @@ class Translation:
             if ops[end - 1].successors == [end] and end < len(ops):
                 lines.append(f"b = {number[end]}")
             blocks.append(lines or ["pass"])
-        text = "\n".join(op.text for op in ops)
-        registers = sorted({*re.findall(r"%((?:r|rd|rs)\d+)\b", text), "r99999"})
-        predicates = sorted(set(re.findall(r"%(p\d+)\b", text)))
+        return blocks
+
+    def program(self) -> ast.Module:
+        """Returns a module with the generator."""
+        blocks = self.blocks()
+        found = re.findall(r"\b((mem|sh)_(load|store|get|set)_(\d))\(", str(blocks))
+        made, unset = simplified(blocks)
         out = [
             "def thread(tid, ctaid, ntid, nctaid, params, mem, sh, clock, block):",
             " b = 0",
+            *(
+                f" {name} = {of}.{_ACCESS[how]}_{n}"
+                for name, of, how, n in sorted({*found})
+            ),
+            " word = p = False",
+            *(f" {to} = {of[0] != 'p' and 0xDEAD}" for of, to in unset.items()),
+            " if b: yield",
+            " while True: pass",
         ]
-        found = re.findall(r"\b((mem|sh)_(load|store|get|set)_(\d))\(", str(blocks))
-        out += [
-            f" {name} = {of}.{_ACCESS[how]}[{n}]"
-            for name, of, how, n in sorted({*found})
-        ]
-        out += [" " + " = ".join(registers) + " = 0xDEAD"]
-        out += [" " + " = ".join([*predicates, "word", "p"]) + " = False"]
-        out += [" if b: yield", " while True:"]
-        self._dispatch(blocks, 0, len(blocks), 2, out)
-        return "\n".join(out)
-
-    def _dispatch(
-        self, blocks: list, first: int, end: int, depth: int, out: list
-    ) -> None:
-        if end - first == 1:
-            out += [" " * depth + line for line in blocks[first]]
-            return
-        middle = (first + end) // 2
-        out.append(f"{' ' * depth}if b < {middle}:")
-        self._dispatch(blocks, first, middle, depth + 1, out)
-        out.append(f"{' ' * depth}else:")
-        self._dispatch(blocks, middle, end, depth + 1, out)
+        program = ast.parse("\n".join(out))
+        program.body[0].body[-1].body = chosen(made)
+        return program
 
     def _tried(self, place: int, op: Op, number: dict[int, int]) -> list[str]:
         lines, choice = self.lines(place, op, number), "if"
@@ -193,14 +189,14 @@ class Translation:
         if how in ("phases", "copy", "mapa", "wgmma", "mma"):
             return self._of_hopper(place, how, kinds, rest)
         if how == "barrier" and kinds[0] == "cluster":
-            return ["yield ('barrier', 'cluster', 0, 0)"] * (kinds[1] == "wait")
+            return ["yield ('barrier', 'cluster', 0)"] * (kinds[1] == "wait")
         if how in ("ld", "st", "atom", "red"):
             return self._access(how, kinds, rest)
         if how == "bar" and kinds[0] == "warp":
-            return [f"yield ('meet', {place}, 0, 0)"]
+            return ["yield ('meet', 0)"]
         if how in ("bar", "barrier"):
             which, _, n = rest.partition(",")
-            return [f"yield ('barrier', {int(which)}, {int(n) if n else 'ntid'}, 0)"]
+            return [f"yield ('barrier', {int(which)}, {int(n) if n else 'ntid'})"]
         parts = _split(rest)
         kind = kinds[-1] if kinds else ""
         if how in ("shfl", "vote", "redux", "match"):
@@ -233,14 +229,14 @@ class Translation:
             return f"{of[0]} if {of[2]} else {of[1]}"
         if how == "setp":
             if kind == "f32":
-                a, b = (f"to_float({x})" for x in of)
+                a, b = (f"floats[{x}]" for x in of)
                 if kinds[0] == "nan":
                     return f"{a} != {a} or {b} != {b}"
                 return f"{a} {_COMPARE[kinds[0]]} {b}"
             a, b = signed if kind[0] == "s" else of
             return f"{a} {_COMPARE[kinds[0]]} {b}"
         if kind == "f32":
-            values = [f"to_float({x})" for x in of]
+            values = [f"floats[{x}]" for x in of]
             return f"to_bits({_FLOAT[how].format(*values)})"
         if kind == "bf16x2":
             return f"{how}_bf16x2({of[0]}, {of[1]})"
@@ -339,12 +335,12 @@ class Translation:
         place = rest[rest.index("[") + 1 : rest.index("]")]
         if "param" in (kind.partition("::")[0] for kind in kinds):
             which, offset = re.search(r"_param_(\d+)(?:\+(\d+))?$", place).groups()
-            at, of = int(offset or 0), f"params[{which}]"
+            at = int(offset or 0)
             names = rest[: rest.index("[")].strip(" ,{}").split(",")
             loads = []
             for i, x in enumerate(names):
                 begin = at + n_bytes * i
-                value = f"int.from_bytes({of}[{begin}:{begin + n_bytes}], 'little')"
+                value = f"params[{which}, {begin}, {begin + n_bytes}]"
                 loads.append(f"{self.operand(x)} = {_extended(kinds[-1], value)}")
             return loads
         memory = "sh" if "shared" in kinds else "mem"
@@ -362,8 +358,12 @@ class Translation:
             if how == "st" and "{" not in rest:
                 names = rest[rest.index("]") + 1 :].lstrip(", ")
                 stored = "word" if n_bytes == 16 else self.operand(names, 8 * n_bytes)
-            about = f"a, {n_bytes}, '{how}', '{order}', '{scope}', {stored}"
-            lines.append(f"{memory}.order({about})")
+            if how == "ld":
+                about = f"a, {n_bytes}, '{order}', '{scope}'"
+                lines.append(f"{memory}.poll({about})")
+            else:
+                about = f"a, {n_bytes}, '{how}', '{order}', '{scope}', {stored}"
+                lines.append(f"{memory}.order({about})")
         # A load may poll; what follows a release must not be needed by whom it is for.
         waits = [f"yield {POLLS}"] if order and how == "ld" else []
         goes_on = ["yield 0"] if order in ("release", "acq_rel") else []
@@ -443,21 +443,19 @@ class Translation:
             a, b, keeps = map(self.operand, parts[1:4])
             request = f"({a}, {b}, {keeps}, ({registers}))"
             shape = next(x for x in kinds if re.match(r"m\d", x))
-            return [f"({registers}) = yield ('wgmma {shape}', {place}, {request}, 0)"]
+            return [f"({registers}) = yield ('wgmma {shape} {place}', {request})"]
         if how == "wgmma" and kinds[0] in ("commit_group", "wait_group"):
             call = "commit(tid >> 7)"
             if kinds[0] == "wait_group":
                 call = f"await_groups(tid >> 7, {parts[0]})"
-            return ["yield ('meet', 'group', 0, 0)", f"if tid % 128 == 0: block.{call}"]
+            return ["yield ('meet', 0)", f"if tid % 128 == 0: block.{call}"]
         if how == "wgmma" and kinds[0] == "fence":
             return []
         if how == "mma":
             d, *of = (
                 ", ".join(map(self.operand, x.strip("{}").split(","))) for x in parts
             )
-            return [
-                f"({d}) = yield ('mma', {place}, (({of[0]}), ({of[1]}), ({of[2]})), 0)"
-            ]
+            return [f"({d}) = yield ('mma {place}', (({of[0]}), ({of[1]}), ({of[2]})))"]
         raise NotImplementedError(f"{how}.{'.'.join(kinds)}")
 
     def _exchange(
@@ -467,11 +465,12 @@ class Translation:
         of = [self.operand(x) for x in parts[1:]]
         assert "|" not in parts[0] and of[-1] == str(M32), "not all lanes take part"
         what = f"{how}.{next(x for x in kinds if x != 'sync')}"
-        if how == "shfl":
+        request = of[0]
+        if what == "shfl.idx" and of[1].isdigit() and of[2] == "31":
+            what = f"lane.{int(of[1]) & 31}"
+        elif how == "shfl":
             request = f"({of[0]}, {of[1]}, {of[2]})"
-        else:
-            request = of[0]
-        return [f"{to} = yield ('{what}', {place}, {request}, 0)"]
+        return [f"{to} = yield ('{what} {place}', {request})"]
 
 
 def _extended(kind: str, value: str) -> str:
