@@ -108,12 +108,14 @@ class HeadsAttention(Module, Shardable):
         self,
         layer_idx: TensorValue,
         x: TensorValue,
+        qkv: TensorValue,
         kv_collection: PagedCacheValues,
         freqs_cis: TensorValue,
         input_row_offsets: TensorValue,
     ) -> TensorValue:
-        """Returns ``[n_tokens, hidden_size]`` of ``x`` of these sizes."""
-        of, qkv = self._of, self.qkv_proj(x)
+        """Returns ``[n_tokens, hidden_size]`` of ``x`` of these sizes, and of
+        ``qkv_proj`` of it."""
+        of = self._of
         where = layer_idx, kv_collection, input_row_offsets
         freqs = ops.cast(freqs_cis, qkv.dtype).to(qkv.device)
         is_one_op = self._is_plain() and self._kv_params.dtype == qkv.dtype

@@ -37,7 +37,7 @@ from ..checkpoint import Rope
 from ..checkpoint.decoder import Decoder, Layer
 from .attention import HeadsAttention
 from .held import EXPERTS, HeldExperts
-from .hopper import add_norm_anywhere
+from .hopper import add_norm_anywhere, add_norm_linear_anywhere
 from .moe import DecoderMoe, HeldMoe, Router, run_moe
 from .rope import CheckpointRope
 from .settings import balance_s, gathers, place_experts
@@ -109,22 +109,25 @@ class _Block(Module):
     ) -> tuple[list[TensorValue], list[TensorValue]]:
         """Returns the hidden states of each device, and what is to be added to them;
         takes those of the layer before."""
-        norms = self._shards["input_layernorm"]
+        norms, attentions = self._shards["input_layernorm"], self._shards["self_attn"]
+        firsts = [attention.qkv_proj for attention in attentions]
         if more is None:  # the first layer
             normed = [norm(x) for norm, x in zip(norms, xs)]
+            qkv = [first(x) for first, x in zip(firsts, normed)]
         else:
-            xs, normed = _add_and_norm(norms, xs, more)
-        of_devices = zip(self._shards["self_attn"], normed, caches, freqs, row_offsets)
+            xs, normed, qkv = _add_and_norm(norms, xs, more, firsts)
+        of_devices = zip(attentions, normed, qkv, caches, freqs, row_offsets)
         attended = [attention(layer_idx, *values) for attention, *values in of_devices]
-        norms = self._shards["post_attention_layernorm"]
-        xs, middle = _add_and_norm(norms, xs, attended)
-        shards = self._shards["mlp"]
+        norms, shards = self._shards["post_attention_layernorm"], self._shards["mlp"]
+        firsts = [mlp.gate.first if self._is_moe else None for mlp in shards]
+        xs, middle, logits = _add_and_norm(norms, xs, attended, firsts)
         if not self._is_moe:
             return xs, [mlp(x) for mlp, x in zip(shards, middle)]
         (model,) = self._of
         results = run_moe(
             shards,
             middle,
+            logits,
             model.manager,
             self._number,
             not model.dispatches,
@@ -134,11 +137,22 @@ class _Block(Module):
 
 
 def _add_and_norm(
-    norms: Sequence[RMSNorm], xs: Sequence[TensorValue], more: Sequence[TensorValue]
-) -> tuple[list[TensorValue], list[TensorValue]]:
-    """Returns sums and their norms on each device."""
-    found = [add_norm_anywhere(*values) for values in zip(norms, xs, more)]
-    return [total for total, _ in found], [normed for _, normed in found]
+    norms: Sequence[RMSNorm],
+    xs: Sequence[TensorValue],
+    more: Sequence[TensorValue],
+    firsts: Sequence[Any],
+) -> tuple[list[TensorValue], list[TensorValue], list[Any]]:
+    """Returns sums and their norms on each device, and what the layer that takes a norm
+    makes of it, if it is given."""
+    totals, normed, products = [], [], []
+    for norm, x, y, first in zip(norms, xs, more, firsts):
+        if first is None:
+            found = *add_norm_anywhere(norm, x, y), None
+        else:
+            found = add_norm_linear_anywhere(norm, x, y, first)
+        for values, value in zip((totals, normed, products), found):
+            values.append(value)
+    return totals, normed, products
 
 
 def _new_router(*, of: Any, of_model: DType, **sizes: Any) -> Router:

@@ -16,13 +16,14 @@ from typing import Any
 
 from max.driver import accelerator_architecture_name
 from max.dtype import DType
-from max.graph import DeviceRef, TensorValue, ops
+from max.graph import DeviceRef, TensorType, TensorValue, ops
 from max.nn.activation import GatedActivation
 from max.nn.kernels import grouped_matmul_ragged, mla_prefill_decode_graph
 from max.nn.kv_cache import PagedCacheValues
-from max.nn.linear import linear
+from max.nn.linear import Linear, linear
 from max.nn.moe import MoE, forward_moe_sharded_layers
 from max.nn.norm import RMSNorm
+from max.nn.stacked_linear import StackedLinear
 
 from ..experts import (
     GPU_COLUMNS,
@@ -219,16 +220,54 @@ def add_norm_anywhere(
 ) -> tuple[TensorValue, TensorValue]:
     """Returns ``x + more`` and its norm, ``[n_tokens, dim]`` each: on Hopper by an op
     of ours, so that the next product gets its weights meanwhile."""
-    is_ours = _is_bfloat16_on_hopper(x) and more.dtype == x.dtype
-    is_plain = norm.dim % NORM_COLUMNS == 0 == norm.weight_offset
-    if not is_ours or not is_plain or norm.multiply_before_cast:
+    if not _has_our_norm(norm, x, more):
         total = x + more
         return total, norm(total)
-    weight = norm.weight.cast(x.dtype).to(x.device)
-    epsilon = ops.constant([norm.eps], DType.float32, DeviceRef.CPU())
+    weight, epsilon = _of_norm(norm, x)
     values, results = [x, more, weight, epsilon], [x.type, x.type]
     how = dict(n_columns=norm.dim)
     return tuple(add_op("add_norm", x.device, values, results, PACKAGE, **how))
+
+
+def add_norm_linear_anywhere(
+    norm: RMSNorm, x: TensorValue, more: TensorValue, layer: Linear | StackedLinear
+) -> tuple[TensorValue, TensorValue, TensorValue]:
+    """Returns ``x + more``, its norm, and ``layer`` of that: on Hopper by an op of ours,
+    which loads constant weights before the kernel before it has ended."""
+    weight = _constant_weight(layer, x) if _has_our_norm(norm, x, more) else None
+    if weight is None:
+        total, normed = add_norm_anywhere(norm, x, more)
+        return total, normed, layer(normed)
+    of_norm, epsilon = _of_norm(norm, x)
+    product = TensorType(x.dtype, [x.shape[0], weight.shape[0]], x.device)
+    values, results = [x, more, of_norm, weight, epsilon], [x.type, x.type, product]
+    how = dict(n_columns=norm.dim)
+    return tuple(add_op("add_norm_linear", x.device, values, results, PACKAGE, **how))
+
+
+def _has_our_norm(norm: RMSNorm, x: TensorValue, more: TensorValue) -> bool:
+    is_ours = _is_bfloat16_on_hopper(x) and more.dtype == x.dtype
+    is_plain = norm.dim % NORM_COLUMNS == 0 == norm.weight_offset
+    return is_ours and is_plain and not norm.multiply_before_cast
+
+
+def _constant_weight(
+    layer: Linear | StackedLinear, x: TensorValue
+) -> TensorValue | None:
+    """Returns its weight, if a product with it is all that the layer is, and our GPU
+    kernels take it."""
+    is_stacked = isinstance(layer, StackedLinear)
+    if layer._has_bias if is_stacked else layer.bias is not None:
+        return None
+    weight = TensorValue(layer.stacked_weight if is_stacked else layer.weight)
+    fits = weight.dtype == x.dtype and weight.device == x.device
+    return weight if fits and gpu_takes(*weight.shape) else None
+
+
+def _of_norm(norm: RMSNorm, x: TensorValue) -> tuple[TensorValue, TensorValue]:
+    """Returns its weight and epsilon, as our ops take them."""
+    epsilon = ops.constant([norm.eps], DType.float32, DeviceRef.CPU())
+    return norm.weight.cast(x.dtype).to(x.device), epsilon
 
 
 def latent_attention_anywhere(

@@ -16,6 +16,7 @@ from max.graph import (
     ops,
 )
 from max.nn.layer import LayerList
+from max.nn.linear import Linear
 from max.nn.moe import MoE, MoEGate
 
 from .. import EPBatchManager, EPConfig, softmax_top_k
@@ -66,10 +67,19 @@ class Router(MoEGate):
             copies.append(copy)
         return copies
 
-    def __call__(self, hidden_state: TensorValue) -> tuple[TensorValue, TensorValue]:
-        """Returns ids, int32, and weights, float32: ``[n_tokens, top_k]``."""
+    @property
+    def first(self) -> Linear | None:
+        """Returns the layer whose result is the logits, if there is one."""
+        return self.gate_score if self._of.scores == "softmax" else None
+
+    def __call__(
+        self, hidden_state: TensorValue, logits: TensorValue | None = None
+    ) -> tuple[TensorValue, TensorValue]:
+        """Returns ids, int32, and weights, float32: ``[n_tokens, top_k]``; ``logits``
+        are ``first`` of the hidden state."""
         if self._of.scores == "softmax":
-            logits = self.gate_score(hidden_state)
+            if logits is None:
+                logits = self.gate_score(hidden_state)
             if self._of.has_bias:
                 logits = logits + self.bias
             top_k = self.num_experts_per_token
@@ -207,6 +217,7 @@ def expert_of_rows(
 def run_moe(
     shards: Sequence[DecoderMoe],
     xs: Sequence[TensorValue],
+    logits: Sequence[TensorValue | None],
     manager: EPBatchManager,
     layer: int,
     gathers: bool,
@@ -214,13 +225,14 @@ def run_moe(
 ) -> list[TensorValue]:
     """Runs a layer on each device's tokens, ``[n_tokens, hidden_size]``.
 
-    Of the layers with experts it is number ``layer``. On the CPU all ranks share the
+    Of the layers with experts it is number ``layer``. ``logits`` are those of the
+    routers, where they are known. On the CPU all ranks share the
     device, and each has a slice of the tokens. With ``gathers`` experts gather their
     tokens, in place of dispatch and combine. ``held`` are the experts' weights, if they
     may move.
     """
     config = manager.config
-    routed = [shard.gate(x) for shard, x in zip(shards, xs)]
+    routed = [shard.gate(*values) for shard, *values in zip(shards, xs, logits)]
     if gathers:
         (moe,), (x,), ((ids, weights),) = shards, xs, routed
         sums = [routed_swiglu(x, ids, weights, moe.gate_up_proj, moe.down_proj)]

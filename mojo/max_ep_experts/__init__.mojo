@@ -22,6 +22,7 @@ docs/decisions/0016-matmuls-on-hopper.md, of few tokens 0035-products-of-few-tok
     linear          some rows and one weight, on a GPU
     few_rows        few tokens on Hopper: one or two and a weight, or experts of up to four
     norm            a sum and its norm, on a GPU
+    norm_product    the same for one or two tokens, and a product of the norm
     overlap         how a kernel begins before the previous one has ended
     routed          the MAX op of a layer of experts on one GPU
     heads           what stands between a product and attention, on the CPU, too

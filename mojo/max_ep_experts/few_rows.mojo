@@ -54,6 +54,7 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
     """A warp's products of tokens and rows of weights, along some of `k`."""
 
     comptime Sums = StaticTuple[Float32, Self.n_tokens * Self.n_rows]
+    comptime Weights = StaticTuple[_Loaded, Self.n_steps * Self.n_rows]
 
     var rows: StaticTuple[Bf16In, Self.n_rows]
     """Weights, `[k]` each."""
@@ -64,7 +65,12 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
     var k: Int
 
     @always_inline
-    def _place(self, at: Int, i: Int) -> Int:
+    def is_there(self, at: Int, i: Int) -> Bool:
+        """Whether a lane has elements in a step, or is behind `k`."""
+        return at + i * STEP + Int(thread_idx.x) % WARP_SIZE * LANE < self.k
+
+    @always_inline
+    def place(self, at: Int, i: Int) -> Int:
         """Returns where a lane loads; behind `k` what was before."""
         var lane = Int(thread_idx.x) % WARP_SIZE
         return min(at + i * STEP + lane * LANE, self.k - LANE)
@@ -73,54 +79,68 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
     def prefetch(self):
         """Gets the weights of the first steps into L2."""
         var n = min(self.k - self.first, Self.n_steps * STEP)
-        if n > 0:
-            comptime for row in range(Self.n_rows):
-                if Int(thread_idx.x) % WARP_SIZE == row:
-                    prefetch(self.rows[row].unsafe_offset(self.first), 2 * n)
+        var lane = Int(thread_idx.x) % WARP_SIZE
+        var row = self.rows[0]
+        comptime for i in range(1, Self.n_rows):
+            row = self.rows[i] if lane == i else row
+        if n > 0 and lane < Self.n_rows:
+            prefetch(row.unsafe_offset(self.first), 2 * n)
 
     @always_inline
-    def load(self, at: Int) -> StaticTuple[_Loaded, Self.n_steps * Self.n_rows]:
+    def load(self, at: Int) -> Self.Weights:
         """Asks for weights of `n_steps` steps."""
-        var loaded = StaticTuple[_Loaded, Self.n_steps * Self.n_rows](fill=_Loaded(0))
+        var loaded = Self.Weights(fill=_Loaded(0))
         comptime for i in range(Self.n_steps):
-            var place = self._place(at, i)
+            var place = self.place(at, i)
             comptime for row in range(Self.n_rows):
                 loaded[i * Self.n_rows + row] = _load(self.rows[row], place)
         return loaded
 
     @always_inline
-    def multiply(
-        self, x: Bf16In, var loaded: StaticTuple[_Loaded, Self.n_steps * Self.n_rows]
-    ) -> Self.Sums:
+    def multiply(self, x: Bf16In, var loaded: Self.Weights) -> Self.Sums:
         """Multiplies tokens, `[n_tokens][k]`, with weights of which the first are loaded;
         each lane gets all sums."""
         var sums = Self.Sums(fill=0)
         var at = self.first
         while at < self.k:
             comptime for i in range(Self.n_steps):
-                var place = self._place(at, i)
-                var is_there = (
-                    at + i * STEP + Int(thread_idx.x) % WARP_SIZE * LANE < self.k
-                )
                 comptime for token in range(Self.n_tokens):
                     # Tokens may be written while this kernel runs, before the wait.
                     var words = bitcast[DType.uint32, 4](
                         x.unsafe_load[width=LANE, alignment=16, invariant=False](
-                            token * self.k + place
+                            token * self.k + self.place(at, i)
                         )
                     )
+                    var is_there = self.is_there(at, i)
                     var v = _floats(words if is_there else _Loaded(0))
-                    comptime for row in range(Self.n_rows):
-                        comptime sum = token * Self.n_rows + row
-                        var w = _floats(loaded[i * Self.n_rows + row])
-                        comptime for j in range(LANE):
-                            sums[sum] = fma(w[j], v[j], sums[sum])
+                    self.add[token, i](sums, loaded, v)
             at += self.stride
             if at < self.k:
                 loaded = self.load(at)
+        self.add_up(sums)
+        return sums
+
+    @always_inline
+    def add[
+        token: Int, i: Int
+    ](
+        self,
+        mut sums: Self.Sums,
+        loaded: Self.Weights,
+        v: SIMD[DType.float32, LANE],
+    ):
+        """Adds products of a lane's elements of a token and of weights of step `i`."""
+        comptime for row in range(Self.n_rows):
+            comptime sum = token * Self.n_rows + row
+            var w = _floats(loaded[i * Self.n_rows + row])
+            comptime for j in range(LANE):
+                sums[sum] = fma(w[j], v[j], sums[sum])
+
+    @always_inline
+    def add_up(self, mut sums: Self.Sums):
+        """Adds up what lanes have; each gets all sums."""
         comptime for i in range(Self.n_tokens * Self.n_rows):
             sums[i] = warp.sum(sums[i])
-        return sums
 
 
 @fieldwise_init
@@ -161,6 +181,64 @@ def _add_up[
         total += sums[unsafe_offset=slice * n_sums + place]
 
 
+@fieldwise_init
+struct BlockOfRows[n_tokens: Int, n_steps: Int, tuning: Tuning](
+    TrivialRegisterPassable
+):
+    """The rows of a weight that a block multiplies with all tokens."""
+
+    comptime OF_BLOCK = Self.tuning.rows_of_block()
+    comptime N_SUMS = Self.n_tokens * Self.OF_BLOCK
+    comptime Dots = Dots[Self.n_tokens, Self.tuning.n_rows, Self.n_steps]
+    comptime N_SHARED = Self.tuning.n_slices * Self.N_SUMS
+    """Floats in shared memory."""
+
+    var weight: Bf16In
+    """`[n][k]`."""
+    var n: Int
+    var k: Int
+
+    @always_inline
+    def dots(self) -> Self.Dots:
+        """Returns what this warp multiplies."""
+        comptime n_rows = Self.tuning.n_rows
+        comptime step = Self.n_steps * STEP
+        var group, slice = divmod(Int(thread_idx.x) // WARP_SIZE, Self.tuning.n_slices)
+        # Behind the last row, the last ones again; they are not stored.
+        var row = min(
+            Int(block_idx.x) * Self.OF_BLOCK + group * n_rows, self.n - n_rows
+        )
+        var rows = StaticTuple[Bf16In, n_rows](fill=self.weight)
+        comptime for i in range(n_rows):
+            rows[i] = self.weight.unsafe_offset((row + i) * self.k)
+        return Self.Dots(rows, slice * step, Self.tuning.n_slices * step, self.k)
+
+    @always_inline
+    def store(self, y: Bf16Out, found: Self.Dots.Sums, sums: Smem[Float32]):
+        """Adds up the sums of all warps, and stores them in `y`, `[n_tokens][n]`."""
+        comptime n_rows = Self.tuning.n_rows
+        var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
+        var group, slice = divmod(warp_idx, Self.tuning.n_slices)
+        if lane == 0:
+            comptime for i in range(Self.n_tokens * n_rows):
+                comptime of_token = i // n_rows * Self.OF_BLOCK
+                sums[
+                    unsafe_offset=slice * Self.N_SUMS
+                    + of_token
+                    + group * n_rows
+                    + i % n_rows
+                ] = found[i]
+        barrier()
+        var first = Int(block_idx.x) * Self.OF_BLOCK
+        comptime n_threads = Self.tuning.n_warps * WARP_SIZE
+        for i in range(Int(thread_idx.x), Self.N_SUMS, n_threads):
+            var token, of_row = divmod(i, Self.OF_BLOCK)
+            if first + of_row < self.n:
+                y[unsafe_offset=token * self.n + first + of_row] = _add_up[
+                    Self.N_SUMS, Self.tuning.n_slices
+                ](sums, i).cast[DType.bfloat16]()
+
+
 def few_rows_kernel[
     n_tokens: Int, tuning: Tuning
 ](y: Bf16Out, x: Bf16In, weight: Bf16In, n: Int32, k: Int32):
@@ -170,42 +248,14 @@ def few_rows_kernel[
     Launch: grid `ceildiv(n, rows of a block)`, `n_warps` warps; `n` a multiple of
     `n_rows`, `k` of 8.
     """
-    comptime n_rows = tuning.n_rows
-    comptime of_block = tuning.rows_of_block()
-    comptime n_sums = n_tokens * of_block
-    comptime step = tuning.n_steps * STEP
-    var sums = shared[Float32, tuning.n_slices * n_sums, 16]()
-    var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
-    var group, slice = divmod(warp_idx, tuning.n_slices)
-    var first = Int(block_idx.x) * of_block
-    # Behind the last row, the last ones again; they are not stored.
-    var row = min(first + group * n_rows, Int(n) - n_rows)
-    var rows = StaticTuple[Bf16In, n_rows](fill=weight)
-    comptime for i in range(n_rows):
-        rows[i] = weight.unsafe_offset((row + i) * Int(k))
-    var dots = Dots[n_tokens, n_rows, tuning.n_steps](
-        rows, slice * step, tuning.n_slices * step, Int(k)
-    )
+    comptime Rows = BlockOfRows[n_tokens, tuning.n_steps, tuning]
+    var sums = shared[Float32, Rows.N_SHARED, 16]()
+    var rows = Rows(weight, Int(n), Int(k))
+    var dots = rows.dots()
     # Not a load: the previous kernel may write the weights.
     dots.prefetch()
     await_kernel_before()
-    var found = dots.multiply(x, dots.load(dots.first))
-    if lane == 0:
-        comptime for i in range(n_tokens * n_rows):
-            comptime token = i // n_rows
-            sums[
-                unsafe_offset=slice * n_sums
-                + token * of_block
-                + group * n_rows
-                + i % n_rows
-            ] = found[i]
-    barrier()
-    for i in range(Int(thread_idx.x), n_sums, tuning.n_warps * WARP_SIZE):
-        var token, of_row = divmod(i, of_block)
-        if first + of_row < Int(n):
-            y[unsafe_offset=token * Int(n) + first + of_row] = _add_up[
-                n_sums, tuning.n_slices
-            ](sums, i).cast[DType.bfloat16]()
+    rows.store(y, dots.multiply(x, dots.load(dots.first)), sums)
 
 
 def launch_few_rows[

@@ -26,6 +26,14 @@ def threads_for(n_columns: Int) -> Int:
     return min(ceildiv(n_columns, LANE * WARP_SIZE) * WARP_SIZE, _MAX_THREADS)
 
 
+@always_inline
+def load_row(row: Bf16In, at: Int) -> _Floats:
+    """Loads what the previous kernel may have written."""
+    return row.unsafe_load[width=LANE, alignment=16, invariant=False](at).cast[
+        DType.float32
+    ]()
+
+
 @fieldwise_init
 struct AddNorm(KernelArgument):
     """Sums, and their norms: `total = x + more`, rounded, and
@@ -39,13 +47,20 @@ struct AddNorm(KernelArgument):
     var weight: Bf16In
     """`[n_columns]`."""
 
+    @always_inline
+    def add(self, at: Int) -> _Floats:
+        """Returns elements of the sum, rounded."""
+        var sum = load_row(self.x, at) + load_row(self.more, at)
+        return sum.cast[DType.bfloat16]().cast[DType.float32]()
 
-@always_inline
-def _floats(row: Bf16In, at: Int) -> _Floats:
-    """Loads what the previous kernel may have written."""
-    return row.unsafe_load[width=LANE, alignment=16, invariant=False](at).cast[
-        DType.float32
-    ]()
+    @always_inline
+    def norm(
+        self, total: _Floats, scale: Float32, weight: _Floats
+    ) -> SIMD[DType.bfloat16, LANE]:
+        """Returns elements of the norm."""
+        var rounded = (total * scale).cast[DType.bfloat16]()
+        return (rounded.cast[DType.float32]() * weight).cast[DType.bfloat16]()
+
 
 
 def add_norm_kernel[n_columns: Int](of: AddNorm, epsilon: Float32):
@@ -68,11 +83,11 @@ def add_norm_kernel[n_columns: Int](of: AddNorm, epsilon: Float32):
     comptime for step in range(n_steps):
         var at = (step * n_threads + thread) * LANE
         if at < n_columns:
-            var sum = _floats(of.x, first + at) + _floats(of.more, first + at)
-            var rounded = sum.cast[DType.bfloat16]()
-            weights[step] = _floats(of.weight, at)
-            of.total.unsafe_store[alignment=16](first + at, rounded)
-            totals[step] = rounded.cast[DType.float32]()
+            totals[step] = of.add(first + at)
+            weights[step] = load_row(of.weight, at)
+            of.total.unsafe_store[alignment=16](
+                first + at, totals[step].cast[DType.bfloat16]()
+            )
             squares += (totals[step] * totals[step]).reduce_add()
     squares = warp.sum(squares)
     var warp_idx, lane = divmod(thread, WARP_SIZE)
@@ -86,11 +101,45 @@ def add_norm_kernel[n_columns: Int](of: AddNorm, epsilon: Float32):
     comptime for step in range(n_steps):
         var at = (step * n_threads + thread) * LANE
         if at < n_columns:
-            var rounded = (totals[step] * scale).cast[DType.bfloat16]()
-            var normed = rounded.cast[DType.float32]() * weights[step]
-            of.normed.unsafe_store[alignment=16](
-                first + at, normed.cast[DType.bfloat16]()
-            )
+            var normed = of.norm(totals[step], scale, weights[step])
+            of.normed.unsafe_store[alignment=16](first + at, normed)
+
+
+def add_norm_of(
+    total: OutputTensor[dtype=DType.bfloat16, rank=2, ...],
+    normed: OutputTensor[dtype=DType.bfloat16, rank=2, ...],
+    x: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+    more: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+    weight: InputTensor[dtype=DType.bfloat16, rank=1, ...],
+) raises -> AddNorm:
+    """Describes the sums and norms of an op's tensors."""
+    var n_columns = weight.dim_size(0)
+    var fit = x.dim_size(1) == n_columns == more.dim_size(1)
+    if not fit or more.dim_size(0) != x.dim_size(0):
+        raise Error("max_ep: add_norm: shapes do not fit")
+    return AddNorm(
+        total={unsafe_from_address = Int(total.unsafe_ptr())},
+        normed={unsafe_from_address = Int(normed.unsafe_ptr())},
+        x={unsafe_from_address = Int(x.unsafe_ptr())},
+        more={unsafe_from_address = Int(more.unsafe_ptr())},
+        weight={unsafe_from_address = Int(weight.unsafe_ptr())},
+    )
+
+
+def launch_add_norm[
+    n_columns: Int
+](of: AddNorm, epsilon: Float32, n_tokens: Int, context: DeviceContext) raises:
+    comptime assert n_columns % LANE == 0, "max_ep: columns are loaded in eights"
+    if n_tokens == 0:
+        return
+    context.enqueue_function(
+        context.compile_function[add_norm_kernel[n_columns]](),
+        of,
+        epsilon,
+        grid_dim=n_tokens,
+        block_dim=threads_for(n_columns),
+        attributes=overlapping(),
+    )
 
 
 @extensibility.register("max_ep.add_norm")
@@ -110,24 +159,11 @@ struct AddNormOp:
         ctx: DeviceContext,
     ) raises:
         comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
-        comptime assert n_columns % LANE == 0, "max_ep: columns are loaded in eights"
-        var n_tokens = x.dim_size(0)
-        var fit = x.dim_size(1) == n_columns == more.dim_size(1)
-        if not fit or weight.dim_size(0) != n_columns or more.dim_size(0) != n_tokens:
+        if weight.dim_size(0) != n_columns:
             raise Error("max_ep: add_norm: shapes do not fit")
-        if n_tokens == 0:
-            return
-        ctx.enqueue_function(
-            ctx.compile_function[add_norm_kernel[n_columns]](),
-            AddNorm(
-                total={unsafe_from_address = Int(total.unsafe_ptr())},
-                normed={unsafe_from_address = Int(normed.unsafe_ptr())},
-                x={unsafe_from_address = Int(x.unsafe_ptr())},
-                more={unsafe_from_address = Int(more.unsafe_ptr())},
-                weight={unsafe_from_address = Int(weight.unsafe_ptr())},
-            ),
+        launch_add_norm[n_columns](
+            add_norm_of(total, normed, x, more, weight),
             epsilon.unsafe_ptr()[unsafe_offset=0],
-            grid_dim=n_tokens,
-            block_dim=threads_for(n_columns),
-            attributes=overlapping(),
+            x.dim_size(0),
+            ctx,
         )

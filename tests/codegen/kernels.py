@@ -73,8 +73,8 @@ class Tuning:
         return 32 * self.n_warps
 
 
-def tuning(name: str) -> Tuning:
-    text = (mojo_dir() / "max_ep_experts/few_rows.mojo").read_text()
+def tuning(name: str, file: str = "few_rows.mojo") -> Tuning:
+    text = (mojo_dir() / "max_ep_experts" / file).read_text()
     (numbers,) = re.findall(
         rf"^comptime {name} = Tuning\(([\d, ]+), True\)", text, re.M
     )

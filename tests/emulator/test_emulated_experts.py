@@ -192,30 +192,61 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return bfloat16_to_float32(float32_to_bfloat16(x))
 
 
+class Sums:
+    """What is added and normalized."""
+
+    epsilon = np.float32(1e-6)
+
+    def __init__(self, n_tokens: int, n: int):
+        self.rng, self.shape = np.random.default_rng(n), (n_tokens, n)
+        self.memory = memory = Memory(1 << 20)
+        self.x, self.more, self.weight = (
+            rounded(self.rng.standard_normal(shape).astype(np.float32))
+            for shape in (self.shape, self.shape, n)
+        )
+        self.total, self.normed = (memory.allocate(2 * n_tokens * n) for _ in range(2))
+        values = self.x, self.more, self.weight
+        given = [memory.put(bf16(value)) for value in values]
+        self.params = [words(self.total, self.normed, *given), self.epsilon.tobytes()]
+
+    def check(self) -> np.ndarray:
+        """Compares sums and norms, and returns the norms."""
+        found = of_bf16(self.memory, self.total, *self.shape)
+        wanted = rounded(self.x + self.more)
+        np.testing.assert_array_equal(found, wanted)
+        scale = 1 / np.sqrt((wanted**2).mean(1, keepdims=True) + self.epsilon)
+        found = of_bf16(self.memory, self.normed, *self.shape)
+        # Rounded twice; a rounding differs where the scale's last bits do.
+        wanted = rounded(wanted * scale) * self.weight
+        np.testing.assert_allclose(found, wanted, rtol=2**-6)
+        assert np.mean(found == rounded(wanted)) > 0.99
+        return found
+
+
 @pytest.mark.parametrize("n", [320, 8448])
 def test_sums_and_their_norms(n):
     """Columns for some threads of a block, and for some of them twice."""
-    rng, n_tokens, epsilon = np.random.default_rng(n), 2, np.float32(1e-6)
-    memory = Memory(1 << 20)
-    x, more, weight = (
-        rounded(rng.standard_normal(shape).astype(np.float32))
-        for shape in ((n_tokens, n), (n_tokens, n), n)
-    )
-    total, normed = (memory.allocate(2 * n_tokens * n) for _ in range(2))
-    given = [memory.put(bf16(value)) for value in (x, more, weight)]
-    params = [words(total, normed, *given), epsilon.tobytes()]
+    of = Sums(2, n)
     n_threads = min(-(-n // 256) * 32, 1024)
-    grid = Launch(of_experts(f"add_norm.{n}"), params, n_tokens, n_threads)
-    run([[grid]], memory, Clock(), seed=n)
-    found = of_bf16(memory, total, n_tokens, n)
-    wanted = rounded(x + more)
-    np.testing.assert_array_equal(found, wanted)
-    scale = 1 / np.sqrt((wanted**2).mean(1, keepdims=True) + epsilon)
-    found = of_bf16(memory, normed, n_tokens, n)
-    # Rounded twice; a rounding differs where the scale's last bits do.
-    wanted = rounded(wanted * scale) * weight
-    np.testing.assert_allclose(found, wanted, rtol=2**-6)
-    assert np.mean(found == rounded(wanted)) > 0.99
+    grid = Launch(of_experts(f"add_norm.{n}"), of.params, 2, n_threads)
+    run([[grid]], of.memory, Clock(), seed=n)
+    of.check()
+
+
+@pytest.mark.parametrize("n_tokens, n_columns, n", [(1, 2048, 12), (2, 2120, 20)])
+def test_norms_and_their_product(n_tokens, n_columns, n):
+    """The product is of the norms as they are stored. Some lanes have no columns."""
+    of = Sums(n_tokens, n_columns)
+    weight = of.rng.integers(-3, 4, (n, n_columns)).astype(np.float32)
+    y, at = of.memory.allocate(2 * n_tokens * n), of.memory.put(bf16(weight))
+    params = [words(y), *of.params, words(at), words(n)]
+    of_block = tuning("NORM_TUNING", "norm_product.mojo").of_block
+    kernel = of_experts(f"norm_product.{n_tokens}")
+    grid = Launch(kernel, params, -(-n // of_block), 256)
+    run([[grid]], of.memory, Clock(), seed=n)
+    found = of_bf16(of.memory, y, n_tokens, n)
+    wanted = of.check() @ weight.T
+    np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=1e-2)
 
 
 class Chosen:

@@ -88,6 +88,20 @@ def test_down_loads_weights_before_it_waits(folder):
     assert before.count("ld.global") == n + 2 and "st.global" not in before
 
 
+@pytest.mark.parametrize("n_tokens", [1, 2])
+def test_constants_of_a_norms_product_are_loaded_before_it_waits(folder, n_tokens):
+    """The weights of a warp, and those of the norm. Nothing is stored before, and what
+    is added does not come through the cache of constants."""
+    text = (folder / f"sm_90a.norm_product.{n_tokens}.s").read_text()
+    before, wait, after = text.partition("griddepcontrol.wait;")
+    n_steps = n_tokens  # of the programs
+    of = tuning("NORM_TUNING", "norm_product.mojo")
+    assert wait and before.count("ld.global.nc.L1::no_allocate") == of.n_rows * n_steps
+    assert before.count("ld.global") == (of.n_rows + 1) * n_steps
+    assert "st.global" not in before and ".nc" not in after
+    assert "griddepcontrol.launch_dependents;" in text
+
+
 def test_the_benchmark_of_few_rows_has_the_limits_of_the_kernels():
     """Fails if it times a kernel as part of a layer that no op launches there."""
     for name in ("MAX_ROWS", "MAX_TOKENS"):
@@ -125,7 +139,7 @@ def test_a_lane_stores_adjacent_columns_at_once(folder, name, widths):
 
 def test_no_registers_are_spilled(folder):
     cubins = list(folder.glob("*.cubin"))
-    assert len(cubins) == 18
+    assert len(cubins) == 20
     for path in cubins:
         n_registers, stack_bytes = nvidia_resources(path.read_bytes())
         # In FP8 there are half as many sums more; a few registers are saved.

@@ -22,6 +22,7 @@ from max_ep_experts.heads import heads_kernel
 from max_ep_experts.hopper import hopper_kernel
 from max_ep_experts.linear import FEW_ROWS, linear_kernel
 from max_ep_experts.norm import add_norm_kernel
+from max_ep_experts.norm_product import norm_product_kernel
 from max_ep_experts.ring import MAX_GROUPS
 from max_ep_experts.tile import COLUMNS, K_STEP
 from max_ep_experts.tiles import BN
@@ -44,6 +45,8 @@ def main() raises:
     emit[chosen_down_kernel[DOWN.n_rows, DOWN.n_steps]]("chosen.down")
     comptime for n_columns in [320, 8448]:
         emit[add_norm_kernel[n_columns]](String("add_norm.", n_columns))
+    emit[norm_product_kernel[1, 2048]]("norm_product.1")
+    emit[norm_product_kernel[2, 2120]]("norm_product.2")
     emit[heads_kernel[DType.bfloat16, 64]]("heads")
     emit[work_kernel[ChooseExperts[DType.bfloat16, 128, 8, True, True]]]("choose")
     print(COLUMNS, K_STEP, FEW_ROWS, BN, MAX_GROUPS)

@@ -224,7 +224,8 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     n_layers = 3 if size.startswith(("laguna", "qwen2")) else 2
     is_ours = "gpu" in where and not size.startswith("deepseek")
     n_gpus = 1 + where.startswith("two")
-    assert ops.get("max_ep.add_norm", 0) == is_ours * (2 * n_layers - 1) * n_gpus
+    n_norms = sum(ops.get(f"max_ep.add_norm{end}", 0) for end in ("", "_linear"))
+    assert n_norms == is_ours * (2 * n_layers - 1) * n_gpus
     # Gate and up of gpt-oss have biases between.
     is_swiglu = "gpt_oss" not in size and not is_in_place
     assert ("max_ep.gpu_linear" in ops) == ("gpu" in where)
