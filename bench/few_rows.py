@@ -61,6 +61,16 @@ DOWN = [
     "8 rows, 1 step",
     "8 rows, 3 steps",
 ]
+OF_NORM = [
+    "two kernels",
+    "8 warps, 4 rows",
+    "the same without PDL",
+    "8 warps, 8 rows",
+    "8 warps, 2 rows",
+    "4 warps, 4 rows",
+    "4 warps, 8 rows",
+    "4 warps, 2 rows",
+]
 BF16, F32, I32 = DType.bfloat16, DType.float32, DType.int32
 
 
@@ -120,6 +130,16 @@ def graphs() -> list[tuple[str, Graph]]:
         result = TensorType(BF16, ["layers", "rows", "n"], gpu)
         values = [v.tensor for v in dense.inputs]
         dense.output(*ops.custom("bench.dense", gpu, values, [result]))
+    rows = TensorType(BF16, ["rows", HIDDEN], gpu)
+    types = [rows, rows, TensorType(BF16, [HIDDEN], gpu)]
+    types += [TensorType(BF16, ["layers", "n", HIDDEN], gpu)]
+    with Graph(
+        "norms", input_types=types + variants, custom_extensions=packages
+    ) as norms:
+        results = [TensorType(BF16, ["layers", "rows", "n"], gpu), rows, rows]
+        values = [v.tensor for v in norms.inputs]
+        how = dict(n_columns=HIDDEN)
+        norms.output(*ops.custom("bench.norms", gpu, values, results, how))
     hidden, moe_dim, n = HIDDEN, MOE_DIM, N_EXPERTS
     types = [
         TensorType(BF16, ["rows", hidden], gpu),
@@ -150,7 +170,7 @@ def graphs() -> list[tuple[str, Graph]]:
         ]
         found = ops.custom("bench.layers", gpu, values, results)
         layers.output(*found[:2])
-    return [("dense", dense), ("layers", layers)]
+    return [("dense", dense), ("norms", norms), ("layers", layers)]
 
 
 class Bench:
@@ -174,7 +194,7 @@ class Bench:
         print(
             f"{name}: a copy moves {self.gb_s:.0f} GB/s, read and written", flush=True
         )
-        for what in (self.whole, self.dense, self.experts):
+        for what in (self.norms, self.whole, self.dense, self.experts):
             try:
                 what()
             except Exception as e:
@@ -249,6 +269,27 @@ class Bench:
                     what = f"{shape}, {n_tokens} tokens: {DENSE[variant]}"
                     self.say(what, seconds / n_layers * 1e6, 2 * n * k, wrong)
             del weights
+
+    def norms(self) -> None:
+        """A sum, its norm and a product, each layer with another weight."""
+        for shape in ("qkv", "router"):
+            n, k, n_layers = SHAPES[shape]
+            weights, of_norm = draw(n_layers, n, k) * k**-0.5, draw(k)
+            for n_tokens in (1, 2, 4):
+                x, more = draw(n_tokens, k), draw(n_tokens, k)
+                total = x + more
+                wide = total.double()
+                scale = torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-6)
+                want_normed = (wide * scale).bfloat16() * of_norm
+                given = [x, more, of_norm, weights]
+                for variant in range(len(OF_NORM)):
+                    seconds, found = self.time("norms", given, [variant])
+                    y, total_found, normed = found
+                    want = (weights.double() @ normed.double().T).mT
+                    wrong = f"{error(y, want)} {error(normed, want_normed)}"
+                    wrong += " WRONG: sum" * (not torch.equal(total_found, total))
+                    what = f"norm and {shape}, {n_tokens} tokens: {OF_NORM[variant]}"
+                    self.say(what, seconds / n_layers * 1e6, 2 * n * k, wrong)
 
     def given(self, n_tokens: int) -> list:
         ids = torch.rand(N_LAYERS, n_tokens, N_EXPERTS, device=GPU).argsort(-1)

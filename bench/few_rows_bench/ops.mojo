@@ -15,6 +15,8 @@ from max_ep_experts.few_rows import (
     Tuning,
 )
 from max_ep_experts.linear import launch_linear
+from max_ep_experts.norm import add_norm_of, launch_add_norm
+from max_ep_experts.norm_product import launch_norm_product, NORM_TUNING
 from max_ep_experts.product import GroupedProduct
 from max_ep_experts.routed import launch_sorted, Sorted
 
@@ -41,8 +43,19 @@ comptime OF_DOWN = [
     Tuning(0, 0, 8, 1, True),
     Tuning(0, 0, 8, 3, True),
 ]
+# All warps of a block share k; steps follow from k.
+comptime OF_NORM = [
+    NORM_TUNING,
+    Tuning(8, 8, 4, 0, False),
+    Tuning(8, 8, 8, 0, True),
+    Tuning(8, 8, 2, 0, True),
+    Tuning(4, 4, 4, 0, True),
+    Tuning(4, 4, 8, 0, True),
+    Tuning(4, 4, 2, 0, True),
+]
 comptime N_DENSE = 11
 comptime N_DOWN = 6
+comptime N_NORM = 7
 
 
 def product_of(
@@ -113,6 +126,47 @@ struct Dense:
                 Int(variant),
                 ctx,
             )
+
+
+@extensibility.register("bench.norms")
+struct Norms:
+    """A sum, its norm, and a product of it in each layer, with variant 0 by two kernels."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, n_columns: Int
+    ](
+        y: OutputTensor[dtype=DType.bfloat16, rank=3, ...],
+        total: OutputTensor[dtype=DType.bfloat16, rank=2, ...],
+        normed: OutputTensor[dtype=DType.bfloat16, rank=2, ...],
+        x: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+        more: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+        norm_weight: InputTensor[dtype=DType.bfloat16, rank=1, ...],
+        weights: InputTensor[dtype=DType.bfloat16, rank=3, ...],
+        variant: Int32,
+        ctx: DeviceContext,
+    ) raises:
+        var n_rows, n, k = x.dim_size(0), weights.dim_size(1), weights.dim_size(2)
+        var sums = add_norm_of(total, normed, x, more, norm_weight)
+        for i in range(y.dim_size(0)):
+            var to = Int(y.unsafe_ptr()) + 2 * i * n_rows * n
+            var weight = Int(weights.unsafe_ptr()) + 2 * i * n * k
+            if variant == 0:
+                launch_add_norm[n_columns](sums, 1e-6, n_rows, ctx)
+                launch_few_rows[TUNING, MAX_TOKENS](
+                    product_of(to, Int(normed.unsafe_ptr()), weight, n_rows, n, k), ctx
+                )
+            comptime for at in range(N_NORM):
+                if Int(variant) == at + 1:
+                    launch_norm_product[n_columns, MAX_TOKENS, OF_NORM[at]](
+                        n_rows,
+                        {unsafe_from_address = to},
+                        sums,
+                        1e-6,
+                        {unsafe_from_address = weight},
+                        n,
+                        ctx,
+                    )
 
 
 @extensibility.register("bench.layers")

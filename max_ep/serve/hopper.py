@@ -232,7 +232,7 @@ def add_norm_anywhere(
 def add_norm_linear_anywhere(
     norm: RMSNorm, x: TensorValue, more: TensorValue, layer: Linear | StackedLinear
 ) -> tuple[TensorValue, TensorValue, TensorValue]:
-    """Returns ``x + more``, its norm, and ``layer`` of that: on Hopper by an op of ours,
+    """Returns ``x + more``, its norm, and ``layer`` of that: on Hopper by our op,
     which loads constant weights before the kernel before it has ended."""
     weight = _constant_weight(layer, x) if _has_our_norm(norm, x, more) else None
     if weight is None:

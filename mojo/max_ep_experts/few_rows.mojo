@@ -54,6 +54,10 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
     """A warp's products of tokens and rows of weights, along some of `k`."""
 
     comptime Sums = StaticTuple[Float32, Self.n_tokens * Self.n_rows]
+    comptime OfRow = StaticTuple[Float32, Self.n_tokens]
+    """What a lane has of its row of each token."""
+    comptime LANES = WARP_SIZE // Self.n_rows
+    """Lanes that have the same row, side by side."""
     comptime Weights = StaticTuple[_Loaded, Self.n_steps * Self.n_rows]
 
     var rows: StaticTuple[Bf16In, Self.n_rows]
@@ -97,9 +101,9 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
         return loaded
 
     @always_inline
-    def multiply(self, x: Bf16In, var loaded: Self.Weights) -> Self.Sums:
+    def multiply(self, x: Bf16In, var loaded: Self.Weights) -> Self.OfRow:
         """Multiplies tokens, `[n_tokens][k]`, with weights of which the first are loaded;
-        each lane gets all sums."""
+        a lane gets its row's sums."""
         var sums = Self.Sums(fill=0)
         var at = self.first
         while at < self.k:
@@ -117,8 +121,7 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
             at += self.stride
             if at < self.k:
                 loaded = self.load(at)
-        self.add_up(sums)
-        return sums
+        return self.add_up(sums)
 
     @always_inline
     def add[
@@ -137,10 +140,28 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
                 sums[sum] = fma(w[j], v[j], sums[sum])
 
     @always_inline
-    def add_up(self, mut sums: Self.Sums):
-        """Adds up what lanes have; each gets all sums."""
-        comptime for i in range(Self.n_tokens * Self.n_rows):
-            sums[i] = warp.sum(sums[i])
+    def add_up(self, sums: Self.Sums) -> Self.OfRow:
+        """Adds up what lanes have. Two lanes share the rows that both have: each sends
+        half of them, and keeps the others, until one row is left."""
+        comptime assert WARP_SIZE % Self.n_rows == 0, "max_ep: lanes share rows"
+        var lane = Int(thread_idx.x) % WARP_SIZE
+        var of_row = Self.OfRow(fill=0)
+        comptime for token in range(Self.n_tokens):
+            var kept = StaticTuple[Float32, Self.n_rows](fill=0)
+            comptime for row in range(Self.n_rows):
+                kept[row] = sums[token * Self.n_rows + row]
+            comptime for level in range(5):
+                comptime distance = WARP_SIZE >> (level + 1)
+                comptime half = Self.n_rows >> (level + 1)
+                var is_second = lane & distance != 0
+                comptime for i in range(half):
+                    var sent = kept[i] if is_second else kept[i + half]
+                    kept[i] = kept[i + half] if is_second else kept[i]
+                    kept[i] += warp.shuffle_xor(sent, UInt32(distance))
+                comptime if half == 0:
+                    kept[0] += warp.shuffle_xor(kept[0], UInt32(distance))
+            of_row[token] = kept[0]
+        return of_row
 
 
 @fieldwise_init
@@ -214,20 +235,15 @@ struct BlockOfRows[n_tokens: Int, n_steps: Int, tuning: Tuning](
         return Self.Dots(rows, slice * step, Self.tuning.n_slices * step, self.k)
 
     @always_inline
-    def store(self, y: Bf16Out, found: Self.Dots.Sums, sums: Smem[Float32]):
+    def store(self, y: Bf16Out, found: Self.Dots.OfRow, sums: Smem[Float32]):
         """Adds up the sums of all warps, and stores them in `y`, `[n_tokens][n]`."""
-        comptime n_rows = Self.tuning.n_rows
         var warp_idx, lane = divmod(Int(thread_idx.x), WARP_SIZE)
         var group, slice = divmod(warp_idx, Self.tuning.n_slices)
-        if lane == 0:
-            comptime for i in range(Self.n_tokens * n_rows):
-                comptime of_token = i // n_rows * Self.OF_BLOCK
-                sums[
-                    unsafe_offset=slice * Self.N_SUMS
-                    + of_token
-                    + group * n_rows
-                    + i % n_rows
-                ] = found[i]
+        var row, of_row = divmod(lane, Self.Dots.LANES)
+        var place = slice * Self.N_SUMS + group * Self.tuning.n_rows + row
+        if of_row == 0:
+            comptime for token in range(Self.n_tokens):
+                sums[unsafe_offset=place + token * Self.OF_BLOCK] = found[token]
         barrier()
         var first = Int(block_idx.x) * Self.OF_BLOCK
         comptime n_threads = Self.tuning.n_warps * WARP_SIZE
@@ -336,12 +352,12 @@ def chosen_gate_up_kernel[tuning: Tuning](of: Chosen):
     )
     var x = of.x.unsafe_offset(choice // of.top_k * of.hidden_size)
     var found = dots.multiply(x, dots.load(dots.first))
-    if lane == 0:
-        comptime for i in range(n_rows):
-            comptime half = i // width * n_columns
-            sums[
-                unsafe_offset=slice * of_block + half + group * width + i % width
-            ] = found[i]
+    var row_of_warp, of_row = divmod(lane, dots.LANES)
+    if of_row == 0:
+        var half, at = divmod(row_of_warp, width)
+        sums[
+            unsafe_offset=slice * of_block + half * n_columns + group * width + at
+        ] = found[0]
     barrier()
     var i = Int(thread_idx.x)
     if i < n_columns and first + i < of.moe_dim:
@@ -372,7 +388,7 @@ def chosen_down_kernel[n_rows: Int, n_steps: Int](of: Chosen):
     comptime for i in range(n_rows):
         rows[i] = of.down.unsafe_offset((row + i) * of.moe_dim)
     var dots = Dots[1, n_rows, n_steps](rows, 0, n_steps * STEP, of.moe_dim)
-    var found = type_of(dots).Sums(fill=0)
+    var found = type_of(dots).OfRow(fill=0)
     if is_there:
         var loaded = dots.load(0)
         await_kernel_before()
@@ -380,9 +396,9 @@ def chosen_down_kernel[n_rows: Int, n_steps: Int](of: Chosen):
         found = dots.multiply(x.unsafe_offset(choice * of.moe_dim), loaded)
     else:
         await_kernel_before()
-    if lane == 0:
-        comptime for i in range(n_rows):
-            sums[unsafe_offset=warp_idx * n_rows + i] = weight * found[i]
+    var row_of_warp, of_row = divmod(lane, dots.LANES)
+    if of_row == 0:
+        sums[unsafe_offset=warp_idx * n_rows + row_of_warp] = weight * found[0]
     barrier()
     var i = Int(thread_idx.x)
     if i < n_rows:

@@ -24,13 +24,13 @@ comptime MAX_STEPS = 4
 comptime _Floats = SIMD[DType.float32, LANE]
 
 
-def steps_for(n_columns: Int) -> Int:
+def steps_for(n_columns: Int, tuning: Tuning = NORM_TUNING) -> Int:
     """Returns the steps of a warp."""
-    return ceildiv(n_columns, NORM_TUNING.n_warps * STEP)
+    return ceildiv(n_columns, tuning.n_warps * STEP)
 
 
 def norm_product_kernel[
-    n_tokens: Int, n_columns: Int
+    n_tokens: Int, n_columns: Int, tuning: Tuning = NORM_TUNING
 ](y: Bf16Out, of: AddNorm, epsilon: Float32, weight: Bf16In, n: Int32):
     """Adds and normalizes `n_tokens` rows as `add_norm_kernel` does, and multiplies the
     norms with the transpose of a weight: `y` is `[n_tokens][n]`, `weight`
@@ -39,9 +39,9 @@ def norm_product_kernel[
     Launch: grid `ceildiv(n, rows of a block)`, `n_warps` warps; `n` a multiple of
     `n_rows`, `n_columns` of 8.
     """
-    comptime n_steps = steps_for(n_columns)
-    comptime n_warps = NORM_TUNING.n_warps
-    comptime Rows = BlockOfRows[n_tokens, n_steps, NORM_TUNING]
+    comptime n_steps = steps_for(n_columns, tuning)
+    comptime n_warps = tuning.n_warps
+    comptime Rows = BlockOfRows[n_tokens, n_steps, tuning]
     comptime n_kept = n_tokens * n_steps
     var sums = shared[Float32, Rows.N_SHARED, 16]()
     var of_warps = shared[Float32, n_tokens * n_warps, 16]()
@@ -83,12 +83,11 @@ def norm_product_kernel[
                 of.total.unsafe_store[alignment=16](at, total.cast[DType.bfloat16]())
                 of.normed.unsafe_store[alignment=16](at, normed)
             dots.add[token, i](found, loaded, normed.cast[DType.float32]())
-    dots.add_up(found)
-    rows.store(y, found, sums)
+    rows.store(y, dots.add_up(found), sums)
 
 
 def launch_norm_product[
-    n_columns: Int, max_rows: Int
+    n_columns: Int, max_rows: Int, tuning: Tuning = NORM_TUNING
 ](
     n_tokens: Int,
     y: Bf16Out,
@@ -102,13 +101,15 @@ def launch_norm_product[
     comptime for n_rows in range(1, max_rows + 1):
         if n_tokens == n_rows:
             context.enqueue_function(
-                context.compile_function[norm_product_kernel[n_rows, n_columns]](),
+                context.compile_function[
+                    norm_product_kernel[n_rows, n_columns, tuning]
+                ](),
                 y,
                 of,
                 epsilon,
                 weight,
                 Int32(n),
-                grid_dim=ceildiv(n, NORM_TUNING.rows_of_block()),
-                block_dim=NORM_TUNING.n_warps * WARP_SIZE,
-                attributes=NORM_TUNING.attributes(),
+                grid_dim=ceildiv(n, tuning.rows_of_block()),
+                block_dim=tuning.n_warps * WARP_SIZE,
+                attributes=tuning.attributes(),
             )
