@@ -130,7 +130,8 @@ struct Dense:
 
 @extensibility.register("bench.norms")
 struct Norms:
-    """A sum, its norm, and a product of it in each layer, with variant 0 by two kernels."""
+    """A sum, its norm, and a product of it in each layer, with variant 0 by two kernels.
+    """
 
     @staticmethod
     def execute[

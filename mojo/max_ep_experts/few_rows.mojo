@@ -126,12 +126,7 @@ struct Dots[n_tokens: Int, n_rows: Int, n_steps: Int](TrivialRegisterPassable):
     @always_inline
     def add[
         token: Int, i: Int
-    ](
-        self,
-        mut sums: Self.Sums,
-        loaded: Self.Weights,
-        v: SIMD[DType.float32, LANE],
-    ):
+    ](self, mut sums: Self.Sums, loaded: Self.Weights, v: SIMD[DType.float32, LANE]):
         """Adds products of a lane's elements of a token and of weights of step `i`."""
         comptime for row in range(Self.n_rows):
             comptime sum = token * Self.n_rows + row

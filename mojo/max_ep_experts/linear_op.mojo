@@ -102,7 +102,9 @@ struct GpuLinear:
         comptime assert is_gpu[target](), "max_ep: this op is for GPUs"
         if y.dim_size(0) != x.dim_size(0) or x.dim_size(1) != weight.dim_size(1):
             raise Error("max_ep: gpu_linear: shapes do not fit")
-        multiply_rows[target](y, {unsafe_from_address = Int(x.unsafe_ptr())}, weight, ctx)
+        multiply_rows[target](
+            y, {unsafe_from_address = Int(x.unsafe_ptr())}, weight, ctx
+        )
 
 
 @extensibility.register("max_ep.add_norm_linear")

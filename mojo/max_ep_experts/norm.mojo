@@ -62,7 +62,6 @@ struct AddNorm(KernelArgument):
         return (rounded.cast[DType.float32]() * weight).cast[DType.bfloat16]()
 
 
-
 def add_norm_kernel[n_columns: Int](of: AddNorm, epsilon: Float32):
     """Adds and normalizes a token with each block.
 
