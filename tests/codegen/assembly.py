@@ -7,6 +7,7 @@ compiler promises; what the hardware makes of that, only a test on a GPU can sho
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator
@@ -56,11 +57,15 @@ class Kernel:
 
     def __init__(self, ops: list[Op]) -> None:
         self.ops = ops
-        self._graph = networkx.DiGraph()
-        self._graph.add_nodes_from(range(len(ops)))
-        for i, op in enumerate(ops):
+
+    @functools.cached_property
+    def _graph(self) -> networkx.DiGraph:
+        graph = networkx.DiGraph()
+        graph.add_nodes_from(range(len(self.ops)))
+        for i, op in enumerate(self.ops):
             for after in op.successors:
-                self._graph.add_edge(i, after)
+                graph.add_edge(i, after)
+        return graph
 
     def find(self, where: Callable[[Op], bool]) -> set[int]:
         return {i for i, op in enumerate(self.ops) if where(op)}

@@ -17,7 +17,11 @@ from max_ep.waits import n_words, named, place
 from tests.children import ALL_CASES
 from tests.codegen.kernels import compiled, counter_word
 from tests.emulator import Clock, Emulated, Launch, Memory, Races, Trials, run
-from tests.emulator.grid import IDLE_ROUNDS, IDLE_ROUNDS_FOR_EVER
+from tests.emulator.grid import (
+    IDLE_ROUNDS,
+    IDLE_ROUNDS_FOR_EVER,
+    without_collector,
+)
 from tests.emulator.link import Link, with_calls
 
 N_THREADS, N_BLOCKS = 320, 2
@@ -111,17 +115,16 @@ def printed(name: str) -> tuple[Sizes, SimpleNamespace]:
 
 
 @functools.cache
-def kinds_at(name: str) -> list[dict[int, set[str]]]:
-    """Finds for each rank the kinds of each word that peers write into its region."""
+def places(name: str) -> list[dict[str, set[int]]]:
+    """Finds for each rank where peers write each kind of words into its region."""
     sizes, words = printed(name)
-    all_: list[dict[int, set[str]]] = [{} for _ in range(sizes.n_ranks)]
-    ranks = range(sizes.n_ranks)
-    for kind, reader, peer in itertools.product(_awaited_kinds(words), ranks, ranks):
+    ranks, kinds = range(sizes.n_ranks), _awaited_kinds(words)
+    found: list[dict[str, set[int]]] = [{x.name: set() for x in kinds} for _ in ranks]
+    for kind, reader, peer in itertools.product(kinds, ranks, ranks):
         i = np.arange(n_words(words, kind, reader, peer))
         for number in range(kind.n_runs):
-            for at in place(kind, peer, i, number).tolist():
-                all_[reader].setdefault(at, set()).add(kind.name)
-    return all_
+            found[reader][kind.name].update(place(kind, peer, i, number).tolist())
+    return found
 
 
 def _awaited_kinds(words: SimpleNamespace) -> list[SimpleNamespace]:
@@ -228,6 +231,10 @@ class World:
         self.queues = {}
         yield
         queues, self.queues = self.queues, None
+        self._run(queues)
+
+    @without_collector()
+    def _run(self, queues: dict[int, list]) -> None:
         self.seed += 1
         # Where ranks have a deadline, warps that are slow would miss it.
         is_even = self.timeout_ms != LONG_MS
@@ -250,7 +257,8 @@ class World:
         for of_rank, region in enumerate(self.regions):
             inside = range(region, region + self.sizes.region)
             for at in filter(inside.__contains__, addresses):
-                kinds = kinds_at(self.name)[rank].get(at - region)
+                of = places(self.name)[rank].items()
+                kinds = {kind for kind, there in of if at - region in there}
                 where = f"rank {rank} polls {at - region} of rank {of_rank}"
                 assert of_rank == rank and kinds, f"{where}, which is in no list"
                 self.polled |= kinds

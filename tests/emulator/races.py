@@ -50,6 +50,14 @@ class Word:
         """That of the observers; the next one polls for what is stored next."""
 
 
+class Words(defaultdict):
+    """Words by their numbers. `changes` counts stores into each 16 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(Word)
+        self.changes: dict[int, int] = defaultdict(int)
+
+
 class Thread:
     """A thread of a launch; the next launch of the rank has the same ones."""
 
@@ -140,6 +148,7 @@ def _store(n_bytes: int) -> Callable[[Watched, int, int], None]:
                 if word.stores and number not in word.observers:
                     thread.check(at, "writes", word.stores.items())
                 word.write(number, thread.now)
+        words.changes[at >> 4] += 1
         memory.stores[n_bytes](at, value)
 
     return store
@@ -148,7 +157,7 @@ def _store(n_bytes: int) -> Callable[[Watched, int, int], None]:
 class Watched:
     """Memory as a thread sees it."""
 
-    __slots__ = "thread", "words", "unordered", "lets_equal"
+    __slots__ = "thread", "words", "unordered", "lets_equal", "polls"
     load_1, load_2, load_4, load_8 = map(_load, SIZES)
     store_1, store_2, store_4, store_8 = map(_store, SIZES)
 
@@ -156,16 +165,23 @@ class Watched:
         self,
         thread: Thread,
         memory: Memory,
-        words: dict[int, Word],
+        words: Words,
         lets_equal: bool,
     ) -> None:
         self.thread, self.words, self.unordered = thread, words, memory
         self.lets_equal = lets_equal
+        self.polls: dict[int, tuple] = {}
+        """For addresses, the last poll: another one like it, if nothing was stored
+        since and the thread has not gone on, finds what this one has found."""
 
     def poll(self, at: int, n_bytes: int, order: str, scope: str) -> None:
         """Is called at each ordered load."""
         thread, words = self.thread, self.words
         number, now, launch = thread.number, thread.now, thread.launch
+        poll = words.changes[at >> 4], now, n_bytes, order, scope
+        if self.polls.get(at) == poll:
+            return
+        self.polls[at] = poll
         if scope == "sys":
             thread.polled.add(at)
         for place in range(at >> 2, at + n_bytes + 3 >> 2):
@@ -176,7 +192,7 @@ class Watched:
                 thread.check(at, order, [(word.writer, word.written)])
             if order == "nc" and (word.writer >= 0 or word.stores):
                 raise Race(f"{at:#x} is read as a constant, and was written")
-            if word.stores and word.launch in (0, launch):
+            if word.stores and (not word.launch or word.launch == launch):
                 word.launch = launch
                 if word.observers is NOBODY:
                     word.observers = {}
@@ -224,6 +240,7 @@ class Watched:
             if word.stores is NOBODY:
                 word.stores = {}
             word.stores[thread.number] = thread.now
+        self.words.changes[at >> 4] += 1
         word = self.words[at >> 2]
         if how == "st":
             word.releases = ()
@@ -254,9 +271,8 @@ class Races:
             [Thread(rank * n + i, rank, i // n_threads, n_all) for i in range(n)]
             for rank in range(n_ranks)
         ]
-        self.words = defaultdict(
-            Word, {at >> 2: Word(False, False) for at in unwatched}
-        )
+        self.words = Words()
+        self.words |= {at >> 2: Word(False, False) for at in unwatched}
         self.words |= {at >> 2: Word(False) for at in unread}
         self.lets_equal = lets_equal
 
@@ -269,7 +285,7 @@ class Races:
 
     def memories(self, threads: list[Thread], memory: Memory, shared: Memory) -> list:
         """What the threads of a block see."""
-        words = defaultdict(Word)
+        words = Words()
         return [
             (
                 Watched(x, memory, self.words, self.lets_equal),

@@ -30,6 +30,7 @@ _FOLDED = {
     ast.LShift: operator.lshift,
     ast.RShift: operator.rshift,
 }
+_LEAVES = (ast.Name, ast.Constant)
 _LINEAR = (ast.Add, ast.Sub, ast.Mult, ast.BitAnd, ast.BitOr, ast.BitXor)
 
 Bounds = tuple[int, int] | None
@@ -49,6 +50,8 @@ def _walk(x: ast.AST) -> Iterator[ast.AST]:
     todo = [x]
     for x in todo:
         yield x
+        if type(x) in _LEAVES:
+            continue
         for name in x._fields:
             value = getattr(x, name)
             if isinstance(value, list):
@@ -177,6 +180,8 @@ class Numbers:
 
     def simpler(self, x: ast.AST) -> ast.AST:
         """Makes an expression, or a statement, simpler."""
+        if type(x) in _LEAVES:
+            return x
         for name in x._fields:
             value = getattr(x, name)
             if isinstance(value, list):
