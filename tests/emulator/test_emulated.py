@@ -254,7 +254,7 @@ def test_parts_of_a_sum_are_counted_in_all_rounds():
     check_header(world, range(4), 1)
 
 
-@pytest.mark.parametrize("name", ["masks", "masks_rows"])
+@pytest.mark.parametrize("name", ["masks", pytest.param("masks_rows", marks=slow)])
 def test_a_rank_is_masked_and_comes_back(name):
     world = World(name, timeout_ms=MASKED_MS)
     run_steps(world, [([5, 2, 4], 1)])
