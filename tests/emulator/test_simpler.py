@@ -12,8 +12,9 @@ from types import CodeType
 import pytest
 
 from tests.emulator import numbers
+from tests.emulator.bounds import REGISTER, Numbers
 from tests.emulator.emulated_world import text_of
-from tests.emulator.simpler import REGISTER, Numbers, chosen, simplified
+from tests.emulator.simpler import chosen, simplified
 from tests.emulator.translation import Translation
 
 
