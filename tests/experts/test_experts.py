@@ -19,7 +19,7 @@ from max_ep.extension import run_mojo
 from max_ep.serve import hopper
 from tests.children import WHERE_WE_IMPORT, ran, slow
 from tests.codegen.assembly import nvidia_resources
-from tests.codegen.kernels import PROGRAMS, compiled, mojo_constant, tuning
+from tests.codegen.kernels import PROGRAMS, Tuning, compiled, mojo_constant, tuning
 from tests.errors import raises, refused
 
 FEW_ROWS = "max_ep_experts/few_rows.mojo"
@@ -106,6 +106,36 @@ def test_the_benchmark_of_few_rows_has_the_limits_of_the_kernels():
     """Fails if it times a kernel as part of a layer that no op launches there."""
     for name in ("MAX_ROWS", "MAX_TOKENS"):
         assert getattr(few_rows, name) == mojo_constant(name, FEW_ROWS)
+
+
+OF_DENSE = "{0.n_warps} warps, {0.n_slices} slices, {0.n_rows} rows, {0.n_steps} steps"
+
+
+@pytest.mark.parametrize(
+    "mojo, names, words",
+    [
+        ("DENSE", few_rows.DENSE, OF_DENSE),
+        ("DOWN", few_rows.DOWN, "{0.n_rows} rows, {0.n_steps} steps"),
+        ("NORM", few_rows.OF_NORM, "{0.n_warps} warps, {0.n_rows} rows"),
+    ],
+)
+def test_the_benchmark_of_few_rows_names_what_it_times(mojo, names, words):
+    """Mojo and Python list the same variants; the first is of Python alone."""
+    text = Path(few_rows.__file__).with_name("few_rows_bench").joinpath("ops.mojo")
+    text = text.read_text()
+    (made,) = re.findall(rf"^comptime (?:OF_)?{mojo} = \[(.*?)^\]", text, re.M | re.S)
+    wanted = []
+    for name, sizes in re.findall(r"(\w+)(?:\((.*)\))?,$", made, re.M):
+        file = "norm_product.mojo" if name == "NORM_TUNING" else "few_rows.mojo"
+        *numbers, overlaps = sizes.split(", ") if sizes else (None, "True")
+        of = Tuning(*map(int, numbers)) if sizes else tuning(name, file)
+        said = re.sub(r"\b1 (\w+)s\b", r"1 \1", words.format(of))
+        if overlaps == "False":
+            assert said == wanted[0]
+            said = "the same without PDL"
+        wanted.append(said)
+    assert names[1:] == wanted
+    assert re.findall(rf"^comptime N_{mojo} = (\d+)$", text, re.M) == [f"{len(wanted)}"]
 
 
 def test_a_fence_before_each_product_of_gathered_rows(folder):

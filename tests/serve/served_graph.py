@@ -42,8 +42,27 @@ def count_ops(graph: Graph) -> NoReturn:
     print("latent:", sorted({int(n_heads) for n_heads in latent}))
     symbols = re.findall(r'symbol = "([\w.]+)"', text)
     names = [symbol for symbol in symbols if symbol.startswith(("max_ep.", "ep."))]
+    print("early:", json.dumps(sorted(read_early(text))))
     print("ops:", json.dumps(Counter(names)), flush=True)
     os._exit(0)
+
+
+def read_early(text: str) -> set[str]:
+    """Finds all that makes the weights of `add_norm_linear`, its third and fourth
+    operand, which it reads before the kernel before it has ended."""
+    makers: dict[str, tuple[str, list[str]]] = {}
+    todo = []
+    for made, op, given in re.findall(r"^ *(%[^=]*) = ([\w.]+)(.*)$", text, re.M):
+        for name in re.findall(r"%\w+", made):
+            makers[name] = op, re.findall(r"%\w+", given)
+        if '"max_ep.add_norm_linear"' in given:
+            todo += makers[name][1][2:4]
+    found = set()
+    while todo:
+        op, of = makers.get(todo.pop(), ("an argument", []))
+        found.add(op)
+        todo += of
+    return found
 
 
 if __name__ == "__main__":

@@ -137,6 +137,9 @@ PLACED = dict.fromkeys(("dispatch", "combine", "softmax_top_k", "balance_ids"), 
 CLAMPED = dict(dispatch=4, combine=4, softmax_top_k=4)
 CLAMPED_ON_ONE = dict(dispatch=2, combine=2, softmax_top_k=2)
 FOUR = dict(dispatch=4, combine=4)
+CONSTANTS = set(
+    "mo.constant.external mo.chain.create rmo.mo.transfer rmo.concat rmo.slice".split()
+)
 ON_TWO = [
     ("gpt_oss_tiny", True),
     ("qwen2_tiny", True),
@@ -226,6 +229,11 @@ def test_graph_has_our_ops(tmp_path, where, size, wanted):
     n_gpus = 1 + where.startswith("two")
     n_norms = sum(ops.get(f"max_ep.add_norm{end}", 0) for end in ("", "_linear"))
     assert n_norms == is_ours * (2 * n_layers - 1) * n_gpus
+    # MAX moves, cuts and joins constants once, as it loads a model.
+    line = next(x for x in done.stdout.splitlines() if x.startswith("early: "))
+    early = {*json.loads(line.removeprefix("early: "))}
+    assert bool(early) == ("max_ep.add_norm_linear" in ops)
+    assert early <= CONSTANTS
     # Gate and up of gpt-oss have biases between.
     is_swiglu = "gpt_oss" not in size and not is_in_place
     assert ("max_ep.gpu_linear" in ops) == ("gpu" in where)
