@@ -88,6 +88,7 @@ class Placement:
 
         They are int32 ``[n_layers, n_logical, max_replicas]``; 0: as many as needed.
         """
+        checked_int("max_replicas", max_replicas, 0)
         logcnt = self.logcnt
         most = int(logcnt.max())
         if 0 < max_replicas < most:
@@ -124,7 +125,8 @@ class Placement:
     def logical_counts(self, counts: np.ndarray) -> np.ndarray:
         """Adds up rows of physical experts, ``[n_layers, n_physical]``."""
         _checked_rows(counts, "counts", "n_physical", self.phy2log.shape)
-        total = np.zeros(self.logcnt.shape, np.int64)
+        is_float = np.asarray(counts).dtype.kind == "f"  # such as a mean of runs
+        total = np.zeros(self.logcnt.shape, np.float64 if is_float else np.int64)
         np.add.at(total, (np.arange(len(total))[:, None], self.phy2log), counts)
         return total
 
@@ -143,12 +145,17 @@ class Placement:
 
 def unbalanced(n_layers: int, n_experts: int, n_ranks: int) -> Placement:
     """Returns the placement without replicas: each expert where its id says."""
+    for name, n in (("n_layers", n_layers), ("n_experts", n_experts)):
+        checked_int(name, n)
     return Placement(np.tile(np.arange(n_experts), (n_layers, 1)), n_ranks)
 
 
 def default_replicas(n_experts: int, n_ranks: int, max_replicas: int = 0) -> int:
     """Returns how many replicas experts get if nobody says it: an eighth more, and as
     many as all ranks can hold equally."""
+    for name, n in (("n_experts", n_experts), ("n_ranks", n_ranks)):
+        checked_int(name, n)
+    checked_int("max_replicas", max_replicas, 0)
     n_replicas = -(-n_experts * 9 // 8 // n_ranks) * n_ranks - n_experts
     most = min(max_replicas or n_ranks, n_ranks)
     return max(0, min(n_replicas, n_experts * (most - 1)))
@@ -320,21 +327,29 @@ def rebalance(
 
     Args:
         weights: Of each layer and rank: ``weights[layer][rank]`` is a list of NumPy
-            arrays or torch tensors ``[n_local_experts, ...]``.
+            arrays or torch tensors ``[n_local_experts, ...]``, alike for all ranks and
+            layers.
         old: Where the weights are.
         new: Where they go.
         slice_bytes: Most bytes of a step.
+
+    Raises:
+        TypeError, ValueError: If weights are missing or differ, before any is moved.
     """
-    for layer, of_layer in enumerate(weights):
-        for rank, tensors in enumerate(of_layer):
-            if not isinstance(tensors, (list, tuple)):
-                raise TypeError(
-                    f"weights[{layer}][{rank}] is a {type(tensors).__name__}; pass a "
-                    "list of arrays [n_local_experts, ...], also of one"
-                )
-    expert_bytes = sum(x[0].nbytes for x in weights[0][0])
-    phy2log, now = old.phy2log.copy(), old
+    expert_bytes = _checked_weights(weights, old)
     slices = moves(old, new, expert_bytes, slice_bytes)
+    return _rebalanced(weights, old, new, expert_bytes, slices)
+
+
+def _rebalanced(
+    weights: Sequence[Sequence[Sequence[Any]]],
+    old: Placement,
+    new: Placement,
+    expert_bytes: int,
+    slices: list[Slice],
+) -> Iterator[Placement]:
+    """Moves the slices."""
+    phy2log, now = old.phy2log.copy(), old
     for layer, of_layer in groupby(slices, lambda s: s.layer):
         arrived: dict[tuple[int, int], np.ndarray] = {}
         for s in of_layer:
@@ -357,16 +372,76 @@ def rebalance(
         yield now
 
 
+def _checked_weights(weights: Any, placement: Placement) -> int:
+    """Raises unless all weights of a placement are there, each where bytes can be
+    moved, and all ranks have the same; returns the bytes of an expert."""
+    n_layers, n_physical = placement.phy2log.shape
+    n_ranks, n_local = placement.n_ranks, placement.n_local
+    _check_length("weights", weights, n_layers, "layer")
+    first: list[str] = []
+    for layer, of_layer in enumerate(weights):
+        _check_length(f"weights[{layer}]", of_layer, n_ranks, "rank")
+        for rank, tensors in enumerate(of_layer):
+            name = f"weights[{layer}][{rank}]"
+            if not isinstance(tensors, (list, tuple)):
+                raise TypeError(
+                    f"{name} is a {type(tensors).__name__}; pass a list of arrays "
+                    "[n_local_experts, ...], also of one"
+                )
+            n_held = min(max(n_physical - rank * n_local, 0), n_local)
+            for i, tensor in enumerate(tensors):
+                _check_tensor(f"{name}[{i}]", tensor, n_held, n_local)
+            kinds = [f"{x.dtype} {[*x.shape[1:]]}" for x in tensors]
+            first = first or kinds
+            if kinds != first or not kinds:
+                raise ValueError(
+                    f"an expert of {name} has {', '.join(kinds) or 'no tensors'}, one "
+                    f"of weights[0][0] {', '.join(first) or 'no tensors'}; pass the "
+                    "same tensors for all ranks and layers"
+                )
+    return sum(x.nbytes // len(x) for x in weights[0][0])
+
+
+def _check_length(name: str, given: Sequence[Any], n_wanted: int, of: str) -> None:
+    if len(given) != n_wanted:
+        raise ValueError(
+            f"{name} has {counted(len(given), of)}, the old placement "
+            f"{counted(n_wanted, of)}; pass the weights of all"
+        )
+
+
+def _check_tensor(name: str, tensor: Any, n_held: int, n_local: int) -> None:
+    """Raises unless it has the experts of a rank, and its bytes can be changed."""
+    is_numpy = isinstance(tensor, np.ndarray)
+    if not is_numpy and not hasattr(tensor, "is_contiguous"):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}; it must be a NumPy array or a torch "
+            "tensor [n_local_experts, ...]"
+        )
+    shape = [*tensor.shape]
+    if not shape or not n_held <= shape[0] <= n_local:
+        raise ValueError(
+            f"{name} has shape {shape}; it must have the "
+            f"{counted(n_held, 'expert')} of its rank: [n_local_experts, ...]"
+        )
+    flags = tensor.flags if is_numpy else None
+    if not (flags.c_contiguous if flags else tensor.is_contiguous()):
+        raise ValueError(f"{name} is not contiguous; weights must be contiguous")
+    if not (flags.writeable if flags else tensor.device.type == "cpu"):
+        where = "read-only" if flags else f"on {tensor.device}"
+        raise ValueError(f"{name} is {where}; pass weights on the CPU, to be changed")
+
+
 def _bytes_of(tensors: Sequence[Any], local: int) -> Iterator[np.ndarray]:
     """Views an expert's tensors as bytes."""
     for tensor in tensors:
+        # In two dimensions: one number of an expert would be a copy.
+        rows = tensor.reshape(len(tensor), -1)
         if not isinstance(tensor, np.ndarray):
             import torch
 
-            tensor = tensor.view(torch.uint8).numpy()
-        if not tensor.flags.c_contiguous:
-            raise ValueError("weights must be contiguous")
-        yield tensor[local].reshape(-1).view(np.uint8)
+            rows = rows.detach().view(torch.uint8).numpy()
+        yield rows[local].view(np.uint8)
 
 
 def _main(given: str, planned: str) -> None:

@@ -6,5 +6,5 @@ from typing import SupportsInt
 
 def counted(n: SupportsInt, noun: str) -> str:
     """Returns ``1 rank``, or ``2 ranks``."""
-    is_hissed = noun.endswith(("s", "ch"))  # processes, launches
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if is_hissed else 's'}"
+    adds_es = noun.endswith(("s", "ch"))  # processes, launches
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if adds_es else 's'}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .limits import MAX_EXPERTS
+from .limits import MAX_EXPERTS, checked_int
 from .plural import counted
 from .quantize import bfloat16_to_float32 as bfloat16_to_float32
 from .quantize import float8_e4m3fn_to_float32 as float8_e4m3fn_to_float32
@@ -218,6 +218,10 @@ def softmax_top_k(
     falling logit, NaN first, equal ones by id; and their weights float64, before they
     are rounded to float32. With `renormalize` a token's weights add up to one.
     """
+    if logits.ndim != 2:
+        shape = list(logits.shape)
+        raise ValueError(f"logits must be [n_tokens, n_experts], got {shape}")
+    checked_int("top_k", top_k, 1, logits.shape[1], ", the experts of logits")
     is_nan = np.isnan(logits)
     falling = np.where(is_nan, -np.inf, -logits.astype(np.float64))
     by_id = np.broadcast_to(np.arange(logits.shape[1]), logits.shape)
@@ -239,6 +243,11 @@ def balance_ids(
     stays; one that no expert has becomes what no physical expert has.
     """
     n_logical = len(logcnt)
+    if log2phy.ndim != 2 or logcnt.shape != log2phy.shape[:1]:
+        raise ValueError(
+            "log2phy and logcnt must be [n_logical, max_replicas] and [n_logical], got"
+            f" {list(log2phy.shape)} and {list(logcnt.shape)}; pass those of one layer"
+        )
     expert = topk_ids.clip(0, n_logical - 1)
     choice = np.arange(topk_ids.size).reshape(topk_ids.shape)
     physical = log2phy[expert, choice % np.maximum(logcnt[expert], 1)]
@@ -263,6 +272,7 @@ def degraded(
     Returns:
         Flags, bool `[n_tokens]`, and shares, float32 `[n_tokens]`; 1 without a flag.
     """
+    _check_same_shape(topk_weights, topk_ids)
     is_expert = (topk_ids >= 0) & (topk_ids < n_experts)
     owners = np.where(is_expert, topk_ids, 0) // n_local_experts(n_experts, len(masked))
     is_lost = is_expert & np.asarray(masked, bool)[owners]
@@ -292,22 +302,25 @@ def moe(
     `[n_tokens, hidden]`, summed as `combine` does.
     """
     _check_ids([topk_ids], [len(tokens)], np.iinfo(np.int64).max)
-    if topk_weights.shape != topk_ids.shape:
-        raise ValueError(
-            f"topk_weights must have the shape of topk_ids, {list(topk_ids.shape)}, "
-            f"got {list(topk_weights.shape)}"
-        )
+    _check_same_shape(topk_weights, topk_ids)
     row_of_choice = np.full(topk_ids.shape, -1)
     expert_rows = [typed("tokens", tokens, np.float32)[:0]]
     n_rows = 0
     for expert_id in np.unique(topk_ids[topk_ids >= 0]):
         token_idx, k = np.nonzero(topk_ids == expert_id)
         row_of_choice[token_idx, k] = n_rows + np.arange(len(k))
-        expert_rows.append(expert_fn(int(expert_id), tokens[token_idx]))
+        given = tokens[token_idx]
+        made = expert_fn(int(expert_id), given)
+        _check_made(f"expert_fn made of the tokens of expert {expert_id}", made, given)
+        expert_rows.append(made)
         n_rows += len(k)
     all_rows = np.concatenate(expert_rows)
     acc = _weighted_sum(all_rows, row_of_choice, topk_weights)
-    return acc if shared_fn is None else round_sum(acc) + shared_fn(tokens)
+    if shared_fn is None:
+        return acc
+    shared = shared_fn(tokens)
+    _check_made("shared_fn made of the tokens", shared, tokens)
+    return round_sum(acc) + shared
 
 
 def swiglu(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
@@ -420,6 +433,17 @@ def _check_combine(
 ) -> None:
     """Raises a `ValueError` unless each rank has a row for each it was given, and each
     choice that has a row has a weight."""
+    numbers = [len(expert_rows), len(results), len(topk_weights)]
+    if numbers != [len(results) or 1] * 3:
+        raise ValueError(
+            "expert_rows, results and topk_weights must have one entry a rank, got"
+            f" {numbers}"
+        )
+    for name, arrays in (("expert_rows", expert_rows), ("topk_weights", topk_weights)):
+        for rank, array in enumerate(arrays):
+            if array.ndim != 2:
+                shape = list(array.shape)
+                raise ValueError(f"rank {rank}: {name} must be a matrix, got {shape}")
     for rank, (rows, result) in enumerate(zip(expert_rows, results)):
         if len(rows) != (n := len(result.src_ranks)):
             raise ValueError(f"rank {rank}: {counted(len(rows), 'row')}, needs {n}")
@@ -434,12 +458,27 @@ def _check_combine(
                 )
 
 
+def _check_same_shape(topk_weights: np.ndarray, topk_ids: np.ndarray) -> None:
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights must have the shape of topk_ids, {list(topk_ids.shape)}, "
+            f"got {list(topk_weights.shape)}"
+        )
+
+
+def _check_made(what: str, made: np.ndarray, given: np.ndarray) -> None:
+    """Raises a `ValueError` unless there is a row of the same size for each token."""
+    if np.shape(made) != given.shape:
+        shape, wanted = list(np.shape(made)), list(given.shape)
+        raise ValueError(f"what {what} has shape {shape}; it must have {wanted}")
+
+
 def _check_ids(
     topk_ids: Sequence[np.ndarray], n_tokens: Sequence[int], n_experts: int
 ) -> None:
     """Raises a `ValueError` that says which rank's ids are wrong, if any."""
     shapes = [ids.shape for ids in topk_ids]
-    if shapes != [(n, shapes[0][-1]) for n in n_tokens]:
+    if not shapes or shapes != [(n, *shapes[0][-1:]) for n in n_tokens]:
         raise ValueError(
             f"topk_ids must be [n_tokens, top_k] on each rank, with n_tokens"
             f" {list(n_tokens)} and one top_k, got {shapes}"

@@ -406,6 +406,7 @@ def check_tables(
                 f"log2phy has experts in [{used.min()}, {used.max()}]; they must be in "
                 f"[0, n_experts={config.n_experts})"
             )
+        _check_no_place_is_shared(is_used, of_rank)
         placements.append(np.where(is_used, of_rank, -1))
     for rank, placement in enumerate(placements):
         if not np.array_equal(placement, placements[0]):
@@ -414,3 +415,17 @@ def check_tables(
                 "those of local rank 0: tokens would go to other experts than the "
                 "router chose; pass the same to all ranks"
             )
+
+
+def _check_no_place_is_shared(is_used: np.ndarray, log2phy: np.ndarray) -> None:
+    """Checks that a physical expert stands for one logical expert of a layer."""
+    layer, logical, _ = np.nonzero(is_used)
+    entries = np.unique(np.stack([layer, log2phy[is_used], logical], 1), axis=0)
+    is_again = (entries[1:, :2] == entries[:-1, :2]).all(1)
+    for i in np.flatnonzero(is_again)[:1]:
+        (layer_idx, place, one), other = entries[i].tolist(), entries[i + 1, 2]
+        raise ValueError(
+            f"log2phy has physical expert {place} of layer {layer_idx} for the logical "
+            f"experts {one} and {other}: it has the weights of one of them; pass the "
+            "tables of a Placement, or others that name a place for one expert only"
+        )

@@ -25,6 +25,7 @@ from max.dtype import DType
 
 from .. import EPCommInitializer
 from ..balance import Placement, moves
+from ..plural import counted
 from .held import EXPERTS, HeldExperts
 
 SLICE_BYTES = 16 << 20
@@ -133,7 +134,7 @@ class Balancer:
         for layer in range(n_layers):
             n_moved += yield from self._move(layer, found)
         _logger.info(
-            f"max_ep: moved {n_moved} of {counts.size} experts in "
+            f"max_ep: moved {n_moved} of {counted(counts.size, 'expert')} in "
             f"{time.monotonic() - begin:.1f} s: {now:.2f} times the mean becomes "
             f"{then:.2f}"
         )

@@ -24,6 +24,7 @@ from .. import EPCommInitializer, EPConfig, experts, extension_path
 from ..checkpoint import described
 from ..checkpoint.decoder import Decoder
 from ..config.protocol import cost_of_by_expert
+from ..plural import counted
 from .balancer import Balancer
 from .decoder import OurDecoder, check_returns
 from .hopper import is_hopper
@@ -77,9 +78,10 @@ class ServingInitializer(EPCommInitializer):
         super().ep_init(InferenceSession(devices=session.devices))
         n, mib = config.n_gpus_per_node, config.estimate_memory_usage() / 2**20
         _logger.info(
-            f"max_ep: {n} rank{'s' * (n > 1)} on {config.target.upper()}, protocol "
-            f"{config.protocol}, {config.max_tokens_per_rank} tokens a rank, "
-            f"{mib:.1f} MiB of symmetric memory each, time-out {config.timeout_s:g} s"
+            f"max_ep: {counted(n, 'rank')} on {config.target.upper()}, protocol "
+            f"{config.protocol}, {counted(config.max_tokens_per_rank, 'token')} a "
+            f"rank, {mib:.1f} MiB of symmetric memory each, time-out "
+            f"{config.timeout_s:g} s"
         )
 
 

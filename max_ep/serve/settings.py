@@ -29,6 +29,7 @@ from ..limits import (
     PROTOCOLS,
     timeout_s_of_environment,
 )
+from ..plural import counted
 from .held import HeldExperts
 from .hopper import is_hopper
 from .source import config_of, decoder_of, is_downloaded, stored_in
@@ -84,17 +85,17 @@ def serving_config(pipeline_config: Any, model: Decoder, dtype: DType) -> EPConf
         )
     if n > 1 and degree != n:
         raise ValueError(
-            f"--data-parallel-degree {degree} with --ep-size {runtime.ep_size} on {n} "
-            f"GPUs: max_ep serves with one replica a GPU; pass --data-parallel-degree "
-            f"{n}"
+            f"--data-parallel-degree {degree} with --ep-size {runtime.ep_size} on "
+            f"{counted(n, 'GPU')}: max_ep serves with one replica a GPU; pass "
+            f"--data-parallel-degree {n}"
         )
     n_experts = model.moe.n_experts
     if n_experts % n_ranks:
         remedy = "serve on a number of GPUs" if n else "pass an --ep-size"
         raise ValueError(
-            f"{n_experts} experts cannot be loaded on --ep-size {n_ranks} ranks: "
-            f"every rank has the same number of experts; {remedy} that divides "
-            f"{n_experts}"
+            f"{counted(n_experts, 'expert')} cannot be loaded on --ep-size "
+            f"{counted(n_ranks, 'rank')}: every rank has the same number of experts; "
+            f"{remedy} that divides {n_experts}"
         )
     n_tokens = runtime.max_batch_input_tokens
     if not runtime.enable_chunked_prefill:
@@ -145,10 +146,10 @@ def _placed(config: EPConfig) -> EPConfig:
     have = placement.n_ranks, placement.n_logical
     if n_physical % config.n_ranks != 0 or have != (config.n_ranks, config.n_experts):
         raise ValueError(
-            f"{PLACEMENT_VARIABLE}={path} has {have[1]} experts on {have[0]} ranks, "
-            f"{n_physical} with replicas; served are {config.n_experts} on "
-            f"{config.n_ranks}. It must be of the same, and all ranks have as many "
-            "replicas: plan again (max-ep balance)"
+            f"{PLACEMENT_VARIABLE}={path} has {counted(have[1], 'expert')} on "
+            f"{counted(have[0], 'rank')}, {n_physical} with replicas; served are "
+            f"{config.n_experts} on {config.n_ranks}. It must be of the same, and all "
+            "ranks have as many replicas: plan again (max-ep balance)"
         )
     return _with_placement(config, placement)
 
@@ -211,8 +212,8 @@ def place_experts(state_dict: dict[str, Any], config: EPConfig) -> dict[str, Any
         experts.setdefault(int(layer), []).append((before, int(expert), after))
     if len(experts) != config.num_moe_layers:
         raise ValueError(
-            f"{PLACEMENT_VARIABLE} has {config.num_moe_layers} layers, and "
-            f"{len(experts)} of the model have experts"
+            f"{PLACEMENT_VARIABLE} has {counted(config.num_moe_layers, 'layer')}, the "
+            f"model {len(experts)} with experts"
         )
     for layer, row in zip(sorted(experts), config.eplb_phy2log_plan):
         for before, expert, after in experts[layer]:

@@ -13,8 +13,9 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
 from graphs.moe_layer import CONFIG, HIDDEN_SIZE, MOE_DIM
-from max_ep import EPBatchManager, EPCommInitializer
+from max_ep import EPBatchManager, EPCommInitializer, balance
 from max_ep.balance import Placement, moves, plan, rebalance, unbalanced
+from max_ep.config import checks
 from max_ep.graph.moe import moe_layer
 from max_ep.reference import balance_ids
 from max_ep.stats import Statistics
@@ -185,6 +186,8 @@ def test_tables_are_those_of_max():
         [1 + 4, 2, 0 + 3 + 5],
         [6 + 11, 7 + 9 + 10, 8],
     ]
+    means = placement.logical_counts(np.full((2, 6), 1.5))  # were rounded one by one
+    assert means.tolist() == [[3, 1.5, 4.5], [3, 4.5, 1.5]]
 
 
 def test_a_second_plan_moves_few():
@@ -199,13 +202,16 @@ def test_a_second_plan_moves_few():
 
 
 def weights_of(placement: Placement, layer: int) -> list[list]:
-    """Tensors of each rank that say which expert they are of; 4 + 6 bytes each."""
+    """Tensors of each rank that say which expert they are of; 2 + 2 + 6 bytes each.
+    Two have a number for each expert: such were not moved."""
     ranks = []
     for rank in range(placement.n_ranks):
         own = placement.phy2log[layer, rank * placement.n_local :][: placement.n_local]
         ids = own[:, None] + 100 * layer
         down = torch.from_numpy(ids.repeat(3, 1)).to(torch.bfloat16)
-        ranks.append([ids.astype(np.int32), down.reshape(-1, 1, 3)])
+        one = ids[:, 0].astype(np.int16)
+        scales = torch.nn.Parameter(torch.from_numpy(one.copy()), requires_grad=False)
+        ranks.append([one, scales, down.reshape(-1, 1, 3)])
     return ranks
 
 
@@ -242,6 +248,9 @@ def test_weights_are_moved_in_slices(slice_bytes):
 
 
 ONE, ONE_OF_8 = unbalanced(1, 4, 2), unbalanced(1, 8, 2)
+SWAPPED = Placement(ONE.phy2log[:, ::-1], 2)
+FIXED, TABLES = np.zeros((2, 3)), np.zeros((2, 2, 16, 3), int)
+FIXED.setflags(write=False)
 
 
 @refused("""
@@ -276,19 +285,30 @@ Placement(np.array([[0, 1]]), 2.0) | n_ranks=2.0 must be an integer from 1 to 2
 Placement(np.array([[0, 0, 0, 1]]), 2).log2phy(2) | 3 replicas, above max_replicas=2
 moves(ONE, unbalanced(2, 4, 2), 1, 1) | same layers
 moves(ONE, ONE, 1, 0) | slice_bytes=0
-list(rebalance([[[np.zeros((2, 6))[:, ::2]]] * 2], ONE, \
-Placement(ONE.phy2log[:, ::-1], 2), 100)) | contiguous
+rebalance([[[np.zeros((2, 6))[:, ::2]]] * 2], ONE, SWAPPED, 9) | contiguous
+rebalance([[[FIXED]] * 2], ONE, SWAPPED, 9) | weights[0][0][0] is read-only
+rebalance([[[FIXED.copy()]] * 2] * 2, ONE, SWAPPED, 9) | weights has 2 layers; 1 layer
+rebalance([[[FIXED.copy()]]], ONE, SWAPPED, 9) | weights[0] has 1 rank; 2 ranks
+rebalance([[[np.ones((3, 2))]] * 2], ONE, SWAPPED, 9) | [3, 2]; the 2 experts of its
+rebalance([[[np.ones((1, 2))]] * 2], ONE, SWAPPED, 9) | [1, 2]; the 2 experts of its
+rebalance([[[np.ones(2)], [np.ones((2, 1))]]], ONE, SWAPPED, 9) | float64 []; 64 [1]
+rebalance([[[]] * 2], ONE, SWAPPED, 9) | no tensors
+unbalanced(1, 4.5, 2) | n_experts=4.5 must be an integer
+unbalanced(-1, 4, 2) | n_layers=-1 must be an integer >= 1
+ONE.log2phy(-1) | max_replicas=-1 must be an integer >= 0
+default_replicas(8, 0) | n_ranks=0 must be an integer >= 1
+check_tables(BALANCED, TABLES[:1], TABLES[:1, ..., 0] + 1) | experts 0 and 1; Placement
 """)
 def test_what_cannot_be_planned(arguments, words):
     with raises(ValueError, words):
-        eval(arguments, globals())
+        eval(arguments, vars(balance) | vars(checks) | globals())
 
 
 def test_weights_are_lists_of_arrays():
     """An array of a rank would be taken for a list of its experts."""
     weights = [[np.zeros((2, 6))] * 2]
     with raises(TypeError, "weights[0][0] is a ndarray; pass a list of arrays"):
-        next(rebalance(weights, ONE, Placement(ONE.phy2log[:, ::-1], 2), 100))
+        rebalance(weights, ONE, SWAPPED, 100)
 
 
 # ---------------------------------------------------------------------- a layer
@@ -507,6 +527,7 @@ def test_command_says_what_is_wrong(tmp_path, run_cli):
         ([good, "--replicas", "99"], "--replicas 99 must be in [0, 24]"),
         ([good, "--hosts", "3"], "n_ranks=4 must be a multiple of --hosts 3"),
         ([good, "--top-k", "0"], "--top-k 0 must be an integer >= 1"),
+        ([good, "--out", f"{tmp_path}/./good.npz"], "is one of the measurements"),
     ):
         said = run_cli("balance", *words, status=1)
         assert said.startswith("max-ep balance: ") and says in said

@@ -283,6 +283,18 @@ moe(x, IDS - 2, WEIGHTS, None) | id -2 is outside
 moe(x, IDS.astype(np.float32), WEIGHTS, None) | integers, got float32
 moe(x, IDS[:1], WEIGHTS, None) | n_tokens
 moe(x, IDS, WEIGHTS[:, :1], None) | shape of topk_ids
+moe(x, IDS, WEIGHTS, lambda e, x: np.tile(x, (2, 1))) | expert 0; [12, 16]; [6, 16]
+moe(x, IDS, WEIGHTS, lambda e, x: x, lambda x: x[:1]) | shared_fn; [1, 16]; [3, 16]
+dispatch([x], [], 7) | n_tokens
+combine([both], sent, [WEIGHTS, WEIGHTS]) | one entry a rank, got [1, 2, 2]
+combine([both, none], sent, [WEIGHTS]) | one entry a rank, got [2, 2, 1]
+combine_sums([both, none], sent, [WEIGHTS]) | one entry a rank, got [2, 2, 1]
+combine([both, none], sent, [WEIGHTS[0]] * 2) | topk_weights must be a matrix, got [2]
+softmax_top_k(x, 0) | top_k=0 must be an integer from 1 to 16
+softmax_top_k(x, 17) | top_k=17 must be an integer from 1 to 16
+softmax_top_k(x[0], 1) | logits must be [n_tokens, n_experts], got [16]
+degraded(IDS, WEIGHTS[:, :1], 2, [0, 1]) | shape of topk_ids
+balance_ids(IDS, IDS, IDS[0]) | [3, 2] and [2]; one layer
 """
 
 

@@ -294,7 +294,7 @@ def test_a_placement_names_weights_by_place(tmp_path, monkeypatch):
             here.setenv(PLACEMENT_VARIABLE, str(other))
             with pytest.raises(ValueError, match=f"MAX_EP_PLACEMENT=.*{said}"):
                 _config(_flags(256, True))
-    with pytest.raises(ValueError, match="has 2 layers, and 0 of the model"):
+    with pytest.raises(ValueError, match="has 2 layers, the model 0 with experts"):
         place_experts(dense, config)
     flags = _flags(256, True)
     flags.runtime.eplb_redundant_experts_per_gpu = 1
