@@ -15,6 +15,7 @@ from typing import Any
 
 from ..install import OF_MODULES
 from ..limits import COMBINE_MODES, OUTPUT_LAYOUTS, PROTOCOLS
+from .network import Links
 
 _UNSET = argparse.SUPPRESS
 
@@ -113,29 +114,16 @@ def _run(arguments: Sequence[str] | None) -> int:
     about = "with a fused shared expert (EPConfig.fused_shared_expert)"
     dest = "fused_shared_expert"
     plan.add_argument("--shared-expert", dest=dest, action="store_true", help=about)
-    for option, dest, metavar, kind, default, text in (
-        ("--hosts", "n_nodes", "N", int, 1, "hosts that the ranks are on"),
-        (
-            "--network",
-            "network_gb_s",
-            "GB/S",
-            float,
-            50.0,
-            "bandwidth of a rank between hosts",
-        ),
-        (
-            "--latency",
-            "latency_us",
-            "US",
-            float,
-            30.0,
-            "time of one token between hosts",
-        ),
+    about = "hosts that the ranks are on (default: %(default)s)"
+    plan.add_argument(
+        "--hosts", dest="n_nodes", metavar="N", type=int, default=1, help=about
+    )
+    for option, dest, metavar, text in (
+        ("--network", "network_gb_s", "GB/S", "bandwidth of a rank between hosts"),
+        ("--latency", "latency_us", "US", "time of one token between hosts"),
     ):
-        text += " (default: %(default)g)"
-        plan.add_argument(
-            option, dest=dest, metavar=metavar, type=kind, default=default, help=text
-        )
+        text += f" (default: {getattr(Links, dest):g})"
+        plan.add_argument(option, dest=dest, metavar=metavar, type=float, help=text)
     about = "time dispatch and combine on these GPUs, beside other systems"
     bench = command("bench", about)
     for option, more in (

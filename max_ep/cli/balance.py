@@ -8,6 +8,7 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,11 @@ _OPTIONS["max_replicas"] = "--max-replicas"
 
 
 def run_balance(options: argparse.Namespace) -> None:
+    measured = [Path(file).resolve() for file in options.files]
+    if options.out is not None and Path(options.out).resolve() in measured:
+        raise ValueError(
+            f"--out {shlex.quote(options.out)} is one of the measurements; name another"
+        )
     counts, n_ranks = _counts_of(options.files)
     n_layers, n_experts = counts.shape
     if options.current is not None:
@@ -40,9 +46,9 @@ def run_balance(options: argparse.Namespace) -> None:
     else:
         before = unbalanced(n_layers, n_experts, n_ranks)
         n_replicas = options.replicas
+    try:
         if n_replicas is None:
             n_replicas = default_replicas(n_experts, n_ranks, options.max_replicas)
-    try:
         after = plan(
             counts,
             n_ranks,

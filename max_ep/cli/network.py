@@ -22,9 +22,9 @@ from ..plural import counted
 class Links:
     """What a rank sends through at a time, and what each step costs."""
 
-    network_gb_s: float
+    network_gb_s: float = 50.0
     """Bandwidth of a rank's network card, 10^9 bytes a second."""
-    latency_us: float
+    latency_us: float = 30.0
     """Time of a dispatch or combine of one token between hosts."""
     nvlink_gb_s: float = 350.0
     """Bandwidth between GPUs of a host."""

@@ -123,13 +123,19 @@ def _ranks_of_a_host(options: argparse.Namespace) -> int:
             f"--ranks {n_ranks} with --hosts {n_hosts}: each host has the same number "
             "of ranks; pass a number of hosts, from 1, that divides the ranks"
         )
-    for option, value in (
-        ("--network", options.network_gb_s),
-        ("--latency", options.latency_us),
-    ):
+    for name, value in _links(options).items():
+        option = f"{options.names[name]} {value:g}"
+        if n_hosts == 1:
+            raise ValueError(f"{option} is of several hosts: pass --hosts, too")
         if not 0 < value < math.inf:
-            raise ValueError(f"{option} {value:g}: pass a number above 0")
+            raise ValueError(f"{option}: pass a number above 0")
     return n_ranks // n_hosts
+
+
+def _links(options: argparse.Namespace) -> dict[str, float]:
+    """Names the fields of `Links` that were given."""
+    given = {name: getattr(options, name) for name in ("network_gb_s", "latency_us")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _over_a_network(config: EPConfig, options: argparse.Namespace) -> str:
@@ -143,7 +149,7 @@ def _over_a_network(config: EPConfig, options: argparse.Namespace) -> str:
         dispatch_bytes=config.sizes().dispatch_msg_bytes,
         combine_bytes=config.sizes().combine_msg_bytes,
     )
-    links = Links(options.network_gb_s, options.latency_us)
+    links = Links(**_links(options))
     return (
         f"{report(layer, links)}\n"
         "Between hosts protocol='auto' is by expert, or by rank if combine sends sums; "

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 from ..stats import Statistics
 
@@ -23,6 +24,8 @@ def draw(plot: Callable[[str], None], picture: str | None) -> None:
     try:
         if not picture:  # matplotlib would call it ".png"
             raise ValueError("it names no file")
+        if Path(picture).is_dir():  # it would write beside it
+            raise ValueError("it is a folder; name a file")
         plot(picture)
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"--plot {shlex.quote(picture)}: {error}") from error

@@ -92,6 +92,11 @@ class GraphBuffers:
 
     def comm_buffers(self, input_vals: Iterable[Value[Any]]) -> EPCommBuffers:
         """Takes the buffers as :meth:`fetch_buffers`; returns them as one value."""
+        if not isinstance(input_vals, Iterable):
+            raise TypeError(
+                f"fetch_buffers got a {type(input_vals).__name__}; pass the graph "
+                "inputs of input_types(), in their order"
+            )
         values, tree = list(input_vals), self.input_tree()
         wanted = self.input_types()
         if len(values) != len(wanted):

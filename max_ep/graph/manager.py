@@ -200,15 +200,16 @@ class EPBatchManager(GraphBuffers):
         ``dispatched`` is what a dispatch of this manager returned for the rank. The
         result is ``[n_local_experts]`` int32, on the rank's device.
         """
-        is_one_rank = isinstance(dispatched, (tuple, list))
-        if not is_one_rank or not isinstance(dispatched[0], TensorValue):
+        config = self.config
+        place = 1 + config.is_quantized + config.nvfp4_dyn_global_scales
+        is_one_rank = isinstance(dispatched, (tuple, list)) and len(dispatched) > place
+        if not is_one_rank or not isinstance(dispatched[place], TensorValue):
             raise TypeError(
                 f"dispatched is a {type(dispatched).__name__}, it must be the tuple "
                 "of a rank: what ep_dispatch_wait or ep_dispatch returned, or one of "
                 "those of ep_dispatch_all"
             )
-        config = self.config
-        counts = dispatched[1 + config.is_quantized + config.nvfp4_dyn_global_scales]
+        counts = dispatched[place]
         if config.is_padded:
             return counts
         offsets = ops.cast(counts, DType.int32)

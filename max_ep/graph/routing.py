@@ -12,6 +12,7 @@ from ..extension import add_op
 from ..formats import PLAIN_DTYPES
 from ..limits import MAX_TOP_K, is_integer
 from ..plural import counted
+from .checks import check_value
 
 MAX_GPU_EXPERTS = 1024
 """A lane of a warp has 32 of them in registers."""
@@ -50,8 +51,7 @@ def balance_ids(topk_ids: TensorValue, replicas: Replicas) -> TensorValue:
     returns ``[n_tokens, top_k]`` int32. Ids below 0 stay. An id that no expert has
     becomes another that no expert has: dispatch drops it, and reports what it was.
     """
-    if topk_ids.dtype != DType.int32:
-        raise TypeError(f"topk_ids are {topk_ids.dtype}; balance_ids takes int32: cast")
+    check_value(topk_ids, "topk_ids", DType.int32, [None, None], None)
     tables, layer = replicas.operands()
     values = [*tables, topk_ids, layer]
     return add_op("balance_ids", topk_ids.device, values, [topk_ids.type])[0]
@@ -101,11 +101,8 @@ def softmax_top_k(
         ValueError: If the number of experts is not known, less than ``top_k``, or
             more than a GPU's kernel takes, or ``top_k`` is out of range.
     """
-    if logits.dtype not in PLAIN_DTYPES:
-        raise TypeError(
-            f"logits are {logits.dtype}; softmax_top_k takes float32 or bfloat16: cast"
-        )
-    if logits.rank != 2 or not isinstance(logits.shape[1], StaticDim):
+    check_value(logits, "logits", PLAIN_DTYPES, [None, None], None)
+    if not isinstance(logits.shape[1], StaticDim):
         raise ValueError(
             f"logits are {logits.shape}; softmax_top_k takes [n_tokens, n_experts] "
             "with a number of experts known to the graph"

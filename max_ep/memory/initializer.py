@@ -103,10 +103,15 @@ class EPCommInitializer:
             TimeoutError: If a process of the group does not come in time.
             ValueError: If a process has another configuration, or GPUs are missing.
             RuntimeError: If called twice.
+            TypeError: If ``session`` is none.
         """
         if self._memory is not None:
             raise RuntimeError(
                 "EPCommInitializer.ep_init was called before; close() first"
+            )
+        if not (setup or isinstance(session, InferenceSession)):
+            raise TypeError(
+                f"session is a {type(session).__name__}; pass an InferenceSession"
             )
         config = self.config
         if config.node_id < 0:

@@ -80,6 +80,8 @@ def test_plan_of_hosts(run_cli):
     [
         ("--hosts 3", "--ranks 16 with --hosts 3: each host has the same number"),
         ("--hosts 2 --network 0", "--network 0: pass a number above 0"),
+        ("--network 45", "--network 45 is of several hosts: pass --hosts"),
+        ("--latency 5", "--latency 5 is of several hosts: pass --hosts"),
         ("--hosts 2 --latency nan", "--latency nan: pass a number above 0"),
     ],
 )

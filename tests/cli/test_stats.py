@@ -258,7 +258,7 @@ def test_command_says_what_is_wrong(tmp_path, monkeypatch, run_cli):
     """About pictures. Files that cannot be read are in `test_command_line.py`."""
     good = tmp_path / "good.npz"
     some_statistics().save(good)
-    for picture in ("nowhere/x.png", "x.doc"):
+    for picture in ("nowhere/x.png", "x.doc", "."):
         path = tmp_path / picture
         said = run_cli("stats", good, "--plot", path, status=1)
         assert f"max-ep stats: --plot {path}: " in said

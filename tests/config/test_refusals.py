@@ -102,7 +102,9 @@ class Calls:
 
 def error_of(words: str) -> type[Exception]:
     """A `TypeError` for a wrong element type or kind, a `ValueError` for all else."""
-    kinds = r"(float|int)(16|32|64)|graph value|Tensor|BufferValue|tuple of|uint8;"
+    kinds = (
+        r"(float|int)(16|32|64)|graph value|Tensor|BufferValue|tuple of|NoneType|uint8;"
+    )
     return TypeError if re.search(kinds, words) else ValueError
 
 
@@ -266,6 +268,11 @@ ROWS_OF | m.ep_dispatch_all(x.tokens, *all[1:]) | input_tokens; one TensorValue;
 pass a list
 ROWS_OF | m.ep_received(dispatch()[0][0]) | TensorValue; tuple of a rank
 ROWS_OF | m.ep_received(dispatch()) | is a list; tuple of a rank; ep_dispatch_all
+ROWS_OF | m.ep_received(()) | tuple of a rank; ep_dispatch_all
+ROWS_OF | m.ep_received(dispatch()[0][:1]) | tuple of a rank; ep_dispatch_all
+ROWS_OF | m.fetch_buffers(None) | fetch_buffers; NoneType; graph inputs
+ROWS_OF | softmax_top_k(None, 2) | logits; NoneType; graph value
+ROWS_OF | balance_ids(None, None) | topk_ids; NoneType; graph value
 ROWS_OF | m.ep_dispatch(x.tokens, x.ids, 0) | ep_dispatch_all; ep_dispatch_async; \
 one after another; n_gpus_per_node=2; n_nodes=2
 ROWS_OF | dispatch(); m.ep_combine(x.rows, x.weights, 0) | ep_combine_all; \

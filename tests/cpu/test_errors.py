@@ -38,6 +38,8 @@ def test_model_inputs_need_memory(session):
         with raises(RuntimeError, "before ep_init; ep_init(session) first"):
             call()
     comm.close()  # nothing to free; harmless
+    with raises(TypeError, "session is a NoneType; pass an InferenceSession"):
+        comm.ep_init(None)
     comm.ep_init(session)
     assert len(comm.model_inputs()) == 10
     with raises(RuntimeError, "ep_init; before; close() first"):
@@ -209,6 +211,18 @@ def test_counters_that_nobody_set_up(group, given):
         buffer.inplace_copy_from(Buffer.from_numpy(zeros))
     with raises(ValueError, "atomic_counters; not initialized; ep_init()"):
         group.send(given)
+
+
+@pytest.mark.parametrize("place", [-4, -2])
+def test_addresses_of_another_op(group, given, place):
+    """Receive buffers, or counts, of combine where those of dispatch belong."""
+    buffers = group.comm.model_inputs()
+    buffers[place], buffers[place + 1] = buffers[place + 1], buffers[place]
+    group.buffers = buffers
+    with raises(ValueError, "recv_ptrs and recv_count_ptrs; model_inputs(); order"):
+        group.send(given)
+    group.buffers = None
+    group.check_next_run()
 
 
 def test_run_after_close(groups, given):

@@ -62,7 +62,7 @@ def balance_graph(device: DeviceRef, **where: Module) -> Graph:
         graph.output(*chosen, balance_ids(ids.tensor, first))
         with pytest.raises(ValueError, match="layer=2 .* num_moe_layers=2"):
             balance_ids(ids.tensor, Replicas(*tables, LAYERS))
-        with pytest.raises(TypeError, match="takes int32"):
+        with pytest.raises(TypeError, match="topk_ids has dtype .*int32"):
             balance_ids(logits.tensor, first)
     return graph
 
@@ -233,14 +233,14 @@ def test_oracles_choice_is_that_of_transformers():
 
 
 @refused("""
-"float16", [3, 8], 2 | float32 or bfloat16
+"float16", [3, 8], 2 | logits; float16; bfloat16 or DType.float32
 "float32", [3, 8], 9 | top_k=9 of 8 experts
 "float32", [3, 8], 0 | at least 1
 "float32", [3, 8], True | top_k=True; be an integer
 "float32", [3, 8], 2.0 | top_k=2.0; be an integer
 "float32", [3, 64], 33 | at most 32
 "float32", [3, "n_experts"], 2 | known to the graph
-"float32", [3, 4, 8], 2 | n_tokens, n_experts
+"float32", [3, 4, 8], 2 | logits has shape [3, 4, 8]
 "float32", [3, routing.MAX_GPU_EXPERTS + 1], 2, DeviceRef.GPU(0) | experts; up to
 """)
 def test_refusals(arguments, words):

@@ -333,8 +333,9 @@ struct Watch:
         recv_count_ptrs: PointersTensor,
         ctx: DeviceContext,
     ) raises:
+        # It stands for dispatch, too, of whose messages it does not know the size.
         comptime group = CombineGroup[combine_dtype, partial_dtype, config]
-        var call = Call[group].of[target](
+        var call = Call[group].of[target, checks_places=False](
             "watch",
             atomic_counters.to_tile_tensor(),
             recv_ptrs.to_tile_tensor(),

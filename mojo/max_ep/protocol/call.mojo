@@ -17,6 +17,7 @@ from .failures import Caller, Failure, GRAPH, NEXT, what_failed
 from .flags import FlagPointer
 from .kernel_argument import ImmPointer, KernelArgument, MutPointer, unused
 from .layout import Group, MAX_RANKS, MAX_TOP_K, N_GROUP_WORDS
+from .peer_words import Buf
 from .token_format import BytePointer, TokenFormat
 from .transport import PeerBuffers
 
@@ -178,7 +179,7 @@ struct Call[group: Group](TrivialRegisterPassable):
 
     @staticmethod
     def of[
-        target: StaticString
+        target: StaticString, checks_places: Bool = True
     ](
         op: StaticString,
         atomic_counters: TileTensor[DType.int32, ...],
@@ -191,7 +192,28 @@ struct Call[group: Group](TrivialRegisterPassable):
         call.recv_bufs = peer_buffers[Self.group](op, "recv_ptrs", recv_ptrs)
         call.counts = peer_buffers[Self.group](op, "recv_count_ptrs", recv_count_ptrs)
         call.send_bufs = call.recv_bufs
+        comptime if checks_places:
+            call._check_places()
         return call
+
+    def _check_places(self) raises:
+        """Checks that both buffers of each rank are of this op's direction: dispatch or
+        combine."""
+        comptime is_combine = Self.group.is_combine()
+        comptime recv = Buf.COMBINE_RECV if is_combine else Buf.DISPATCH_RECV
+        comptime counts = Buf.COMBINE_COUNTS if is_combine else Buf.DISPATCH_COUNTS
+        comptime wanted = Self.group.buffer_offset(counts) - Self.group.buffer_offset(
+            recv
+        )
+        for rank in range(Self.group.n_ranks):
+            var recv_address = self.recv_bufs.addresses[unsafe_offset=rank]
+            var found = self.counts.addresses[unsafe_offset=rank] - recv_address
+            if recv_address != 0 and found != UInt64(wanted):
+                raise Error(
+                    t"max_ep: {self.op}: recv_ptrs and recv_count_ptrs of rank {rank}"
+                    t" are not those of this op; pass the model_inputs() of an"
+                    t" EPCommInitializer in their order."
+                )
 
     @staticmethod
     def of_counters[
