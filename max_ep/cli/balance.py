@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import textwrap
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -24,8 +24,8 @@ _OPTIONS["max_replicas"] = "--max-replicas"
 
 
 def run_balance(options: argparse.Namespace) -> None:
-    measured = [Path(file).resolve() for file in options.files]
-    if options.out is not None and Path(options.out).resolve() in measured:
+    measured = map(os.path.abspath, options.files)
+    if options.out is not None and os.path.abspath(options.out) in measured:
         raise ValueError(
             f"--out {shlex.quote(options.out)} is one of the measurements; name another"
         )

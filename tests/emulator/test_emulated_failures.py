@@ -18,6 +18,7 @@ COMBINE_ASYNC = int(mojo_constant("COMBINE_ASYNC", "max_ep/protocol/peer_words.m
 BAD_SOURCE, NO_COUNT, NO_MESSAGE = map(
     code_of, ("BAD_SOURCE", "NO_COUNT", "NO_MESSAGE")
 )
+NOT_READ = code_of("NOT_READ")
 OTHER_ROWS, TOO_MANY_ROWS = code_of("OTHER_ROWS"), code_of("TOO_MANY_ROWS")
 WRONG_COUNTERS, WRONG_EXPERT = code_of("WRONG_COUNTERS"), code_of("WRONG_EXPERT")
 
@@ -138,6 +139,29 @@ def test_a_lost_word_is_named(name, kind):
     n_bytes = 2 * outputs[1].n_rows_max * sizes.hidden
     rows = world.memory.array(outputs[1].rows, np.uint8, n_bytes)
     assert code != NO_COUNT or (rows == POISON).all()
+
+
+@pytest.mark.parametrize("name", ["sums", "expert", "rows"])
+def test_nothing_is_sent_to_who_has_not_read(name):
+    """Rank 0 has not read dispatch 1: rank 1 gives up, and writes nothing to others but
+    what it has read itself."""
+    world = World(name, timeout_ms=MASKED_MS, finds_races=False)
+    given, memory = draw(world.sizes, [3, 2, 3], 1), world.memory
+    world.combine(world.dispatch(*given), given[2])
+    done = named(world.words.gpu, "done word of dispatch")
+    memory.stores[8](world.regions[1] + place(done, 0, 0), 0)
+    memory.stores[4](world.counters[1] + 4 * counter_word("DISPATCH_DRAINED"), 0)
+
+    def read(rank: int) -> bytes:
+        region = memory.bytes[world.regions[rank] :][: world.sizes.region]
+        region[place(done, 1, 0) : place(done, 2, 0)] = bytes(8)
+        return bytes(region)
+
+    before = read(0), read(2)
+    world.dispatch(*given, FORMS[name][:1], ranks=[1])
+    assert failure(world, 1)[:6] == [NOT_READ, SEND, 0, -1, 1, 0]
+    assert world.word(1, "BROKEN")
+    assert before == (read(0), read(2))
 
 
 @pytest.mark.parametrize("name", ["shared", "expert_shared"])
