@@ -83,22 +83,6 @@ HARMLESS = [
         "and expert < Self.group.n_experts",
         "An entry of nobody has no position, either, which the next line asks.",
     ),
-    Harmless(
-        "not waited for",
-        "device/done_words.mojo",
-        "if block.give_up_if_late(n_polls, rank):",
-        "It is taken after `POLLS_PER_CLOCK_READ` polls, which combine of rows does not"
-        " need here. For other callers it is noticed.",
-        "combine_rows/",
-    ),
-    Harmless(
-        "not waited for",
-        "device/done_words.mojo",
-        "if block.give_up_if_late(n_polls, rank):",
-        "No reader is so late here that index warps take it, but one that never reads;"
-        " for them no entry is written either way.",
-        "dispatch_by_rank/kernel.mojo",
-    ),
     # What a poll that gives up loses is time.
     Harmless(
         f"not waited for|{OFF_BY_ONE}",

@@ -11,8 +11,19 @@ from max_ep.waits import named, place
 from tests.codegen.kernels import counter_word, mojo_constant
 from tests.emulator.emulated_world import FORMS, World, bf16, rows_of, words
 from tests.emulator.memory import POISON
-from tests.emulator.steps import MASKED_MS, RECEIVE, SEND, code_of, draw, failure
+from tests.emulator.steps import (
+    MASKED_MS,
+    RECEIVE,
+    SEND,
+    check_results,
+    check_rows,
+    code_of,
+    draw,
+    failure,
+)
 
+LATE_MS = 100
+"""A warp polls once in a millisecond."""
 OTHER_GENERATION = 3
 COMBINE_ASYNC = int(mojo_constant("COMBINE_ASYNC", "max_ep/protocol/peer_words.mojo"))
 BAD_SOURCE, NO_COUNT, NO_MESSAGE = map(
@@ -162,6 +173,29 @@ def test_nothing_is_sent_to_who_has_not_read(name):
     assert failure(world, 1)[:6] == [NOT_READ, SEND, 0, -1, 1, 0]
     assert world.word(1, "BROKEN")
     assert before == (read(0), read(2))
+
+
+@pytest.mark.parametrize("name", ["sums", "expert", "rows"])
+def test_a_late_reader_is_awaited(name):
+    """Rank 1 learns after so many polls that each of its warps has read the clock that
+    rank 0 has read what it sent last."""
+    world = World(name, timeout_ms=MASKED_MS, finds_races=False)
+    given, memory, clock = draw(world.sizes, [3, 2, 3], 1), world.memory, world.clock
+    world.combine(world.dispatch(*given), given[2])
+    done = named(world.words.gpu, "done word of dispatch")
+    at, load, end = world.regions[1] + place(done, 0, 0), memory.load_8, 0
+    memory.load_8 = lambda x: 0 if x == at and clock.ns < end else load(x)
+    for drained in ("DISPATCH_DRAINED", "COMBINE_DRAINED"):
+        memory.stores[4](world.counters[1] + 4 * counter_word(drained), 0)
+        end = clock.ns + LATE_MS * 1_000_000
+        if drained == "DISPATCH_DRAINED":
+            outputs = world.dispatch(*given)
+        else:
+            results = world.combine(outputs, given[2])
+        assert clock.ns > end
+        assert not any(failure(world, rank)[0] for rank in range(3))
+    check_rows(world, outputs, *given[:2])
+    check_results(world, results, *given)
 
 
 @pytest.mark.parametrize("name", ["shared", "expert_shared"])

@@ -69,6 +69,10 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
         ("many", failures.test_a_lost_word_is_named, "many", "entry"),
         ("expert", failures.test_a_lost_word_is_named, "expert", "count"),
         ("expert", failures.test_a_lost_word_is_named, "expert", "message"),
+        *(
+            (name, failures.test_a_late_reader_is_awaited, name)
+            for name in ("sums", "expert", "rows")
+        ),
         ("expert", failures.test_a_row_of_another_expert_is_refused),
         ("rows", failures.test_sources_that_cannot_be_are_refused, 0, 5),
         ("rows", failures.test_sources_that_cannot_be_are_refused, 1, 3),
